@@ -1,0 +1,53 @@
+"""Treering: every shared token is trained once.
+
+This file knows which public name lives in which module and imports it on first use. It refuses to import anything
+heavy itself: a bare `import treering` loads no torch, no transformers and no numba.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treering import errors as errors
+    from treering import objectives as objectives
+    from treering.model.context import tree_attention as tree_attention
+    from treering.model.forward import forward as forward
+    from treering.train.step import backward as backward
+    from treering.tree.forest import Forest as Forest
+
+    __version__: str
+
+_HOMES = {
+    "Forest": "treering.tree.forest",
+    "backward": "treering.train.step",
+    "forward": "treering.model.forward",
+    "tree_attention": "treering.model.context",
+}
+_MODULES = frozenset({"errors", "objectives"})
+
+__all__ = ["Forest", "__version__", "backward", "errors", "forward", "objectives", "tree_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"treering.{name}")
+    if name == "__version__":
+        return _version()
+    if name not in _HOMES:
+        raise AttributeError(f"module 'treering' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    # Stored, so that later look-ups cost nothing and give the same object.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _version() -> str:
+    try:
+        return metadata.version("treering")
+    except metadata.PackageNotFoundError:
+        # A checkout on PYTHONPATH carries no metadata; the local suffix says that no release is claimed.
+        return "0.0.0+source"

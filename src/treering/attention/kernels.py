@@ -1,0 +1,157 @@
+"""Attention of one rectangle with its log-sum-exp, forward and backward: what the `segments` backend is made of.
+
+Two kernels compute the same thing: `flash_cpu`, the one inside torch's scaled dot-product attention on CPU, and `plain`,
+matrix products on any device. Torch's public function hides the log-sum-exp, and without it parts cannot be merged.
+
+    B = 1 batch   H query heads   G key heads (H a multiple of G)   Q queries   K keys   D head size
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MAX_SCORE_ENTRIES = 2**22
+"""The plain kernel works in slices of query rows, so that its score matrix stays below this many entries per head."""
+
+
+class Part(NamedTuple):
+    """Softmax-weighted values [B, H, Q, D] and log-sum-exp [B, H, Q] of the scores that they were weighted with."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of query [B, H, Q, D], key and value [B, G, K, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class Kernel(Protocol):
+    """One rectangle: `mask` is additive [Q, K], `causal` means key i is visible to query j iff i <= j."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> Part:
+        """Attention of the rectangle."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: Part,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """Gradients through the rectangle, given the *whole* result (all rectangles merged) of its queries."""
+        ...
+
+
+class FlashCpu:
+    """Torch's CPU flash attention: float32, float64, bfloat16; grouped heads without copies."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> Part:
+        """See `Kernel.forward`."""
+        return Part(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        )
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: Part,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        return Gradients(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, query, key, value, whole.out, whole.lse, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        )
+
+
+class Plain:
+    """Matrix products and a softmax, in slices of query rows; any device and dtype."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+    ) -> Part:
+        """See `Kernel.forward`."""
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        outs, lses = [], []
+        for rows in _row_slices(query.shape[2], key.shape[2]):
+            scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
+            lse = scores.logsumexp(-1)
+            outs.append((scores - lse[..., None]).exp().to(value.dtype) @ value)
+            lses.append(lse)
+        return Part(torch.cat(outs, 2), torch.cat(lses, 2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: Part,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See `Kernel.backward`."""
+        num_key_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for rows in _row_slices(query.shape[2], key.shape[2]):
+            scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
+            weights = (scores - whole.lse[:, :, rows, None]).exp()
+            upstream = grad_out[:, :, rows]
+            delta = (upstream.to(scores.dtype) * whole.out[:, :, rows].to(scores.dtype)).sum(-1, keepdim=True)
+            grad_scores = (weights * (upstream @ value.mT - delta) * scale).to(query.dtype)
+            grad_query[:, :, rows] = grad_scores @ key
+            grad_key += grad_scores.mT @ query[:, :, rows]
+            grad_value += weights.to(value.dtype).mT @ upstream
+        folded = [grad.unflatten(1, (num_key_heads, groups)).sum(2) for grad in (grad_key, grad_value)]
+        return Gradients(grad_query, *folded)
+
+
+def choose_kernel(tensor: Tensor) -> Kernel:
+    """`FlashCpu` for CPU tensors, `Plain` elsewhere."""
+    return FlashCpu() if tensor.device.type == "cpu" else Plain()
+
+
+def _row_slices(num_queries: int, num_keys: int) -> list[slice]:
+    rows = max(1, MAX_SCORE_ENTRIES // max(1, num_keys))
+    return [slice(start, min(start + rows, num_queries)) for start in range(0, num_queries, rows)]
+
+
+def _scores(query: Tensor, key: Tensor, rows: slice, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Scaled, masked scores [B, H, rows, K] in float32 or wider."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.mT).to(wide) * scale
+    if mask is not None:
+        scores = scores + mask[rows].to(wide)
+    if causal:
+        index = torch.arange(key.shape[2], device=key.device)
+        later = index[None, :] > torch.arange(rows.start, rows.stop, device=key.device)[:, None]
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores

@@ -1,0 +1,166 @@
+"""From `subtree_end` to a short list of rectangular attention calls that cover every visible pair exactly once.
+
+Knows the shape of the forest; knows no tensors and no kernels. Depth-first order makes two things contiguous: a segment,
+and all that descends from it. So a long segment needs one causal call for itself and one unmasked call for its
+descendants. Short segments are cut into blocks that are computed under a small mask; of the keys of such a block only
+those on the path to what follows ("open" keys, a chain) are visible later, to a staircase of query rows.
+
+    N tokens   B block length
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+MIN_CAUSAL_TOKENS = 32
+"""A segment this long gets a causal call of its own: below, one masked call for several segments is cheaper."""
+
+MAX_BLOCK_TOKENS = 128
+"""Longest block of short segments: its mask has at most this many squared entries."""
+
+MAX_WASTED_PAIRS = 2048
+"""Steps of a staircase are merged under a mask while this many computed pairs are wasted at most: about one call."""
+
+
+class Visibility(Enum):
+    """Which pairs of a call are visible."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One rectangular attention: queries [query_start, query_stop) against keys, each row seeing at least one key.
+
+    `keys` holds packed indices when the keys are not the range [key_start, key_stop).
+    """
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    visibility: Visibility
+    keys: Int64Array | None = None
+
+    def key_indices(self) -> Int64Array:
+        """Packed indices of the keys: int64 [num_keys]."""
+        return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
+
+    def mask(self, subtree_end: Int32Array) -> NDArray[np.bool_]:
+        """Visible pairs, bool [num_queries, num_keys]."""
+        queries = np.arange(self.query_start, self.query_stop)[:, None]
+        keys = self.key_indices()[None, :]
+        return (keys <= queries) & (queries < subtree_end[keys])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Schedule:
+    """All calls of a forest: `within` covers each query once (its own block), `across` adds keys of earlier blocks."""
+
+    within: tuple[Call, ...]
+    across: tuple[Call, ...]
+
+
+def build_schedule(subtree_end: Int32Array, segment_start: Int32Array) -> Schedule:
+    """Cuts a forest into calls in O(N + calls).
+
+    Args:
+        subtree_end: int32 [N], one past each token's last descendant.
+        segment_start: int32 [S], first token of each segment, ascending.
+
+    Example: a prompt of 40 tokens with two responses of 50 gives three causal calls and one unmasked call of 100
+    queries against 40 keys.
+    """
+    within, across = [], []
+    for start, stop, visibility in _blocks(segment_start, subtree_end.size):
+        within.append(
+            Call(query_start=start, query_stop=stop, key_start=start, key_stop=stop, visibility=visibility)
+        )
+        across.extend(_later_calls(start, stop, subtree_end))
+    return Schedule(within=tuple(within), across=tuple(across))
+
+
+def _blocks(segment_start: Int32Array, num_tokens: int) -> list[tuple[int, int, Visibility]]:
+    """Cuts [0, N) into long segments (causal) and runs of short ones (masked), in order."""
+    bounds = np.append(segment_start, num_tokens).tolist()
+    blocks: list[tuple[int, int, Visibility]] = []
+    open_start = 0
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        if stop - start >= MIN_CAUSAL_TOKENS:
+            if open_start < start:
+                blocks.append((open_start, start, Visibility.MASKED))
+            blocks.append((start, stop, Visibility.CAUSAL))
+            open_start = stop
+        elif stop - open_start > MAX_BLOCK_TOKENS:
+            blocks.append((open_start, start, Visibility.MASKED))
+            open_start = start
+    if open_start < num_tokens:
+        blocks.append((open_start, num_tokens, Visibility.MASKED))
+    return blocks
+
+
+def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
+    """Calls in which tokens after a block see keys of the block."""
+    ends = subtree_end[start:stop]
+    if ends[0] == ends[-1] and ends[0] > stop:
+        visibility = Visibility.FULL
+        return [
+            Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)
+        ]
+    open_keys = start + np.flatnonzero(ends > stop)
+    if open_keys.size == 0:
+        return []
+    steps = _staircase(stop, subtree_end[open_keys].astype(np.int64))
+    return [_step_call(step, open_keys) for step in steps]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Rows [row_start, row_stop) see between `num_seen_by_all` and `num_seen` of the open keys, always the first ones."""
+
+    row_start: int
+    row_stop: int
+    num_seen: int
+    num_seen_by_all: int
+
+
+def _staircase(first_row: int, ends: Int64Array) -> list[_Step]:
+    """Rows that see the same number of open keys, merged while little is wasted; `ends` never increases."""
+    tread_ends = np.unique(ends)
+    num_seen = np.searchsorted(-ends, -tread_ends, side="right").tolist()
+    steps: list[_Step] = []
+    row = first_row
+    wasted = 0
+    for end, seen in zip(tread_ends.tolist(), num_seen, strict=True):
+        tread = _Step(row_start=row, row_stop=end, num_seen=seen, num_seen_by_all=seen)
+        row = end
+        more = (tread.row_stop - tread.row_start) * (steps[-1].num_seen - seen) if steps else 0
+        if steps and wasted + more <= MAX_WASTED_PAIRS:
+            wasted += more
+            steps[-1] = _Step(
+                row_start=steps[-1].row_start, row_stop=end, num_seen=steps[-1].num_seen, num_seen_by_all=seen
+            )
+            continue
+        wasted = 0
+        steps.append(tread)
+    return steps
+
+
+def _step_call(step: _Step, open_keys: Int64Array) -> Call:
+    keys = open_keys[: step.num_seen]
+    contiguous = int(keys[-1] - keys[0]) == keys.size - 1
+    return Call(
+        query_start=step.row_start,
+        query_stop=step.row_stop,
+        key_start=int(keys[0]),
+        key_stop=int(keys[-1]) + 1,
+        visibility=Visibility.FULL if step.num_seen == step.num_seen_by_all else Visibility.MASKED,
+        keys=None if contiguous else keys,
+    )

@@ -1,0 +1,215 @@
+"""`treering inspect`: what sharing a set of trajectory files holds, and the best speedup that it allows.
+
+Knows how the figures of a report are counted and shown. Knows nothing of training; every figure is a count, no clock.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+
+from treering.data import RenderedTrajectory, Renderer, read_trajectories
+from treering.tree.forest import Forest
+from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
+from treering.types import ModelShape, find_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSetReport:
+    """All trajectories of a file in one forest, whatever their tasks."""
+
+    unique_tokens: int
+    sharing: float
+    token_bound: float
+    flop_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsReport:
+    """Each assistant turn a sample of its own: the tokens from the start of its trajectory to the end of the turn."""
+
+    samples: int
+    flat_tokens: int
+    unique_tokens: int
+    token_bound: float
+    flop_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """One file, one tree per task, figures summed over the tasks. Bounds are best possible speedups."""
+
+    file: str
+    trajectories: int
+    tasks: int
+    flat_tokens: int
+    unique_tokens: int
+    sharing: float
+    token_bound: float
+    flop_bound: float
+    prompt_only_bound: float
+    """Token bound where only prompts are merged (tokens before the first trained one) and every response is computed."""
+    whole_set: WholeSetReport
+    turns: TurnsReport
+    branching: Branching
+
+
+def inspect_files(
+    paths: Sequence[Path], tokenizer_dir: Path | None, model_shape: str, template: Literal["plain", "hf"] = "plain"
+) -> list[FileReport]:
+    """Reads, renders and measures trajectory files, with a progress bar on stderr where that is a terminal.
+
+    Raises InputError for bad files or messages without a tokenizer, ConfigError for an unknown model shape.
+
+    Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task reports 6 flat tokens, 4 unique ones and sharing 0.33.
+    """
+    shape = find_shape(model_shape)
+    renderer = Renderer(tokenizer=tokenizer_dir, template=template)
+    reports: list[FileReport] = []
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        job = progress.add_task("", total=3 * len(paths))
+        for path in paths:
+            progress.update(job, description=f"{path.name}: reading")
+            trajectories = read_trajectories(path)
+            progress.update(job, advance=1, description=f"{path.name}: tokenizing")
+            rendered = renderer.render(trajectories)
+            progress.update(job, advance=1, description=f"{path.name}: merging")
+            reports.append(measure(str(path), rendered, shape))
+            progress.advance(job)
+    return reports
+
+
+def measure(file: str, trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> FileReport:
+    """The report of rendered trajectories, one or more, under the name `file`."""
+    tasks = _by_task(trajectories)
+    forests = [Forest.from_sequences([t.tokens for t in task]) for task in tasks]
+    flat, tree = flat_work(_lengths(trajectories)), tree_work(forests)
+    bounds = work_bounds(flat, tree, shape)
+    return FileReport(
+        file=file,
+        trajectories=len(trajectories),
+        tasks=len(tasks),
+        flat_tokens=flat.num_tokens,
+        unique_tokens=tree.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+        prompt_only_bound=flat.num_tokens / sum(_num_prompt_shared_tokens(task) for task in tasks),
+        whole_set=_whole_set(trajectories, shape),
+        turns=_turns(tasks, shape),
+        branching=branching(*forests),
+    )
+
+
+def as_json(reports: Sequence[FileReport]) -> str:
+    """The reports as one JSON object `{"files": [...]}`."""
+    return json.dumps({"files": [asdict(report) for report in reports]}, indent=2, allow_nan=False)
+
+
+def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
+    """The reports as two tables for a terminal: what sharing gives, and how the trees branch."""
+    gains = Table(title=f"sharing, one tree per task (FLOP bounds for {model_shape})", title_justify="left")
+    shapes = Table(title="branching, one tree per task (lengths in tokens)", title_justify="left")
+    for table in (gains, shapes):
+        table.add_column("file", overflow="fold")
+    for name in ("trajectories", "flat", "unique", "sharing", "token bound", "FLOP bound", "prompt only", "whole set"):
+        gains.add_column(name, justify="right")
+    gains.add_column("turns", justify="right")
+    for name in ("tasks", "leaves", "branch points", "max depth", "max segments", "segments", "median", "mean", "p90"):
+        shapes.add_column(name, justify="right")
+    shapes.add_column("longest", justify="right")
+    for report in reports:
+        gains.add_row(*_gain_cells(report))
+        shapes.add_row(*_shape_cells(report))
+    return [gains, shapes]
+
+
+def run(
+    files: list[Path],
+    tokenizer: Path | None,
+    model_shape: str,
+    template: Literal["plain", "hf"],
+    json_output: bool,
+) -> None:
+    """Prints the reports of `files` to stdout, as JSON or as tables."""
+    reports = inspect_files(files, tokenizer, model_shape, template)
+    if json_output:
+        print(as_json(reports))
+        return
+    console = Console()
+    for table in as_tables(reports, model_shape):
+        console.print(table)
+    console.print("whole set: token bound of one tree for all tasks; turns: token bound, each turn its own sample")
+
+
+def _by_task(trajectories: Sequence[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
+    tasks: dict[Any, list[RenderedTrajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault(trajectory.task_id, []).append(trajectory)
+    return list(tasks.values())
+
+
+def _lengths(trajectories: Sequence[RenderedTrajectory]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([trajectory.tokens.size for trajectory in trajectories], dtype=np.int64)
+
+
+def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
+    prompts = Forest.from_sequences([t.tokens[: t.num_prompt_tokens] for t in task if t.num_prompt_tokens])
+    return prompts.num_tokens + sum(t.tokens.size - t.num_prompt_tokens for t in task)
+
+
+def _whole_set(trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> WholeSetReport:
+    flat = flat_work(_lengths(trajectories))
+    tree = tree_work([Forest.from_sequences([t.tokens for t in trajectories])])
+    bounds = work_bounds(flat, tree, shape)
+    return WholeSetReport(
+        unique_tokens=tree.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+    )
+
+
+def _turns(tasks: Sequence[Sequence[RenderedTrajectory]], shape: ModelShape) -> TurnsReport:
+    # Samples of one trajectory are prefixes of its last one, so only that one adds tokens to the tree.
+    trained = [[t for t in task if t.turn_ends.size] for task in tasks]
+    tree = tree_work(Forest.from_sequences([t.tokens[: t.turn_ends[-1]] for t in task]) for task in trained)
+    lengths = np.concatenate([np.empty(0, np.int32), *(t.turn_ends for task in trained for t in task)])
+    flat = flat_work(lengths)
+    bounds = work_bounds(flat, tree, shape)
+    return TurnsReport(
+        samples=lengths.size,
+        flat_tokens=flat.num_tokens,
+        unique_tokens=tree.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+    )
+
+
+def _gain_cells(report: FileReport) -> list[str]:
+    counts = (report.trajectories, report.flat_tokens, report.unique_tokens)
+    ratios = (
+        report.sharing,
+        report.token_bound,
+        report.flop_bound,
+        report.prompt_only_bound,
+        report.whole_set.token_bound,
+        report.turns.token_bound,
+    )
+    return [Path(report.file).name, *(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _shape_cells(report: FileReport) -> list[str]:
+    shape = report.branching
+    counts = (report.tasks, shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
+    lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
+    cells = [Path(report.file).name, *(f"{count:,}" for count in (*counts, shape.num_segments))]
+    return [*cells, *(f"{length:,.0f}" for length in lengths), f"{shape.max_segment_length:,}"]

@@ -1,0 +1,150 @@
+"""The command line: which subcommands there are, their arguments and help, and how errors end a process.
+
+This file knows words and exit codes; the work of a subcommand is in the file of its name, imported when it runs, so
+that `treering --help` is quick. It refuses to import torch.
+
+Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer.exceptions import TyperException
+
+import treering
+from treering.errors import TreeringError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="treering",
+    help="""Train language models on trees of trajectories: every shared token is trained once.
+
+    Start with `treering inspect FILES` to see what your trajectories share, and how much faster a tree can train at
+    best. Then `treering sft CONFIG` trains on them. `treering demo` shows both on a small model in a few minutes.
+    """,
+    epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
+    invoke_without_command=True,
+    add_completion=False,
+    # An unexpected exception is our bug: its plain traceback is what a report needs.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]
+
+
+def main() -> None:
+    """Run the command line on `sys.argv` and exit; the `treering` script is this function."""
+    # Read when torch starts its threads: spinning ones slow every process on a shared machine down.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        # Not standalone: typer would wrap a mistyped option in a box of many lines.
+        code = app(prog_name="treering", standalone_mode=False)
+    except TreeringError as error:
+        code = _refused(str(error))
+    except TyperException as error:
+        code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _refused(message: str) -> int:
+    print(f"treering: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"treering {treering.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def inspect(
+    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="JSONL trajectory files, plain or .gz.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder; needed for messages.")
+    ] = None,
+    model_shape: Annotated[
+        str, typer.Option(metavar="NAME", help="Model whose FLOPs are counted, such as qwen3-8b.")
+    ] = "qwen3-8b",
+    template: Annotated[
+        Literal["plain", "hf"], typer.Option(help="How messages become text: plain, or the tokenizer's template.")
+    ] = "plain",
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure what trajectories share, and the best speedup that training them as trees can give.
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
+    """
+    from treering.cli.inspect import run
+
+    run(files=files, tokenizer=tokenizer, model_shape=model_shape, template=template, json_output=json_output)
+
+
+@app.command()
+def sft(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with [model], [data], [train], [run].")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Fine-tune a model on trajectories, one tree per task, loss on the assistant's tokens only.
+
+    Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
+
+    A run that was stopped goes on from its last checkpoint when it is started again.
+    """
+    from treering.cli.sft import run
+
+    run(config_path=config, overrides=overrides or [], json_output=json_output)
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the demo's files; without it nothing is kept.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the model's weights and of generated data.")] = 0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Train a small model as trees and as packed sequences from the same seeds, and compare.
+
+    Example: treering demo --out runs/demo
+    """
+    from treering.cli.demo import run
+
+    run(out=out, seed=seed, json_output=json_output)
+
+
+@app.command()
+def bench(
+    name: Annotated[Literal["tree"], typer.Argument(help="tree: the tree step against separate flat sequences.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure a claim on this machine, with its baseline beside it.
+
+    Example: treering bench tree --json
+    """
+    from treering.cli.bench import run
+
+    run(name=name, json_output=json_output, out=out)

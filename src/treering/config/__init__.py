@@ -1,0 +1,5 @@
+"""Typed TOML configurations: `load` reads any of them, one file beside this one per subcommand."""
+
+from treering.config.load import Config as Config
+from treering.config.load import load as load
+from treering.config.sft import SftConfig as SftConfig

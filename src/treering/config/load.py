@@ -1,0 +1,109 @@
+"""Reading a typed configuration: a TOML file, then dotted overrides, then checks.
+
+This file knows TOML, dotted keys and how to validate a pydantic model; it refuses to know what any setting means.
+"""
+
+import copy
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from treering.config.problems import describe, section_type
+from treering.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Base of every configuration and section: frozen, strict types, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+    """Read a configuration of type `config_type`.
+
+    Args:
+        config_type: the model that says which keys there are, of which types.
+        path: a TOML file, or None for defaults and overrides only.
+        overrides: `section.key=value`, later ones win; the value is read as TOML (`8`, `1e-4`, `true`, `["a", "b"]`)
+            and, where it is none, as a string.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, an override has no key, or settings are unknown, of a wrong type
+            or in contradiction; all such settings are named in one message.
+
+    Example: with `[train]` and `num_steps = 100` in `run.toml`,
+    `load(SftConfig, Path("run.toml"), ["train.num_steps=3"]).train.num_steps` is 3.
+    """
+    settings = {} if path is None else _read_toml(path)
+    for override in overrides:
+        settings = _overridden(settings, override)
+    try:
+        return config_type.model_validate(_with_sections(config_type, settings))
+    except ValidationError as error:
+        problems = describe(error, config_type)
+        source = "configuration" if path is None else str(path)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(f"{source}: {count}: {'; '.join(problems)}") from error
+
+
+def _with_sections(config_type: type[BaseModel], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with an empty table for each section left out, so that its own checks say what it lacks."""
+    fields = config_type.model_fields.items()
+    sections: dict[str, Any] = {name: {} for name, field in fields if section_type(field.annotation) is not None}
+    return sections | settings
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}; write `key = value` lines under [section] headers") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(
+            f"a configuration is a TOML file that can be read, and {path} cannot ({error.strerror}); check the path"
+        ) from error
+
+
+def _overridden(settings: dict[str, Any], override: str) -> dict[str, Any]:
+    """The settings with one override applied; what was passed in stays as it is."""
+    dotted, equals, text = override.partition("=")
+    keys = [key.strip() for key in dotted.split(".")]
+    if not equals or not all(keys):
+        raise ConfigError(f"an override reads section.key=value, got {override!r}; for example train.num_steps=10")
+    result = copy.deepcopy(settings)
+    *sections, last = keys
+    for depth, table in enumerate(_tables(result, sections)):
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"an override sets a key of a section, and in {override!r} {'.'.join(keys[:depth])!r} is the value "
+                f"{table!r}; set {'.'.join(keys[:depth])}={text} instead"
+            )
+        if depth == len(sections):
+            table[last] = _parsed(text.strip())
+    return result
+
+
+def _tables(settings: dict[str, Any], sections: Sequence[str]) -> Iterator[Any]:
+    """The tables along a dotted path, outermost first, made where they are missing."""
+    table: Any = settings
+    yield table
+    for section in sections:
+        table = table.setdefault(section, {})
+        yield table
+
+
+def _parsed(text: str) -> Any:
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # Text with a line break could smuggle in further keys; only a lone value counts as TOML.
+    return document["value"] if document.keys() == {"value"} else text

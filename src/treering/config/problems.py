@@ -1,0 +1,91 @@
+"""What is wrong with a configuration, in sentences: the dotted key, the rule, the value, the fix.
+
+This file knows pydantic's error records and the key names of a model; it refuses to read files or to raise.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+_TOML_NAMES = {
+    bool: "boolean",
+    int: "integer",
+    float: "float",
+    str: "string",
+    list: "array",
+    dict: "table",
+    type(None): "nothing",
+}
+_SIMILARITY = 0.6
+
+
+def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
+    """One sentence per problem, in the order of the model.
+
+    Example: for `[train]` with `learning_rat = 1` it is ["unknown key 'train.learning_rat'; did you mean
+    'train.learning_rate'?"].
+    """
+    return [_sentence(record, config_type) for record in error.errors(include_url=False)]
+
+
+def section_type(annotation: object) -> type[BaseModel] | None:
+    """The model of a field that is a section, or None for a field that is a value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _sentence(record: Mapping[str, Any], config_type: type[BaseModel]) -> str:
+    dotted = ".".join(str(part) for part in record["loc"])
+    if record["type"] == "extra_forbidden":
+        return _unknown_key(dotted, record["loc"], config_type)
+    if record["type"] == "missing":
+        return f"{dotted} has no default and is not set; add it to the file, or pass {dotted}=..."
+    if record["type"] == "value_error":
+        message = str(record["ctx"]["error"])
+        return f"{dotted}: {message}" if dotted else message
+    expected = _expected(record)
+    return f"{dotted}: expected {expected}, got {record['input']!r} ({_toml_name(record['input'])})"
+
+
+def _expected(record: Mapping[str, Any]) -> str:
+    if record["type"] in ("model_type", "dict_type"):
+        return "a table of settings"
+    if record["type"] == "tuple_type":
+        return "an array"
+    if record["type"] == "path_type":
+        return "a path, as a string"
+    message: str = record["msg"]
+    return message.removeprefix("Input should be ").removeprefix("Input should have ")
+
+
+def _toml_name(value: object) -> str:
+    return _TOML_NAMES.get(type(value), type(value).__name__)
+
+
+def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[BaseModel]) -> str:
+    section = [str(part) for part in loc[:-1]]
+    here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
+    # Settings are often written outside their section, so names of other sections are near too; ties stay here.
+    by_name = {key.rpartition(".")[2]: key for key in _dotted_keys(config_type)} | here
+    near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
+    if near:
+        return f"unknown key {dotted!r}; did you mean {by_name[near[0]]!r}?"
+    return f"unknown key {dotted!r}; valid keys here: {', '.join(here.values())}"
+
+
+def _keys(config_type: type[BaseModel], section: list[str]) -> list[str]:
+    for name in section:
+        inner = section_type(config_type.model_fields[name].annotation)
+        assert inner is not None, f"{name!r} holds no keys"
+        config_type = inner
+    return list(config_type.model_fields)
+
+
+def _dotted_keys(config_type: type[BaseModel]) -> Iterator[str]:
+    for name, field in config_type.model_fields.items():
+        inner = section_type(field.annotation)
+        if inner is None:
+            yield name
+            continue
+        yield from (f"{name}.{key}" for key in _dotted_keys(inner))

@@ -1,0 +1,24 @@
+"""Trajectories: records, files, rendering to tokens and masks, and generated stand-ins. No torch."""
+
+from treering.data.files import read_trajectories, write_trajectories
+from treering.data.generate import AgentSpec, generate_trajectories
+from treering.data.locate import DATA_VARIABLE, data_folder
+from treering.data.render import RenderedTrajectory, Renderer, Template, render
+from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
+
+__all__ = [
+    "DATA_VARIABLE",
+    "AgentSpec",
+    "Message",
+    "RenderedTrajectory",
+    "Renderer",
+    "TaskId",
+    "Template",
+    "ToolCall",
+    "Trajectory",
+    "data_folder",
+    "generate_trajectories",
+    "read_trajectories",
+    "render",
+    "write_trajectories",
+]

@@ -1,0 +1,18 @@
+"""Where real trajectories may lie on this machine. Knows one folder; knows nothing of what is in it."""
+
+import os
+from pathlib import Path
+
+DATA_VARIABLE = "TREERING_DATA"
+"""Environment variable that names the folder of real data."""
+
+
+def data_folder() -> Path | None:
+    """The folder of real data: `TREERING_DATA`, else `../shared/data` beside the current folder; None where absent.
+
+    Callers that get None use generated trajectories and say so.
+
+    Example: with TREERING_DATA=~/trajectories and that folder present, `data_folder()` is its path.
+    """
+    folder = Path(os.environ.get(DATA_VARIABLE) or Path("..", "shared", "data")).expanduser()
+    return folder if folder.is_dir() else None

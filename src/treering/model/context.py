@@ -1,0 +1,140 @@
+"""The one place that patches a model: inside `tree_attention`, attention follows the forest instead of the packed order.
+
+The patch is small and undone on exit: the name of the attention implementation, one hook per layer that hands the layer
+its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a recompute by
+any other attention implementation fails loudly (see `TreeLayout.__torch_function__`) instead of training on siblings.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from treering.attention import BACKENDS, Backend, TreeLayout, attend, choose_backend
+from treering.errors import StateError
+from treering.model.families import ModelParts, check_no_dropout, find_parts
+
+_PREFIX = "treering_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeContext:
+    """What runs inside a `tree_attention` block: the backend and, in words, why it was chosen."""
+
+    backend: Backend
+    reason: str
+
+
+@contextmanager
+def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeContext]:
+    """Routes a model's attention through the forest that `forward` gives it; restores the model on exit.
+
+    Gradients of a forward stay exact after the block has closed, with gradient checkpointing by Hugging Face in both
+    modes; a recompute by any other means raises instead of using the wrong mask.
+
+    Args:
+        model: a Hugging Face causal language model of a supported family (`families.FAMILIES`), or a PEFT model of one.
+        backend: "auto", or a name from `treering.attention.BACKENDS`.
+
+    Raises:
+        UnsupportedError: a layer, head, position encoding or dropout that would not be exact, by name.
+        ConfigError: an unknown backend.
+
+    Example:
+        >>> with tree_attention(model) as active:       # doctest: +SKIP
+        ...     out = forward(model, forest)
+        >>> active.backend                              # doctest: +SKIP
+        'segments'
+    """
+    parts = find_parts(model)
+    check_no_dropout(model)
+    choice = choose_backend(backend)
+    name = _PREFIX + choice.backend
+    _register_backends()
+    with ExitStack() as undo:
+        undo.enter_context(_implementation(parts.config, name))
+        for layer in parts.layers:
+            handle = layer.register_forward_pre_hook(_hand_over_layout, with_kwargs=True)
+            undo.callback(handle.remove)
+        _route_checkpoints(parts, name, undo)
+        yield TreeContext(backend=choice.backend, reason=choice.reason)
+
+
+def is_active(parts: ModelParts) -> bool:
+    """Whether the model is inside a `tree_attention` block."""
+    return str(parts.config._attn_implementation).startswith(_PREFIX)
+
+
+@contextmanager
+def _implementation(config: PreTrainedConfig, name: str) -> Iterator[None]:
+    previous = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = previous
+
+
+def _hand_over_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    layout = kwargs.pop("tree_layout", None)
+    if layout is None:
+        raise StateError("the model was called inside tree_attention without a forest: call treering.forward instead")
+    return args, {**kwargs, "attention_mask": layout}
+
+
+def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
+    """Makes checkpointed layers carry their attention implementation into the recompute, whenever it comes."""
+    checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
+    for layer in checkpointed:
+        original = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = partial(_checkpoint_routed, original, parts.config, name)  # type: ignore[assignment]
+        undo.callback(setattr, layer, "_gradient_checkpointing_func", original)
+    if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
+        # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
+        handle = parts.embedding.register_forward_hook(_require_grad)
+        undo.callback(handle.remove)
+
+
+def _checkpoint_routed(
+    checkpoint: Callable[..., Any], config: PreTrainedConfig, name: str, block: Callable[..., Any], *args: Any
+) -> Any:
+    def routed(*block_args: Any) -> Any:
+        with _implementation(config, name):
+            return block(*block_args)
+
+    return checkpoint(routed, *args)
+
+
+def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.requires_grad_(True) if torch.is_grad_enabled() else output
+
+
+def _register_backends() -> None:
+    for backend in BACKENDS:
+        AttentionInterface.register(_PREFIX + backend, partial(_attention, backend=backend))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    scaling: float,
+    backend: Backend,
+    **host_options: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
+
+    `host_options` are what hosts pass to every implementation (position ids, dropout, a window); those that would change
+    the result were refused when the context was entered.
+    """
+    assert isinstance(attention_mask, TreeLayout)
+    out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend)
+    return out.transpose(1, 2), None

@@ -1,0 +1,106 @@
+"""The tree forward: a forest in, the log-probability and entropy of every edge out.
+
+Knows models, positions and vocabularies; knows no losses.
+
+    N tokens
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from treering.attention import TreeLayout
+from treering.errors import InputError
+from treering.model.context import is_active, tree_attention
+from treering.model.edges import edge_table, score_edges
+from treering.model.families import ModelParts, find_parts
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardOutput:
+    """Per-token results of a tree forward, indexed like the forest's arrays; float32 or wider, differentiable.
+
+    Attributes:
+        logprobs: [N] log-probability of each token given its path, 0 at roots.
+        entropy: [N] entropy in nats of the distribution that the token was scored with, 0 at roots.
+    """
+
+    logprobs: Float[Tensor, " N"]
+    entropy: Float[Tensor, " N"]
+
+
+def forward(
+    model: nn.Module,
+    forest: Forest,
+    temperature: float = 1.0,
+    *,
+    wanted: NDArray[np.bool_] | None = None,
+    backend: str = "auto",
+) -> ForwardOutput:
+    """Computes every token of a forest once and scores its edges.
+
+    Enters `tree_attention` unless the caller is already inside it. Gradients flow into the model's parameters.
+
+    Args:
+        model: a supported Hugging Face causal language model, or a PEFT model of one.
+        forest: N tokens; an empty one gives empty results.
+        temperature: divides the logits; must be positive.
+        wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
+        backend: attention backend; ignored inside `tree_attention`, which has chosen already.
+
+    Raises:
+        InputError: a token id outside the model's vocabulary, a temperature that is not positive, a mask of another
+            length.
+        UnsupportedError: a model that would not be exact, by name.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+        >>> out = forward(model, forest)                                   # doctest: +SKIP
+        >>> out.logprobs[forest.path(1)]      # log-probs of [5, 6, 8]     # doctest: +SKIP
+    """
+    parts = find_parts(model)
+    _check(forest, parts, temperature, wanted)
+    with nullcontext() if is_active(parts) else tree_attention(model, backend):
+        hidden = _hidden_states(parts, forest)
+    logprobs, entropy = score_edges(
+        hidden,
+        parts.head,
+        forest,
+        temperature=temperature,
+        vocab_size=parts.vocab_size,
+        table=edge_table(forest, wanted),
+    )
+    return ForwardOutput(logprobs=logprobs, entropy=entropy)
+
+
+def _hidden_states(parts: ModelParts, forest: Forest) -> Float[Tensor, "N C"]:
+    weight = next(parts.embedding.parameters())
+    if forest.num_tokens == 0:
+        return weight.new_zeros(0, weight.shape[1])
+    tokens, positions = (torch.tensor(a, device=weight.device)[None] for a in (forest.tokens, forest.position))
+    output = parts.decoder(
+        input_ids=tokens.long(),
+        position_ids=positions.long(),
+        use_cache=False,
+        tree_layout=TreeLayout(forest, weight.device),
+    )
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def _check(forest: Forest, parts: ModelParts, temperature: float, wanted: NDArray[np.bool_] | None) -> None:
+    if not temperature > 0:
+        raise InputError(f"temperature must be positive, got {temperature}")
+    if wanted is not None and wanted.shape != (forest.num_tokens,):
+        raise InputError(f"wanted must have one entry per token ({forest.num_tokens}), got shape {wanted.shape}")
+    if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
+        at = int(forest.tokens.argmax())
+        raise InputError(
+            f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
+            f"{parts.vocab_size}: is this the tokenizer of another model?"
+        )

@@ -1,0 +1,26 @@
+"""The public address of the objectives: `treering.objectives.sft`, `.grpo`, `.dapo`.
+
+This file knows their names and nothing else; they live in `treering.train.objectives`, which is imported (and torch
+with it) at the first use of a name. Example: `from treering.objectives import sft` loads torch, while
+`import treering.objectives` does not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treering.train.objectives import dapo as dapo
+    from treering.train.objectives import grpo as grpo
+    from treering.train.objectives import sft as sft
+
+__all__ = ["dapo", "grpo", "sft"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'treering.objectives' has no objective {name!r}; there are {', '.join(__all__)}")
+    return getattr(import_module("treering.train.objectives"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,229 @@
+"""The forest: sequences merged by token identity into prefix trees, each distinct token stored once.
+
+Knows tokens, parents and depths. Knows nothing of masks, losses, tensors or budgets. A branch is a view: a path of
+packed indices, found by walking, never a copy of the tokens.
+
+    N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.tree import build
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+MAX_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forest:
+    """Prefix trees of K sequences in depth-first pre-order; all arrays are int32 and read-only.
+
+    Key k is visible to query q iff `k <= q < subtree_end[k]`: one integer per token is the whole attention mask.
+    Siblings stand in the order in which they first appear in the input.
+
+    Attributes:
+        tokens: [N] token ids.
+        parent: [N] packed index of the previous token on the path, -1 at a root; always smaller than the own index.
+        position: [N] depth, 0 at a root; the RoPE position.
+        subtree_end: [N] one past the last descendant.
+        branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
+        segment_start: [S] packed index of each segment's first token, ascending.
+        segment_parent: [S] segment above, -1 at a root.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+        >>> forest.tokens.tolist(), forest.parent.tolist()
+        ([5, 6, 7, 8, 9], [-1, 0, 1, 1, 3])
+        >>> forest.position.tolist(), forest.subtree_end.tolist()
+        ([0, 1, 2, 2, 3], [5, 5, 3, 5, 5])
+        >>> forest.path(1).tolist(), round(forest.sharing, 3)
+        ([0, 1, 3, 4], 0.444)
+    """
+
+    tokens: Int32Array
+    parent: Int32Array
+    position: Int32Array
+    subtree_end: Int32Array
+    branch_end: Int32Array
+    segment_start: Int32Array
+    segment_parent: Int32Array
+
+    def __post_init__(self) -> None:
+        lengths = {self.tokens.size, self.parent.size, self.position.size, self.subtree_end.size}
+        assert len(lengths) == 1, f"ragged forest: {lengths}"
+        assert self.segment_start.size == self.segment_parent.size
+        for field in fields(self):
+            getattr(self, field.name).flags.writeable = False
+
+    @classmethod
+    def from_sequences(cls, sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]]) -> "Forest":
+        """Merges sequences of token ids into a forest.
+
+        Duplicates, strict prefixes of others, single tokens and no sequence at all are all fine.
+
+        Args:
+            sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
+
+        Raises:
+            InputError: an empty or ragged sequence, an entry that is no integer, an id out of range.
+        """
+        if isinstance(sequences, str | bytes):
+            raise InputError(f"sequences must be an iterable of integer sequences, got {type(sequences).__name__}")
+        parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([part.size for part in parts], out=offsets[1:])
+        flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        layout = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
+        return cls(**layout._asdict())
+
+    @classmethod
+    def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
+        """Forests side by side in one index space; nothing is merged across them, branches keep their order."""
+        if len(forests) == 1:
+            return forests[0]
+        token_offsets = np.cumsum([0, *(forest.num_tokens for forest in forests)])
+        segment_offsets = np.cumsum([0, *(forest.segment_start.size for forest in forests)])
+
+        def joined(name: str, offsets: Int64Array) -> Int32Array:
+            arrays = [getattr(forest, name) for forest in forests]
+            shifted = [np.where(a < 0, a, a + offset) for a, offset in zip(arrays, offsets[:-1], strict=True)]
+            return np.concatenate([np.empty(0, np.int32), *shifted]).astype(np.int32)
+
+        zeros = np.zeros(len(forests) + 1, np.int64)
+        return cls(
+            tokens=joined("tokens", zeros),
+            parent=joined("parent", token_offsets),
+            position=joined("position", zeros),
+            subtree_end=joined("subtree_end", token_offsets),
+            branch_end=joined("branch_end", token_offsets),
+            segment_start=joined("segment_start", token_offsets),
+            segment_parent=joined("segment_parent", segment_offsets),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of distinct tokens."""
+        return self.tokens.size
+
+    @property
+    def num_branches(self) -> int:
+        """K, the number of sequences that the forest was made of, duplicates included."""
+        return self.branch_end.size
+
+    @property
+    def num_segments(self) -> int:
+        """S, the number of maximal unbranched runs."""
+        return self.segment_start.size
+
+    @property
+    def num_trees(self) -> int:
+        """Number of roots: sequences that differ in their first token stand in different trees."""
+        return self.tree_start.size
+
+    @property
+    def tree_start(self) -> Int64Array:
+        """Packed index of each tree's root, ascending."""
+        return np.flatnonzero(self.parent < 0)
+
+    @property
+    def branch_length(self) -> Int64Array:
+        """[K] number of tokens of each branch."""
+        return self.position[self.branch_end].astype(np.int64) + 1
+
+    @property
+    def branch_tree(self) -> Int64Array:
+        """[K] number of the tree that each branch runs in."""
+        return np.searchsorted(self.tree_start, self.branch_end, side="right") - 1
+
+    @property
+    def num_branch_tokens(self) -> int:
+        """F, the tokens that training every branch separately would compute."""
+        return int(self.branch_length.sum())
+
+    @property
+    def sharing(self) -> float:
+        """1 - N / F, the share of flat tokens that the forest saves; 0.0 for an empty forest."""
+        num_branch_tokens = self.num_branch_tokens
+        return 1.0 - self.num_tokens / num_branch_tokens if num_branch_tokens else 0.0
+
+    def path(self, branch: int) -> Int32Array:
+        """Packed indices of one branch from its root to its last token: int32 [length].
+
+        Raises:
+            IndexError: no such branch.
+        """
+        end = self.branch_end[branch]
+        length = np.array([0, self.position[end] + 1], np.int64)
+        return build.branch_indices(self.parent, end.reshape(1), length)
+
+    def paths(self) -> tuple[Int32Array, Int64Array]:
+        """All branches one after another: packed indices int32 [F] and offsets int64 [K + 1] into them.
+
+        Example:
+            >>> indices, offsets = Forest.from_sequences([[5, 6], [5, 7]]).paths()
+            >>> indices.tolist(), offsets.tolist()
+            ([0, 1, 0, 2], [0, 2, 4])
+        """
+        offsets = np.zeros(self.num_branches + 1, np.int64)
+        np.cumsum(self.branch_length, out=offsets[1:])
+        return build.branch_indices(self.parent, self.branch_end, offsets), offsets
+
+    def trees(self) -> list["Forest"]:
+        """Each tree as a forest of its own; the branches of a tree keep their order."""
+        if self.num_trees == 1:
+            return [self]
+        starts = np.append(self.tree_start, self.num_tokens)
+        segment_bounds = np.searchsorted(self.segment_start, starts)
+        by_tree = np.argsort(self.branch_tree, kind="stable")
+        branch_bounds = np.searchsorted(self.branch_tree[by_tree], np.arange(self.num_trees + 1))
+        return [
+            self._slice(
+                tokens=slice(starts[i], starts[i + 1]),
+                segments=slice(segment_bounds[i], segment_bounds[i + 1]),
+                branches=by_tree[branch_bounds[i] : branch_bounds[i + 1]],
+            )
+            for i in range(self.num_trees)
+        ]
+
+    def _slice(self, *, tokens: slice, segments: slice, branches: Int64Array) -> "Forest":
+        start, first_segment = tokens.start, segments.start
+        return Forest(
+            tokens=self.tokens[tokens],
+            parent=np.maximum(self.parent[tokens] - start, -1).astype(np.int32),
+            position=self.position[tokens],
+            subtree_end=(self.subtree_end[tokens] - start).astype(np.int32),
+            branch_end=(self.branch_end[branches] - start).astype(np.int32),
+            segment_start=(self.segment_start[segments] - start).astype(np.int32),
+            segment_parent=np.maximum(self.segment_parent[segments] - first_segment, -1).astype(np.int32),
+        )
+
+
+def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]) -> Int32Array:
+    """One sequence as int32 [length], or an `InputError` that names it."""
+    try:
+        ids = np.asarray(sequence)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"sequence {index} must be a flat list of token ids; it is ragged or no list ({error})") from error
+    if ids.ndim != 1:
+        raise InputError(f"sequence {index} must be one-dimensional, got shape {ids.shape}: pass a list of sequences")
+    if ids.size == 0:
+        raise InputError(f"sequence {index} is empty: a sequence needs at least one token; drop it")
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"sequence {index} must hold integer token ids, got dtype {ids.dtype} (first: {ids[0]!r})")
+    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN)) if _out_of_range(ids) else ids[:0]
+    if bad.size:
+        at = int(bad[0])
+        raise InputError(f"sequence {index}, token {at}: id {int(ids[at])} is out of range [0, {MAX_TOKEN}]")
+    return ids.astype(np.int32, copy=False)
+
+
+def _out_of_range(ids: NDArray[np.integer[Any]]) -> bool:
+    return int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN

@@ -1,0 +1,163 @@
+"""The command line: what reaches each subcommand, and how a process ends."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from treering.cli.main import main
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+
+SUBCOMMANDS = {"inspect", "sft", "demo", "bench"}
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
+    """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
+    module = ModuleType(f"treering.cli.{name}")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"treering.cli.{name}", module)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["treering", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["inspect", "a.jsonl", "b.jsonl.gz"],
+            {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
+            | {"template": "plain", "json_output": False},
+        ),
+        (
+            ["inspect", "a", "--tokenizer", "t", "--model-shape", "llama3-8b", "--template", "hf", "--json"],
+            {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
+            | {"template": "hf", "json_output": True},
+        ),
+        (["sft", "c.toml"], {"config_path": Path("c.toml"), "overrides": [], "json_output": False}),
+        (
+            ["sft", "c.toml", "train.num_steps=3", "run.dir=x", "--json"],
+            {"config_path": Path("c.toml"), "overrides": ["train.num_steps=3", "run.dir=x"], "json_output": True},
+        ),
+        (["demo"], {"out": None, "seed": 0, "json_output": False}),
+        (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
+        (["bench", "tree", "--json", "--out", "r.json"], {"name": "tree", "json_output": True, "out": Path("r.json")}),
+    ],
+)
+def test_a_subcommand_gets_its_arguments_by_name(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: dict[str, Any]
+) -> None:
+    got: dict[str, Any] = {}
+    replace(monkeypatch, arguments[0], lambda **given: got.update(given))
+    assert call(monkeypatch, *arguments) == 0
+    assert got == expected
+
+
+@pytest.mark.parametrize("error", [ConfigError, InputError, StateError, UnsupportedError])
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception]
+) -> None:
+    def run(**_: object) -> None:
+        raise error("the rule,\n  the value; the fix")
+
+    replace(monkeypatch, "demo", run)
+    assert call(monkeypatch, "demo", "--json") == 2
+    assert capsys.readouterr() == ("", "treering: the rule, the value; the fix\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["inspect"], "Missing argument 'FILES...'"),
+        (["sft"], "Missing argument"),
+        (["demo", "--sed", "3"], "No such option: --sed"),
+        (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["bench", "loop"], "'loop' is not one of"),
+        (["inspekt"], "inspekt"),
+        # These belong to parts of the library that are not there yet.
+        (["train", "c.toml"], "No such command 'train'"),
+        (["simulate"], "No such command 'simulate'"),
+        (["report", "runs/a"], "No such command 'report'"),
+        (["doctor", "runs/a"], "No such command 'doctor'"),
+    ],
+)
+def test_a_mistyped_call_is_one_line_on_stderr_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert call(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("treering: ")
+    assert err.count("\n") == 1
+    assert part in err
+
+
+def test_ctrl_c_ends_with_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    replace(monkeypatch, "demo", run)
+    assert call(monkeypatch, "demo") == 130
+
+
+def test_an_unexpected_exception_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(**_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    replace(monkeypatch, "demo", run)
+    monkeypatch.setattr(sys, "argv", ["treering", "demo"])
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_subcommand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert call(monkeypatch, *arguments) == 0
+    out = capsys.readouterr().out
+    assert {name for name in [*SUBCOMMANDS, "simulate", "doctor"] if name in out} == SUBCOMMANDS
+
+
+@pytest.mark.parametrize("name", sorted(SUBCOMMANDS))
+def test_help_of_a_subcommand_shows_an_example_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert call(monkeypatch, name, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"Example: treering {name}" in out
+    assert "--json" in out
+
+
+def test_version_is_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import treering
+
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"treering {treering.__version__}\n"
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_are_passive_unless_the_user_says_otherwise(before: str | None, after: str) -> None:
+    code = (
+        "import os, sys\n"
+        "from treering.cli.main import main\n"
+        "sys.argv = ['treering', '--version']\n"
+        "try: main()\n"
+        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    if before is not None:
+        environment["OMP_WAIT_POLICY"] = before
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == f"{after} False"

@@ -1,0 +1,27 @@
+"""What every test shares: the process environment, hypothesis's profile, and the folder of real data."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Torch reads it when test modules import it: threads that spin while they wait slow a busy machine down many times.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Nothing in the tests may reach for a model hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Derandomized: a test that passes here passes in CI. No deadline: no test asserts a speed.
+settings.register_profile(
+    "treering", derandomize=True, deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("treering")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real trajectories and the tokenizer; skips where it is absent."""
+    folder = Path(os.environ.get("TREERING_DATA", "../shared/data"))
+    if not folder.is_dir():
+        pytest.skip(f"real data is absent: {folder} is no folder; set TREERING_DATA to one that has it")
+    return folder

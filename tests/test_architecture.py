@@ -1,0 +1,161 @@
+"""Imports run one way: a room imports only from rooms above its own, and some rooms never touch torch."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "treering"
+
+# From the top down; a module's room is the first name below the package. `errors` and `_typing` know nothing at all,
+# and the facades stand below what they show: `objectives` below `train`, the package itself above its one user, `cli`.
+ORDER = (
+    "errors",
+    "_typing",
+    "types",
+    "metrics",
+    "data",
+    "tree",
+    "history",
+    "schedule",
+    "attention",
+    "model",
+    "train",
+    "objectives",
+    "engine",
+    "rl",
+    "runtime",
+    "integrations",
+    "report",
+    "config",
+    "__init__",
+    "cli",
+)
+NO_TORCH = {"errors", "types", "metrics", "data", "tree", "history", "schedule", "config"}
+# These import torch themselves, so a room without torch uses them inside functions only.
+TORCH_CARRIERS = {"accelerate", "peft", "transformers"}
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted module name: "tree" for "treering.tree.build", "__init__" for the bare package."""
+    return [*module.split("."), "__init__"][1]
+
+
+def imports_of(module: str, source: str, *, is_package: bool = False) -> Iterator[tuple[str, bool]]:
+    """Each imported dotted name of a module, with whether the import runs when the module does."""
+    for node, at_load in _walk(ast.parse(source), at_load=True):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, at_load) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((name, at_load) for name in _from_names(module, node, is_package=is_package))
+        elif isinstance(node, ast.Call) and _is_dynamic_import(node):
+            yield node.args[0].value, at_load
+
+
+def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """One sentence per import of the module that the architecture forbids."""
+    room = room_of(module)
+    if room not in ORDER:
+        return [f"{module}: the room {room!r} has no place in the order"]
+    found = []
+    for name, at_load in imports_of(module, source, is_package=is_package):
+        package = name.split(".")[0]
+        if package == "torch" and room in NO_TORCH:
+            found.append(f"{module} imports {name}, and {room} has no torch")
+        elif package in TORCH_CARRIERS and room in NO_TORCH and at_load:
+            found.append(f"{module} imports {name} when it loads, and {room} has no torch")
+        elif package == "treering" and not _is_above(room_of(name), room):
+            found.append(f"{module} imports {name}, which is not above {room}")
+    return found
+
+
+def _walk(node: ast.AST, *, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
+    yield node, at_load
+    inside = at_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, at_load=inside)
+
+
+def _from_names(module: str, node: ast.ImportFrom, *, is_package: bool) -> list[str]:
+    base = module.split(".") if is_package else module.split(".")[:-1]
+    start = base[: len(base) - node.level + 1] if node.level else []
+    origin = ".".join([*start, *([node.module] if node.module else [])])
+    # `from treering import tree` names a room by its alias; deeper, the origin names it already.
+    return [f"{origin}.{alias.name}" for alias in node.names] if origin == "treering" else [origin]
+
+
+def _is_dynamic_import(node: ast.Call) -> bool:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+    return called == "import_module" and bool(node.args) and isinstance(node.args[0], ast.Constant)
+
+
+def _is_above(target: str, room: str) -> bool:
+    if target not in ORDER:
+        # A public name of the package: it comes from the facade, which no room but `cli` may use.
+        target = "__init__"
+    return target == room or ORDER.index(target) < ORDER.index(room)
+
+
+def _modules() -> list[tuple[str, Path]]:
+    named = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        named.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return named
+
+
+@pytest.mark.parametrize(("module", "path"), _modules(), ids=[module for module, _ in _modules()])
+def test_imports_run_one_way(module: str, path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert violations(module, source, is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("treering.tree.build", "import treering.train.step"),
+        ("treering.tree.build", "from treering.model import forward"),
+        ("treering.tree.build", "from treering import history"),
+        ("treering.tree.build", "from treering import Forest"),
+        ("treering.tree.build", "import treering"),
+        ("treering.tree.build", "from ..train import step"),
+        ("treering.tree.build", "from .. import train"),
+        ("treering.tree.build", "def f():\n    from treering.train import step"),
+        ("treering.tree.build", "if TYPE_CHECKING:\n    from treering.train import step"),
+        ("treering.tree.build", "import_module('treering.train')"),
+        ("treering.errors", "from treering.types import ModelShape"),
+        ("treering.train.step", "from treering.objectives import sft"),
+        ("treering.report", "from treering.config import load"),
+        ("treering.tree.build", "import torch"),
+        ("treering.schedule", "def f():\n    from torch.nn import functional"),
+        ("treering.data.template", "from transformers import AutoTokenizer"),
+        ("treering.data.template", "class A:\n    import transformers"),
+        ("treering.utils", "import os"),
+    ],
+)
+def test_a_planted_violation_is_caught(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("treering.tree.build", "from treering.tree.forest import Forest"),
+        ("treering.tree.build", "from . import forest"),
+        ("treering.tree.build", "from treering import errors"),
+        ("treering.train.step", "from treering.model.forward import forward\nimport torch"),
+        ("treering.data.template", "def f():\n    from transformers import AutoTokenizer"),
+        ("treering.cli.main", "import treering.config.sft"),
+        ("treering", "from treering.train.step import backward"),
+    ],
+)
+def test_an_import_from_above_is_allowed(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_relative_imports_of_a_package_start_at_the_package() -> None:
+    assert list(imports_of("treering.tree", "from .forest import Forest", is_package=True)) == [
+        ("treering.tree.forest", True)
+    ]
+    assert violations("treering.tree", "from ..train import step", is_package=True) != []

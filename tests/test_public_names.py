@@ -1,0 +1,58 @@
+"""The names that code outside the repository calls: each exists, is listed, and is the object of its home module."""
+
+from importlib import import_module
+
+import pytest
+
+import treering
+import treering.objectives
+
+HOMES = {
+    "Forest": "treering.tree.forest",
+    "tree_attention": "treering.model.context",
+    "forward": "treering.model.forward",
+    "backward": "treering.train.step",
+}
+OBJECTIVES = {"sft", "grpo", "dapo"}
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(treering.__all__) == {*HOMES, "errors", "objectives", "__version__"}
+    assert set(treering.objectives.__all__) == OBJECTIVES
+
+
+@pytest.mark.parametrize(("name", "home"), HOMES.items())
+def test_a_public_name_is_the_object_of_its_home(name: str, home: str) -> None:
+    assert getattr(treering, name) is getattr(import_module(home), name)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_an_objective_has_one_object_under_both_addresses(name: str) -> None:
+    objective = getattr(treering.objectives, name)
+    assert callable(objective)
+    assert objective is getattr(import_module("treering.train.objectives"), name)
+
+
+def test_dir_lists_every_public_name_before_its_first_use() -> None:
+    assert set(treering.__all__) <= set(dir(treering))
+    assert set(dir(treering.objectives)) >= OBJECTIVES
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'forrest'.*Forest"):
+        _ = treering.forrest
+    with pytest.raises(AttributeError, match=r"no objective 'stf'.*sft"):
+        _ = treering.objectives.stf
+
+
+def test_the_version_is_a_version() -> None:
+    assert treering.__version__[0].isdigit()
+    assert treering.__version__.count(".") >= 2
+
+
+def test_every_error_is_also_one_of_the_standard_library() -> None:
+    standard = {"InputError": ValueError, "ConfigError": ValueError, "StateError": RuntimeError}
+    for name, parent in {**standard, "UnsupportedError": NotImplementedError}.items():
+        error = getattr(treering.errors, name)
+        assert issubclass(error, treering.errors.TreeringError)
+        assert issubclass(error, parent)
