@@ -55,7 +55,7 @@ class FileReport:
     token_bound: float
     flop_bound: float
     prompt_only_bound: float
-    """Token bound where only prompts are merged (tokens before the first trained one) and every response is computed."""
+    """Token bound where only prompts, the tokens before the first trained one, are merged."""
     whole_set: WholeSetReport
     turns: TurnsReport
     branching: Branching

@@ -8,7 +8,7 @@ and edges (children) are counted apart. Never holds logits of all rows at once u
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ MAX_LOGIT_ENTRIES = 2**25
 """Rows are scored in chunks of at most this many logits (128 MiB in float32); more than one chunk is recomputed."""
 
 Head = Callable[[Tensor], Tensor]
+
+EntropyOf = Literal["all", "none"]
+"""Whether entropies are computed; "none" gives zeros and saves two passes over the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +68,7 @@ def score_edges(
     temperature: float,
     vocab_size: int,
     table: EdgeTable,
+    entropy_of: EntropyOf = "all",
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability and entropy of each scored edge, at the child's packed index; 0 elsewhere.
 
@@ -89,48 +93,66 @@ def score_edges(
             to_device(targets[first:last]),
         )
         if table.rows.size <= max_rows:
-            chunks.append(_score_rows(head, temperature, *chunk))
+            chunks.append(_score_rows(head, temperature, entropy_of, *chunk))
         else:
-            chunks.append(checkpoint(_score_rows, head, temperature, *chunk, use_reentrant=False))
+            chunks.append(checkpoint(_score_rows, head, temperature, entropy_of, *chunk, use_reentrant=False))
     at = _on(hidden.device)(table.edges)
     scored_logprobs, scored_entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return logprobs.index_copy(0, at, scored_logprobs), entropy.index_copy(0, at, scored_entropy)
 
 
 def _score_rows(
-    head: Head, temperature: float, rows: Float[Tensor, "R C"], edge_row: Int[Tensor, " E"], targets: Int[Tensor, " E"]
+    head: Head,
+    temperature: float,
+    entropy_of: EntropyOf,
+    rows: Float[Tensor, "R C"],
+    edge_row: Int[Tensor, " E"],
+    targets: Int[Tensor, " E"],
 ) -> tuple[Float[Tensor, " E"], Float[Tensor, " E"]]:
     logits = head(rows)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return _EdgeScores.apply(logits.to(wide) / temperature, edge_row, targets)  # type: ignore[no-any-return, no-untyped-call]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    return _EdgeScores.apply(logits, edge_row, targets, entropy_of)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _EdgeScores(torch.autograd.Function):
     """Log-probability and entropy per edge; saves the logits once instead of the chain of softmax intermediates."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, edge_row: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, edge_row: Tensor, targets: Tensor, entropy_of: EntropyOf
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         lse = logits.logsumexp(-1)
         logprobs = logits[edge_row, targets] - lse[edge_row]
-        weights = logits - lse[:, None]
-        entropy = -(weights.exp() * weights).nan_to_num_(0.0).sum(-1)
+        entropy = _row_entropy(logits, lse) if entropy_of == "all" else torch.zeros_like(lse)
         ctx.save_for_backward(logits, lse, entropy, edge_row, targets)
         return logprobs, entropy[edge_row]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor, None, None, None]:
         grad_logprobs, grad_entropy = grad_outputs
         logits, lse, entropy, edge_row, targets = ctx.saved_tensors
-        row_grad = torch.zeros_like(lse).index_add_(0, edge_row, grad_logprobs)
-        log_weights = logits - lse[:, None]
-        weights = log_weights.exp()
-        factor = -row_grad[:, None]
-        if grad_entropy.any():
-            row_entropy_grad = torch.zeros_like(lse).index_add_(0, edge_row, grad_entropy)
-            factor = factor - row_entropy_grad[:, None] * (log_weights + entropy[:, None])
-        grad_logits = weights.mul_(factor)
-        grad_logits.index_put_((edge_row, targets), grad_logprobs, accumulate=True)
-        return grad_logits, None, None
+        grad_logits = logits - lse[:, None]
+        factor: Tensor | None = None
+        if grad_entropy is not None:
+            factor = -torch.zeros_like(lse).index_add_(0, edge_row, grad_entropy)[:, None]
+            factor = factor * (grad_logits + entropy[:, None]).nan_to_num_(neginf=0.0)
+        if grad_logprobs is not None:
+            row_grad = torch.zeros_like(lse).index_add_(0, edge_row, grad_logprobs)[:, None]
+            factor = -row_grad if factor is None else factor - row_grad
+        assert factor is not None
+        grad_logits.exp_().mul_(factor)
+        if grad_logprobs is not None:
+            grad_logits.index_put_((edge_row, targets), grad_logprobs, accumulate=True)
+        return grad_logits, None, None, None
+
+
+def _row_entropy(logits: Float[Tensor, "R V"], lse: Float[Tensor, " R"]) -> Float[Tensor, " R"]:
+    log_weights = logits - lse[:, None]
+    # A hidden token (logit -inf) has weight 0 and adds nothing: 0 * -inf must count as 0.
+    return -(log_weights.exp() * log_weights.nan_to_num_(neginf=0.0)).sum(-1)
 
 
 def _on(device: torch.device) -> Callable[[NDArray[np.int64]], Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from treering.attention import TreeLayout
 from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
-from treering.model.edges import edge_table, score_edges
+from treering.model.edges import EntropyOf, edge_table, score_edges
 from treering.model.families import ModelParts, find_parts
 from treering.tree.forest import Forest
 
@@ -41,6 +41,7 @@ def forward(
     temperature: float = 1.0,
     *,
     wanted: NDArray[np.bool_] | None = None,
+    entropy_of: EntropyOf = "all",
     backend: str = "auto",
 ) -> ForwardOutput:
     """Computes every token of a forest once and scores its edges.
@@ -52,6 +53,7 @@ def forward(
         forest: N tokens; an empty one gives empty results.
         temperature: divides the logits; must be positive.
         wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
+        entropy_of: "all" or "none"; "none" saves two passes over the logits and gives zeros.
         backend: attention backend; ignored inside `tree_attention`, which has chosen already.
 
     Raises:
@@ -75,6 +77,7 @@ def forward(
         temperature=temperature,
         vocab_size=parts.vocab_size,
         table=edge_table(forest, wanted),
+        entropy_of=entropy_of,
     )
     return ForwardOutput(logprobs=logprobs, entropy=entropy)
 

@@ -1,0 +1,53 @@
+"""A small byte-level tokenizer with merges, made on the spot: no file of anybody else's is needed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CORPUS = [
+    "user assistant system tool\n\n",
+    "the agent calls a tool and the tool answers the agent\n",
+    "Search[x] 12 + 30 = 42 äöü\n\n\n",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build_tokenizer(special_tokens: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face tokenizer folder whose template is the plain chat form."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(folder / "tokenizer.json"))
+    write_template(folder, CHAT_TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def markerless_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that knows no chat markers: they are ordinary characters to it."""
+    folder = tmp_path_factory.mktemp("markerless")
+    build_tokenizer([]).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_template(folder: Path, template: str | None) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
