@@ -8,11 +8,10 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "treering"
 
-# From the top down; a module's room is the first name below the package. `errors` and `_typing` know nothing at all,
+# From the top down; a module's room is the first name below the package. `errors` knows nothing of the rest,
 # and the facades stand below what they show: `objectives` below `train`, the package itself above its one user, `cli`.
 ORDER = (
     "errors",
-    "_typing",
     "types",
     "metrics",
     "data",

@@ -144,6 +144,18 @@ def test_a_resumed_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
     assert scalars(tmp_path, "a") == [*((step, 1.0) for step in range(1, 7)), (7, 2.0)]
 
 
+@pytest.mark.parametrize("sink_type", [JsonlSink, TensorBoardSink])
+def test_a_closed_sink_takes_no_more_and_closes_again(
+    tmp_path: Path, sink_type: type[JsonlSink | TensorBoardSink]
+) -> None:
+    sink = sink_type(tmp_path / "log")
+    with Metrics([sink]):
+        pass
+    with pytest.raises((OSError, ValueError)):
+        sink.write(1, {"a": 1})
+    sink.close()
+
+
 def test_without_tensorboard_the_sink_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(UnsupportedError, match=r"treering\[tensorboard\]"):

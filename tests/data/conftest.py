@@ -17,9 +17,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(special_tokens: list[str]) -> Tokenizer:
+def build_tokenizer(special_tokens: list[str], corpus: list[str], *, use_regex: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -27,7 +27,7 @@ def build_tokenizer(special_tokens: list[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    tokenizer.train_from_iterator(corpus * 4, trainer)
     return tokenizer
 
 
@@ -35,19 +35,15 @@ def build_tokenizer(special_tokens: list[str]) -> Tokenizer:
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face tokenizer folder whose template is the plain chat form."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(folder / "tokenizer.json"))
-    write_template(folder, CHAT_TEMPLATE)
+    build_tokenizer(["<|im_start|>", "<|im_end|>"], CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.fixture(scope="session")
 def markerless_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that knows no chat markers: they are ordinary characters to it."""
+    """A tokenizer without special markers, whose merges run from the end of a message into the next one."""
     folder = tmp_path_factory.mktemp("markerless")
-    build_tokenizer([]).save(str(folder / "tokenizer.json"))
+    build_tokenizer([], ["<|im_end|>\n<|im_start|>"], use_regex=False).save(str(folder / "tokenizer.json"))
     return folder
-
-
-def write_template(folder: Path, template: str | None) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

@@ -46,7 +46,9 @@ def test_equal_trajectories_are_equal_compressed_bytes(tmp_path):
     for name in ("a.jsonl.gz", "b.jsonl.gz"):
         write_trajectories(tmp_path / name, [trajectory])
     assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
-    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()) == b'{"task_id": 1, "format": "chat", "tokens": [1]}\n'
+    assert (
+        gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()) == b'{"task_id": 1, "format": "chat", "tokens": [1]}\n'
+    )
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -87,7 +89,16 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, message):
         read_trajectories(file)
 
 
-@pytest.mark.parametrize("content", [GOOD, gzip.compress(GOOD * 50)[:-20], gzip.compress(GOOD)[:-8] + b"12345678"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        GOOD,
+        gzip.compress(GOOD * 50)[:-20],
+        gzip.compress(GOOD)[:-8] + b"12345678",
+        gzip.compress(GOOD)[:10] + b"\xff" * 50,
+    ],
+    ids=["plain text", "cut short", "wrong checksum", "overwritten"],
+)
 def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
     file = tmp_path / "set.jsonl.gz"
     file.write_bytes(content)

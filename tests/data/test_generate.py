@@ -51,6 +51,16 @@ def test_every_spec_gives_all_trials_of_all_tasks_inside_the_vocabulary(spec):
         assert not trajectory.loss_mask[:prompt].any()
 
 
+def test_the_agent_writes_an_actions_tokens_and_its_closing_marker_but_not_the_opening_one():
+    for trajectory in generate_trajectories(AgentSpec()):
+        tokens, mask = trajectory.tokens, trajectory.loss_mask
+        opens = np.flatnonzero(tokens == 0)
+        assert not mask[opens].any()
+        assert (mask[1:] & ~mask[:-1]).nonzero()[0].tolist() == opens.tolist()
+        ends = np.append(mask[:-1] & ~mask[1:], mask[-1])
+        assert (tokens[ends] == 2).all()
+
+
 @settings(deadline=None)
 @given(specs)
 def test_trials_share_their_tasks_prompt_and_tasks_the_system_prompt(spec):

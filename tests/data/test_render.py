@@ -86,6 +86,13 @@ def test_adjacent_raw_turns_end_separately_and_empty_ones_not_at_all(markerless_
     assert decoded == ["1+2\n", "1+2\n3"]
 
 
+def test_a_turn_in_which_no_token_starts_is_no_turn(tokenizer_dir):
+    messages = (message("user", "t"), message("assistant", "he"), message("assistant", "12"))
+    [rendered] = render([chat(*messages, format="raw")], tokenizer_dir)
+    assert load(tokenizer_dir).decode(rendered.tokens[:1].tolist()) == "the"
+    assert rendered.turn_ends.tolist() == [rendered.tokens.size]
+
+
 def test_given_tokens_are_used_as_they_are_and_trained_runs_are_turns():
     tokens = np.array([9, 8, 7, 6, 5], np.int32)
     mask = np.array([False, True, True, False, True])

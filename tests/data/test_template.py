@@ -1,7 +1,9 @@
-import pathlib
+import json
 import shutil
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from treering.data import Message, ToolCall, Trajectory, render
 from treering.errors import ConfigError, InputError
@@ -14,6 +16,7 @@ REWRITING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}[cut]{% else %}{{ m['content'] }}"
     "{% endif %}{% endfor %}"
 )
+DROPPING = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 CALLING = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
@@ -22,12 +25,10 @@ CALLING = (
 )
 
 
-def with_template(folder: pathlib.Path, target: pathlib.Path, template: str | None) -> pathlib.Path:
-    from json import dumps
-
+def with_template(folder: Path, target: Path, template: str | None) -> Path:
     shutil.copy(folder / "tokenizer.json", target / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if template is None else {"chat_template": template})
-    (target / "tokenizer_config.json").write_text(dumps(config))
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
     return target
 
 
@@ -46,8 +47,6 @@ def test_raw_text_never_passes_through_the_template(tokenizer_dir):
 
 
 def test_a_template_sees_tool_calls_and_their_text_is_trained(tokenizer_dir, tmp_path):
-    from tokenizers import Tokenizer
-
     folder = with_template(tokenizer_dir, tmp_path, CALLING)
     call = ToolCall(name="f", arguments={"x": "y"})
     messages = (CONVERSATION[1], Message(role="assistant", content=None, tool_calls=(call,)))
@@ -61,11 +60,13 @@ def test_a_template_sees_tool_calls_and_their_text_is_trained(tokenizer_dir, tmp
     ("template", "error", "rule"),
     [
         (REWRITING, InputError, "must only append when a message is added"),
-        (REFUSING, InputError, "refuses the first 5 messages .*roles must alternate"),
+        (DROPPING, InputError, r"drops 'lookup' of messages\[5\]"),
+        (REFUSING, InputError, "refuses the first 6 messages .*roles must alternate"),
         (None, ConfigError, "needs a chat template"),
     ],
 )
 def test_a_template_that_cannot_be_masked_is_refused(tokenizer_dir, tmp_path, template, error, rule):
     folder = with_template(tokenizer_dir, tmp_path, template)
+    calling = Message(role="assistant", content="e", tool_calls=(ToolCall(name="lookup", arguments={}),))
     with pytest.raises(error, match=rule):
-        render([Trajectory(task_id=1, messages=CONVERSATION)], folder, "hf")
+        render([Trajectory(task_id=1, messages=(*CONVERSATION, calling))], folder, "hf")

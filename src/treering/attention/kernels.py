@@ -6,7 +6,8 @@ matrix products on any device. Torch's public function hides the log-sum-exp, an
     B = 1 batch   H query heads   G key heads (H a multiple of G)   Q queries   K keys   D head size
 """
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +31,16 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """One rectangle: `mask` is additive [Q, K], `causal` means key i is visible to query j iff i <= j."""
 
+    @abstractmethod
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
     ) -> Part:
         """Attention of the rectangle."""
-        ...
 
+    @abstractmethod
     def backward(
         self,
         grad_out: Tensor,
@@ -52,10 +54,9 @@ class Kernel(Protocol):
         scale: float,
     ) -> Gradients:
         """Gradients through the rectangle, given the *whole* result (all rectangles merged) of its queries."""
-        ...
 
 
-class FlashCpu:
+class FlashCpu(Kernel):
     """Torch's CPU flash attention: float32, float64, bfloat16; grouped heads without copies."""
 
     def forward(
@@ -88,7 +89,7 @@ class FlashCpu:
         )
 
 
-class Plain:
+class Plain(Kernel):
     """Matrix products and a softmax, in slices of query rows; any device and dtype."""
 
     def forward(

@@ -18,7 +18,6 @@ import treering
 from treering.errors import TreeringError
 
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="treering",
@@ -43,14 +42,12 @@ def main() -> None:
     # Read when torch starts its threads: spinning ones slow every process on a shared machine down.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        # Not standalone: typer would wrap a mistyped option in a box of many lines.
+        # Not standalone: typer would wrap a mistyped option in a box of many lines. It still turns Ctrl-C into 130.
         code = app(prog_name="treering", standalone_mode=False)
     except TreeringError as error:
         code = _refused(str(error))
     except TyperException as error:
         code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 

@@ -3,7 +3,6 @@
 This file knows TOML, dotted keys and how to validate a pydantic model; it refuses to know what any setting means.
 """
 
-import copy
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
     """
     settings = {} if path is None else _read_toml(path)
     for override in overrides:
-        settings = _overridden(settings, override)
+        _apply(override, settings)
     try:
         return config_type.model_validate(_with_sections(config_type, settings))
     except ValidationError as error:
@@ -72,15 +71,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _overridden(settings: dict[str, Any], override: str) -> dict[str, Any]:
-    """The settings with one override applied; what was passed in stays as it is."""
+def _apply(override: str, settings: dict[str, Any]) -> None:
+    """Set one dotted key of the settings, in place."""
     dotted, equals, text = override.partition("=")
     keys = [key.strip() for key in dotted.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"an override reads section.key=value, got {override!r}; for example train.num_steps=10")
-    result = copy.deepcopy(settings)
     *sections, last = keys
-    for depth, table in enumerate(_tables(result, sections)):
+    for depth, table in enumerate(_tables(settings, sections)):
         if not isinstance(table, dict):
             raise ConfigError(
                 f"an override sets a key of a section, and in {override!r} {'.'.join(keys[:depth])!r} is the value "
@@ -88,7 +86,6 @@ def _overridden(settings: dict[str, Any], override: str) -> dict[str, Any]:
             )
         if depth == len(sections):
             table[last] = _parsed(text.strip())
-    return result
 
 
 def _tables(settings: dict[str, Any], sections: Sequence[str]) -> Iterator[Any]:

@@ -32,11 +32,11 @@ class Script:
 
 
 def message_script(message: Message) -> Script:
-    """A message in the plain chat form; an assistant's span runs from its text to the end marker, inclusive.
+    r"""A message in the plain chat form; an assistant's span runs from its text to the end marker, inclusive.
 
-    The form is `<|im_start|>{role}\\n{content}{tool calls}<|im_end|>\\n`.
+    The form is `<|im_start|>{role}\n{content}{tool calls}<|im_end|>\n`.
 
-    Example: an assistant's "Hi" is the text `<|im_start|>assistant\\nHi<|im_end|>\\n` with the span (22, 34).
+    Example: an assistant's "Hi" is the text `<|im_start|>assistant\nHi<|im_end|>\n` with the span (22, 34).
     """
     head = f"{TURN_START}{message.role}\n"
     body = f"{message.content or ''}{tool_calls_text(message.tool_calls)}{TURN_END}"

@@ -33,13 +33,15 @@ class ChatTemplate:
     def script(self, messages: Sequence[Message]) -> Script:
         """The rendered conversation; each assistant message is a span without its header and last line break.
 
-        Raises InputError where the template refuses the messages, or rewrites earlier text when a message is added:
-        then no span of the whole text is what the policy saw.
+        Raises InputError where the template refuses the messages, drops a tool call, or rewrites earlier text when a
+        message is added: then no span of the whole text is what the policy saw.
         """
         records = [_record(message) for message in messages]
         text = self._render(records, opens_turn=False)
         turns = [i for i, message in enumerate(messages) if message.is_trained]
-        spans = (self._span(text, records, i) for i in turns)
+        spans = [self._span(text, records, i) for i in turns]
+        for index, span in zip(turns, spans, strict=True):
+            _check_calls(text[span.start : span.stop], messages[index], index)
         return Script(text=text, spans=tuple(span for span in spans if span.start < span.stop))
 
     def _span(self, text: str, records: list[dict[str, Any]], index: int) -> Span:
@@ -62,6 +64,15 @@ class ChatTemplate:
                 f"the chat template refuses the first {len(records)} messages ({error}); use --template plain"
             ) from error
         return str(text)
+
+
+def _check_calls(turn: str, message: Message, index: int) -> None:
+    dropped = [call.name for call in message.tool_calls if call.name not in turn]
+    if dropped:
+        raise InputError(
+            f"the chat template must render tool calls, but it drops {dropped[0]!r} of messages[{index}]; "
+            f"use --template plain or a tokenizer whose template knows tools"
+        )
 
 
 def _record(message: Message) -> dict[str, Any]:

@@ -136,5 +136,7 @@ def _attention(
     the result were refused when the context was entered.
     """
     assert isinstance(attention_mask, TreeLayout)
+    # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend)
     return out.transpose(1, 2), None

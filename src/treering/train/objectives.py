@@ -3,7 +3,7 @@
 An objective holds per-branch data (masks, advantages, old log-probs) and one pure function from per-entry log-probs to
 per-entry terms. It knows nothing of forests, models or micro-batches; denominators live in `weights`.
 
-    K branches, numbered through all forests in order   F flat entries: every token of every branch, one after another
+    K branches, numbered through all forests in order   F flat entries: tokens of branches, branches one after another
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Clip = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries:
-    """What a term function sees: per-entry values of whole branches, all [F].
+    """What a term function sees: the trained entries of some branches, one after another, all [F].
 
     Attributes:
         logprobs: the policy's log-probabilities; differentiable.

@@ -26,6 +26,7 @@ class RadixTree(NamedTuple):
     start: Int64Array  # [M]
     length: Int64Array  # [M]
     parent: Int64Array  # [M]
+    seen: Int64Array  # [M] grows with the first appearance of the node among its siblings
     table_keys: Int64Array
     table_nodes: Int64Array
 
@@ -66,6 +67,8 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
     start = np.empty(capacity, np.int64)
     length = np.empty(capacity, np.int64)
     parent = np.empty(capacity, np.int64)
+    seen = np.empty(capacity, np.int64)
+    is_leaf = np.ones(capacity, np.bool_)
     table_size = 16
     while table_size < 2 * capacity:
         table_size *= 2
@@ -77,8 +80,16 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
         while at < stop:
             slot = _slot(keys, _key(node, flat[at]))
             if keys[slot] == -1:
+                if node != -1 and is_leaf[node]:
+                    # Its sequence was a strict prefix of this one: the run goes on, read from the longer sequence.
+                    start[node] = at - length[node]
+                    length[node] += stop - at
+                    break
                 start[num_nodes], length[num_nodes], parent[num_nodes] = at, stop - at, node
+                seen[num_nodes] = at
                 keys[slot], nodes[slot] = _key(node, flat[at]), num_nodes
+                if node != -1:
+                    is_leaf[node] = False
                 num_nodes += 1
                 break
             child = nodes[slot]
@@ -92,6 +103,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                 head = num_nodes
                 num_nodes += 1
                 start[head], length[head], parent[head] = start[child], same, node
+                seen[head], is_leaf[head] = seen[child], False
                 nodes[slot] = head
                 start[child] += same
                 length[child] -= same
@@ -101,7 +113,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                 child = head
             node = child
             at += same
-    return RadixTree(start[:num_nodes], length[:num_nodes], parent[:num_nodes], keys, nodes)
+    return RadixTree(start[:num_nodes], length[:num_nodes], parent[:num_nodes], seen[:num_nodes], keys, nodes)
 
 
 @njit(cache=True)
@@ -110,7 +122,7 @@ def _pre_order(tree: RadixTree) -> Int64Array:
     num_nodes = tree.start.size
     first_child = np.full(num_nodes + 1, -1, np.int64)  # the last entry is the virtual root
     next_sibling = np.full(num_nodes, -1, np.int64)
-    for node in np.argsort(tree.start)[::-1]:
+    for node in np.argsort(tree.seen)[::-1]:
         parent = tree.parent[node]
         next_sibling[node] = first_child[parent]
         first_child[parent] = node

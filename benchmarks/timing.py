@@ -1,0 +1,96 @@
+"""Clocks, and the one way to compare steps with them: interleaved, after a warm-up, by medians.
+
+Interleaving gives every step the same share of a noisy neighbour; the median forgets the worst moments of each.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import treering
+from treering.errors import InputError
+
+Step = Callable[[], None]
+Clock = Callable[[Step], float]
+"""Seconds that one call of a step takes."""
+
+OnRun = Callable[[int, int], None]
+"""Told the number of finished rounds and of all."""
+
+
+def process_seconds(step: Step) -> float:
+    """CPU time of this process: what other processes do in between does not count."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def cuda_seconds(step: Step) -> float:
+    """Time on the device between two events, launch gaps included."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1000
+
+
+def interleaved_medians(
+    steps: Mapping[str, Step], num_runs: int, clock: Clock, on_run: OnRun | None = None
+) -> dict[str, float]:
+    """Median seconds of each step over `num_runs` rounds, each of which runs every step once, in order.
+
+    Steps are expected to be warm. Example: steps a and b over 2 rounds run as a b a b.
+
+    Raises:
+        InputError: fewer than one run.
+    """
+    if num_runs < 1:
+        raise InputError(f"a median needs at least one run, got {num_runs}: pass 5 or more for figures to publish")
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(num_runs):
+        for name, step in steps.items():
+            samples[name].append(clock(step))
+        if on_run is not None:
+            on_run(done + 1, num_runs)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, so that process time is the time of the computation; restored on exit."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that a figure depends on."""
+    return {
+        "treering": treering.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

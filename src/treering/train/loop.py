@@ -1,0 +1,241 @@
+"""The training loop: one optimizer step at a time, over tasks as trees or, with the off-switch, as packed sequences.
+
+Owns model, optimiser and step number. Knows nothing of files, displays or how long a run should be.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from treering import metrics
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.train.batches import Layout, StepPlan, Task, check_fits, make_batch
+from treering.train.objectives import sft
+from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.step import BackwardResult, backward
+from treering.train.weights import Normalizer, Shared, Weighting
+
+GradientCheckpointing = Literal["none", "reentrant", "non_reentrant"]
+Autocast = Literal["none", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What a step trains and how it computes.
+
+    Attributes:
+        trees_per_step: tasks per optimizer step.
+        max_tokens: distinct tokens per micro-batch; None runs a step at one time. Changes rounding only.
+        layout: "tree", or "packed" to train every sequence by itself (the off-switch).
+        normalizer: of the loss, see `treering.train.weights.Weighting`.
+        shared: the convention for shared tokens, see there.
+        divisor: of the constant normaliser.
+        autocast: "bfloat16" computes in bfloat16 where torch's autocast allows, over the weights' own dtype.
+        gradient_checkpointing: recompute activations in the backward, by which of torch's two ways.
+        backend: of the attention.
+        seed: of the order of the tasks.
+    """
+
+    trees_per_step: int
+    max_tokens: int | None = None
+    layout: Layout = "tree"
+    normalizer: Normalizer = "token_mean"
+    shared: Shared = "sum"
+    divisor: float | None = None
+    autocast: Autocast = "none"
+    gradient_checkpointing: GradientCheckpointing = "none"
+    backend: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Weighting(normalizer=self.normalizer, shared=self.shared, divisor=self.divisor)
+        if self.layout == "packed" and (self.shared == "once" or self.normalizer == "tree_mean"):
+            raise ConfigError(
+                f'layout "packed" has no trees to share or to average over, got shared={self.shared!r} and '
+                f'normalizer={self.normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did.
+
+    Attributes:
+        step: its number, from 1.
+        epoch: passes over the tasks before it.
+        loss: the objective before the update.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: used by the update.
+        num_trees: tasks.
+        num_branches: sequences.
+        num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
+        num_branch_tokens: flat tokens.
+        num_tokens: tokens that were computed; with layout "packed" all flat ones.
+        num_micro_batches: forwards.
+        seconds: wall time of the step.
+        metrics: averages of the objective's own metrics.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_trees: int
+    num_branches: int
+    num_loss_tokens: float
+    num_branch_tokens: int
+    num_tokens: int
+    num_micro_batches: int
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sharing(self) -> float:
+        """1 - computed / flat tokens."""
+        return 1.0 - self.num_tokens / self.num_branch_tokens
+
+    def values(self) -> dict[str, float]:
+        """The report under the names of `treering.metrics`."""
+        own = {f"train/{name}": value for name, value in self.metrics.items()}
+        return own | {
+            metrics.LOSS: self.loss,
+            metrics.GRAD_NORM: self.grad_norm,
+            metrics.LEARNING_RATE: self.learning_rate,
+            metrics.EPOCH: self.epoch,
+            metrics.NUM_TREES: self.num_trees,
+            metrics.NUM_BRANCHES: self.num_branches,
+            metrics.NUM_LOSS_TOKENS: self.num_loss_tokens,
+            metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
+            metrics.NUM_TOKENS: self.num_tokens,
+            metrics.SHARING: self.sharing,
+            metrics.STEP_S: self.seconds,
+            metrics.TOKENS_PER_S: self.num_branch_tokens / self.seconds,
+        }
+
+
+class SftLoop:
+    """Supervised fine-tuning of a model on tasks.
+
+    Example:
+        >>> options = LoopOptions(trees_per_step=8, max_tokens=16384)
+        >>> loop = SftLoop(model, tasks, optim=OptimOptions(learning_rate=1e-4), options=options)  # doctest: +SKIP
+        >>> [loop.step().loss for _ in range(3)]                                                   # doctest: +SKIP
+        [6.24, 6.11, 5.97]
+    """
+
+    def __init__(self, model: nn.Module, tasks: Sequence[Task], *, optim: OptimOptions, options: LoopOptions) -> None:
+        """Puts the model in training mode, with gradient checkpointing as the options say.
+
+        Raises:
+            InputError: no task, nothing to train, or a tree larger than `max_tokens`.
+        """
+        self.model = model
+        self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
+        self._tasks = tuple(tasks)
+        self._optim = optim
+        self._options = options
+        self._num_steps_done = 0
+        if not any(task.num_trained_tokens for task in tasks):
+            raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
+        check_fits(tasks, layout=options.layout, max_tokens=options.max_tokens)
+        model.train()
+        enable_gradient_checkpointing(model, options.gradient_checkpointing)
+        self._optimizer = make_optimizer(model, optim)
+
+    @property
+    def num_steps_done(self) -> int:
+        """Optimizer steps since the start of the run, resumed ones included."""
+        return self._num_steps_done
+
+    def step(self) -> StepReport:
+        """Trains the next step's tasks and updates the model.
+
+        Raises:
+            StateError: gradients that are not finite; the weights are still those of the last step.
+        """
+        started = time.perf_counter()
+        step = self._num_steps_done + 1
+        rate = learning_rate_at(step, self._optim)
+        result = self._backward(step)
+        norm = clip_gradients(self.model.parameters(), self._optim.max_grad_norm)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._num_steps_done = step
+        own = {name: value for name, value in result.metrics.items() if name not in _PLAN_METRICS}
+        return StepReport(
+            step=step,
+            epoch=self.plan.epoch_of(step),
+            loss=result.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_trees=self.plan.tasks_of(step).size,
+            num_branches=result.plan.num_branches,
+            num_loss_tokens=result.metrics["num_trained_tokens"],
+            num_branch_tokens=result.plan.num_branch_tokens,
+            num_tokens=result.plan.num_tokens,
+            num_micro_batches=len(result.plan.micro_batches),
+            seconds=time.perf_counter() - started,
+            metrics=own,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the weights: step number and optimiser state, all tensors and numbers."""
+        return {"num_steps_done": self._num_steps_done, "optimizer": self._optimizer.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state` of a loop over the same parameters.
+
+        Raises:
+            StateError: the state is of a model with other parameters.
+        """
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise StateError(
+                f"an optimiser state belongs to one set of parameters, and this one does not fit ({error}); resume "
+                "with the model of the checkpoint"
+            ) from error
+        self._num_steps_done = state["num_steps_done"]
+
+    def _backward(self, step: int) -> BackwardResult:
+        options = self._options
+        batch = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
+        objective = sft(batch.loss_masks, options.normalizer, options.shared, divisor=options.divisor)
+        with self._precision():
+            return backward(self.model, batch.forests, objective, options.max_tokens, backend=options.backend)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self._options.autocast == "none":
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=torch.bfloat16)
+
+
+_PLAN_METRICS = frozenset({"num_trained_tokens", "sharing", "num_micro_batches"})
+
+
+def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing) -> None:
+    """Turns activation recomputation on, by either name that transformers has for it; "none" leaves the model alone.
+
+    Raises:
+        UnsupportedError: the model has no such switch.
+    """
+    if mode == "none":
+        return
+    arguments = {"use_reentrant": mode == "reentrant"}
+    # transformers 5.23 deprecates the older name, and 5.17 knows no other.
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    else:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no gradient checkpointing to enable; set gradient_checkpointing to none"
+        )

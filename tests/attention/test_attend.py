@@ -1,0 +1,193 @@
+"""Every backend equals attention along each path; nothing leaks, nothing is N x N."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.forests import SHAPES, comb, sequence_sets, star
+from treering.attention import BACKENDS, TreeLayout, attend, choose_backend
+from treering.attention.kernels import FlashCpu, Kernel, Plain, choose_kernel
+from treering.attention.segments import segment_attention
+from treering.errors import ConfigError, InputError, StateError
+from treering.tree.forest import Forest
+
+NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 8
+SCALE = 0.3
+Attention = Callable[[Tensor, Tensor, Tensor, TreeLayout], Tensor]
+
+
+def by_path(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> Tensor:
+    """The specification: each token's softmax over the keys found by walking up its parents."""
+    forest = layout.forest
+    rows = []
+    for token in range(forest.num_tokens):
+        path, at = [], token
+        while at >= 0:
+            path.append(at)
+            at = int(forest.parent[at])
+        heads = []
+        for head in range(NUM_HEADS):
+            group = head // (NUM_HEADS // NUM_KEY_HEADS)
+            weights = (key[0, group, path] @ query[0, head, token] * SCALE).softmax(0)
+            heads.append(weights @ value[0, group, path])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows, 1)[None]
+
+
+def backend(name: str) -> Attention:
+    return lambda q, k, v, layout: attend(q, k, v, layout=layout, scale=SCALE, backend=name)  # type: ignore[arg-type]
+
+
+def kernel(which: Kernel) -> Attention:
+    return lambda q, k, v, layout: segment_attention(q, k, v, layout=layout, scale=SCALE, kernel=which)
+
+
+IMPLEMENTATIONS: dict[str, Attention] = {
+    "reference": backend("reference"),
+    "segments": backend("segments"),
+    "segments, plain kernel": kernel(Plain()),
+}
+
+
+def layout_of(sequences: list[list[int]]) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
+
+
+def random_inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(num_tokens)
+    heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
+    return [torch.randn(1, h, num_tokens, HEAD_SIZE, dtype=dtype, requires_grad=True) for h in heads]
+
+
+def assert_equal_with_gradients(actual: Attention, expected: Attention, layout: TreeLayout, tolerance: float) -> None:
+    inputs = random_inputs(layout.forest.num_tokens)
+    results = []
+    for run in (actual, expected):
+        out = run(*inputs, layout)
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, upstream)])
+    for got, wanted in zip(*results, strict=True):
+        assert float((got - wanted).norm()) <= tolerance * max(1.0, float(wanted.norm()))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@given(sequences=sequence_sets(max_sequences=5))
+@settings(max_examples=25)
+def test_attention_equals_softmax_along_each_path(name: str, sequences: list[list[int]]) -> None:
+    assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["segments", "segments, plain kernel"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> None:
+    assert_equal_with_gradients(
+        IMPLEMENTATIONS[name], IMPLEMENTATIONS["reference"], layout_of(SHAPES[shape]), 1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "sequences", [comb(1000), star(1000), [[1] * 700 + [2 + i] * 300 for i in range(3)]], ids=["comb", "star", "long"]
+)
+def test_segments_equal_the_reference_on_deep_wide_and_long_forests(sequences: list[list[int]]) -> None:
+    assert_equal_with_gradients(
+        IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"], layout_of(sequences), 1e-12
+    )
+
+
+def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treering.attention.kernels.MAX_SCORE_ENTRIES", 100)
+    layout = layout_of(SHAPES["long segments"])
+    assert_equal_with_gradients(IMPLEMENTATIONS["segments, plain kernel"], IMPLEMENTATIONS["reference"], layout, 1e-12)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", ["long segments", "comb", "star"])
+def test_a_token_changes_only_its_descendants_bitwise(name: str, shape: str) -> None:
+    layout = layout_of(SHAPES[shape])
+    forest = layout.forest
+    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, torch.float32)]
+    before = IMPLEMENTATIONS[name](*inputs, layout)
+    for changed in (1, forest.num_tokens // 2, forest.num_tokens - 1):
+        poisoned = [tensor.clone() for tensor in inputs]
+        for tensor in poisoned:
+            tensor[:, :, changed] += 100.0
+        after = IMPLEMENTATIONS[name](*poisoned, layout)
+        index = torch.arange(forest.num_tokens)
+        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
+        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
+        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_error_is_at_most_twice_that_of_dense_attention_in_the_same_dtype(dtype: torch.dtype) -> None:
+    layout = layout_of(SHAPES["long segments"])
+    exact = [tensor.detach() for tensor in random_inputs(layout.forest.num_tokens)]
+    expected = IMPLEMENTATIONS["reference"](*exact, layout)
+    low = [tensor.to(dtype) for tensor in exact]
+    error = float((IMPLEMENTATIONS["segments"](*low, layout).double() - expected).norm())
+    dense = float((IMPLEMENTATIONS["reference"](*low, layout).double() - expected).norm())
+    assert error <= 2 * dense
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, Tensor):
+                self.num_entries = max(self.num_entries, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("sequences", [comb(1500), star(3000), [[1] * 1500 + [2], [1] * 1500 + [3] * 1500]])
+def test_segments_make_no_array_of_n_by_n(sequences: list[list[int]]) -> None:
+    layout = layout_of(sequences)
+    inputs = random_inputs(layout.forest.num_tokens, torch.float32)
+    with LargestTensor() as largest:
+        IMPLEMENTATIONS["segments"](*inputs, layout).sum().backward()
+    assert 0 < largest.num_entries <= layout.forest.num_tokens * NUM_HEADS * HEAD_SIZE
+
+
+def test_an_empty_forest_gives_empty_attention() -> None:
+    layout = layout_of([])
+    for implementation in BACKENDS:
+        assert backend(implementation)(*random_inputs(0), layout).shape == (1, NUM_HEADS, 0, HEAD_SIZE)
+
+
+def test_auto_says_what_it_chose_and_why() -> None:
+    assert choose_backend("auto") == ("segments", "auto: exact on every device with O(N) memory")
+    assert choose_backend("reference").backend == "reference"
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash': choose auto, segments, reference"):
+        choose_backend("flash")
+
+
+def test_cpu_tensors_run_the_flash_kernel_and_others_the_plain_one() -> None:
+    assert isinstance(choose_kernel(torch.zeros(1)), FlashCpu)
+    assert isinstance(choose_kernel(torch.zeros(1, device="meta")), Plain)
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    layout = layout_of([[1, 2, 3]])
+    with pytest.raises(InputError, match="4 rows for a forest of 3 tokens"):
+        backend("segments")(*random_inputs(4), layout)
+    query, key, value = random_inputs(3)
+    with pytest.raises(InputError, match="multiple of key heads, got 3 and 2"):
+        backend("segments")(query[:, :3], key, value, layout)
+
+
+def test_a_layout_taken_for_a_mask_by_another_attention_raises() -> None:
+    layout = layout_of([[1, 2, 3]])
+    query, key, value = random_inputs(3)
+    with pytest.raises(StateError, match="call backward\\(\\) inside"):
+        torch.nn.functional.scaled_dot_product_attention(query[:, :2], key, value, attn_mask=layout)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="outside tree_attention"):
+        query + layout  # type: ignore[operator]

@@ -1,0 +1,88 @@
+"""The calls of a schedule cover every visible pair exactly once and waste little."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.forests import SHAPES, comb, reversed_comb, sequence_sets, star
+from treering.attention.schedule import MAX_WASTED_PAIRS, Schedule, Visibility, build_schedule
+from treering.tree.forest import Forest
+
+
+def schedule_of(forest: Forest) -> Schedule:
+    return build_schedule(forest.subtree_end, forest.segment_start)
+
+
+def visible_pairs(forest: Forest) -> np.ndarray:
+    pairs = np.zeros((forest.num_tokens, forest.num_tokens), int)
+    for query in range(forest.num_tokens):
+        key = query
+        while key >= 0:
+            pairs[query, key] = 1
+            key = int(forest.parent[key])
+    return pairs
+
+
+def covered_pairs(forest: Forest) -> np.ndarray:
+    pairs = np.zeros((forest.num_tokens, forest.num_tokens), int)
+    schedule = schedule_of(forest)
+    for call in (*schedule.within, *schedule.across):
+        rows = np.arange(call.query_start, call.query_stop)
+        seen = call.mask(forest.subtree_end)
+        if call.visibility is Visibility.FULL:
+            assert seen.all()
+        if call.visibility is Visibility.CAUSAL:
+            assert (seen == np.tri(*seen.shape, dtype=bool)).all()
+        assert seen.any(1).all(), "a row without a key has no softmax"
+        pairs[np.ix_(rows, call.key_indices())] += seen
+    return pairs
+
+
+@given(sequence_sets(max_extra=60))
+def test_calls_cover_every_visible_pair_exactly_once(sequences: list[list[int]]) -> None:
+    forest = Forest.from_sequences(sequences)
+    assert (covered_pairs(forest) == visible_pairs(forest)).all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_covered_exactly_once(name: str) -> None:
+    forest = Forest.from_sequences(SHAPES[name])
+    assert (covered_pairs(forest) == visible_pairs(forest)).all()
+
+
+@given(sequence_sets(max_extra=60))
+def test_within_calls_hold_each_query_once(sequences: list[list[int]]) -> None:
+    forest = Forest.from_sequences(sequences)
+    rows = [row for call in schedule_of(forest).within for row in range(call.query_start, call.query_stop)]
+    assert rows == list(range(forest.num_tokens))
+
+
+@pytest.mark.parametrize(
+    "sequences", [comb(1000), reversed_comb(1000), star(1000)], ids=["comb", "reversed comb", "star"]
+)
+def test_tiny_segments_are_batched_into_few_calls_with_bounded_waste(sequences: list[list[int]]) -> None:
+    forest = Forest.from_sequences(sequences)
+    schedule = schedule_of(forest)
+    calls = (*schedule.within, *schedule.across)
+    assert len(calls) <= forest.num_tokens / 8
+    area = sum((call.query_stop - call.query_start) * call.key_indices().size for call in calls)
+    pairs = int(forest.position.astype(np.int64).sum()) + forest.num_tokens
+    assert area <= pairs + len(schedule.across) * MAX_WASTED_PAIRS + 128 * forest.num_tokens
+
+
+def test_a_prompt_with_two_responses_takes_three_causal_calls_and_one_unmasked() -> None:
+    forest = Forest.from_sequences([[1] * 40 + [2] * 50, [1] * 40 + [3] * 50])
+    schedule = schedule_of(forest)
+    assert [(c.query_start, c.query_stop, c.visibility) for c in schedule.within] == [
+        (0, 40, Visibility.CAUSAL),
+        (40, 90, Visibility.CAUSAL),
+        (90, 140, Visibility.CAUSAL),
+    ]
+    (later,) = schedule.across
+    assert (later.query_start, later.query_stop, later.key_start, later.key_stop) == (40, 140, 0, 40)
+    assert later.visibility is Visibility.FULL
+
+
+def test_an_empty_forest_needs_no_call() -> None:
+    schedule = schedule_of(Forest.from_sequences([]))
+    assert (schedule.within, schedule.across) == ((), ())

@@ -1,0 +1,51 @@
+"""Random sequences with every shape that a forest must bear: duplicates, strict prefixes, single tokens, deep and wide."""
+
+from hypothesis import strategies as st
+
+MAX_TOKEN = 7
+
+
+def token_lists(max_size: int) -> st.SearchStrategy[list[int]]:
+    """One non-empty sequence over a small vocabulary, so that prefixes coincide often."""
+    return st.lists(st.integers(0, MAX_TOKEN), min_size=1, max_size=max_size)
+
+
+@st.composite
+def sequence_sets(draw: st.DrawFn, max_sequences: int = 8, max_extra: int = 12, min_sequences: int = 1) -> list[list[int]]:
+    """Sequences grown from each other: cut anywhere (a strict prefix), continued, or repeated as they are."""
+    sequences = [draw(token_lists(max_extra))]
+    for _ in range(draw(st.integers(min_sequences - 1, max_sequences - 1))):
+        base = draw(st.sampled_from(sequences))
+        kept = draw(st.integers(0, len(base)))
+        extra = draw(st.lists(st.integers(0, MAX_TOKEN), max_size=max_extra))
+        sequences.append((base[:kept] + extra) or [draw(st.integers(0, MAX_TOKEN))])
+    return sequences if min_sequences > 0 or draw(st.booleans()) else []
+
+
+def comb(depth: int) -> list[list[int]]:
+    """A spine of single tokens with a leaf at each: branch i is i + 1 spine tokens and one of its own."""
+    return [[1] * (i + 1) + [2] for i in range(depth)]
+
+
+def reversed_comb(depth: int) -> list[list[int]]:
+    """The same tree with the spine first and the leaves behind it, so that visible keys form a long staircase."""
+    return list(reversed(comb(depth)))
+
+
+def star(width: int, prompt: int = 1, response: int = 1) -> list[list[int]]:
+    """One prompt, `width` responses that differ in their first token."""
+    return [[0] * prompt + [1 + i] + [3] * (response - 1) for i in range(width)]
+
+
+SHAPES: dict[str, list[list[int]]] = {
+    "single token": [[3]],
+    "two single tokens": [[3], [4]],
+    "duplicates": [[1, 2, 3], [1, 2, 3], [1, 2, 3]],
+    "prefixes of each other": [[1, 2, 3, 4], [1, 2], [1, 2, 3], [1]],
+    "long segments": [[5] * 40 + [6] * 50, [5] * 40 + [7] * 35, [5] * 40 + [7] * 35 + [1] * 33],
+    "comb": comb(150),
+    "reversed comb": reversed_comb(150),
+    "star": star(160, prompt=40, response=3),
+    "forest of chains": [[i] * (1 + 7 * i) for i in range(8)],
+}
+"""Small instances of every shape by name; the big ones stand in the tests that can bear them."""

@@ -1,0 +1,186 @@
+"""The patch is exact while it is on, gone when it is off, and refuses what it cannot make exact."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch import nn
+from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
+
+from tests.forests import SHAPES
+from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
+from treering.errors import ConfigError, StateError, UnsupportedError
+from treering.model import forward, tree_attention
+from treering.tree.forest import Forest
+
+SEQUENCES = SHAPES["long segments"]
+FOREST = Forest.from_sequences(SEQUENCES)
+
+
+def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    for sequence in SEQUENCES:
+        flat_logprobs(model, sequence)[0].sum().backward()
+    return take_gradients(model)
+
+
+def sum_over_branches(logprobs: torch.Tensor) -> torch.Tensor:
+    return sum((logprobs[torch.from_numpy(FOREST.path(i)).long()].sum() for i in range(len(SEQUENCES))), torch.zeros(()))
+
+
+def enable_checkpointing(model: PreTrainedModel, mode: str) -> None:
+    name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing_enable"
+    getattr(model, name)({"use_reentrant": mode == "reentrant"})
+
+
+def backward_inside(model: nn.Module) -> None:
+    with tree_attention(model):
+        sum_over_branches(forward(model, FOREST).logprobs).backward()
+
+
+def backward_after_the_block(model: nn.Module) -> None:
+    with tree_attention(model):
+        loss = sum_over_branches(forward(model, FOREST).logprobs)
+    loss.backward()
+
+
+def backward_without_a_block(model: nn.Module) -> None:
+    sum_over_branches(forward(model, FOREST).logprobs).backward()
+
+
+WAYS = [backward_inside, backward_after_the_block, backward_without_a_block]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
+def test_checkpointing_keeps_gradients_exact_wherever_backward_runs(way: Callable[[nn.Module], None], mode: str) -> None:
+    model = build_float64()
+    expected = flat_gradients(model)
+    if mode != "none":
+        enable_checkpointing(model, mode)
+    way(model)
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj", "lm_head"]])
+def test_lora_gradients_are_exact_with_and_without_checkpointing(mode: str, targets: list[str]) -> None:
+    torch.manual_seed(0)
+    base = build_float64()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
+    expected = flat_gradients(model)
+    assert set(expected) == {name for name, weight in model.named_parameters() if "lora_" in name}
+    if mode != "none":
+        enable_checkpointing(base, mode)
+    backward_without_a_block(model)
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
+def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises() -> None:
+    model = build()
+
+    class Checkpointed(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.layer, hidden, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+
+    model.model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.model.layers)
+    backward_inside(model)
+    assert float(torch.stack([g.norm() for g in take_gradients(model).values()]).sum()) > 0
+    with pytest.raises(StateError, match=r"call backward\(\) inside"):
+        backward_after_the_block(model)
+
+
+def test_the_model_is_as_before_on_exit_even_after_an_error() -> None:
+    model = build()
+    enable_checkpointing(model, "reentrant")
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(input_ids=ids).logits
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    hooks = sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    def fail_inside() -> None:
+        with tree_attention(model) as active:
+            assert active.backend == "segments"
+            assert model.config._attn_implementation == "treering_segments"
+            raise KeyError
+
+    pytest.raises(KeyError, fail_inside)
+    assert model.config._attn_implementation == "sdpa"
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()) == hooks
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_a_plain_call_inside_the_block_is_refused() -> None:
+    model = build()
+    with tree_attention(model), pytest.raises(StateError, match="call treering.forward instead"):
+        model(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_an_outer_block_chooses_the_backend() -> None:
+    model = build_float64()
+    with tree_attention(model, backend="reference") as active:
+        assert (active.backend, active.reason) == ("reference", "as requested")
+        outer = forward(model, FOREST).logprobs
+    torch.testing.assert_close(outer, forward(model, FOREST).logprobs, atol=1e-12, rtol=1e-12)
+    with pytest.raises(ConfigError, match="unknown attention backend 'flash'"), tree_attention(model, backend="flash"):
+        pass
+
+
+def gemma() -> nn.Module:
+    config = GemmaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, head_dim=16)
+    return GemmaForCausalLM(config)
+
+
+def other_head() -> nn.Module:
+    model = build()
+    model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
+    return model
+
+
+def with_dropout() -> nn.Module:
+    return get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+
+
+def prefix_tuned() -> nn.Module:
+    return get_peft_model(build("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another family": (gemma, "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3"),
+    "a sliding window": (lambda: build("mistral", sliding_window=8), "sliding_window=8.*only full_attention"),
+    "mixed layers": (
+        lambda: build("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "layer 1 is 'sliding_attention'",
+    ),
+    "dynamic rope": (
+        lambda: build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        "rope_type 'dynamic' scales with the length",
+    ),
+    "another head": (other_head, "output head Sequential of model type 'qwen3' is not a plain linear layer"),
+    "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
+    "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode: set it to 0"),
+    "prefix tuning": (prefix_tuned, "PrefixTuningConfig adds virtual tokens"),
+    "no language model": (lambda: nn.Linear(2, 2), "needs a Hugging Face causal language model.*got Linear"),
+    "no head": (lambda: build().model, "Qwen3Model has no output head"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
+    make, message = REFUSED[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make()
+    with pytest.raises(UnsupportedError, match=message):
+        forward(model, FOREST)
+
+
+def test_dropout_is_no_obstacle_in_evaluation_mode() -> None:
+    model = with_dropout().eval()
+    assert forward(model, FOREST).logprobs.shape == (FOREST.num_tokens,)

@@ -1,0 +1,102 @@
+"""Law 2, forward: log-probs and entropies of a forest equal those of its sequences run one by one."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.forests import SHAPES, sequence_sets
+from tests.models import FAMILIES, VOCAB, build, build_float64, flat_logprobs
+from treering.attention import BACKENDS
+from treering.errors import InputError
+from treering.model import forward
+from treering.tree.forest import Forest
+
+MODEL = build_float64()
+
+
+def assert_forward_is_exact(model: torch.nn.Module, sequences: list[list[int]], tolerance: float, **options: object) -> None:
+    forest = Forest.from_sequences(sequences)
+    with torch.no_grad():
+        out = forward(model, forest, **options)  # type: ignore[arg-type]
+        for i, sequence in enumerate(sequences):
+            path = torch.from_numpy(forest.path(i)).long()
+            logprobs, entropy = flat_logprobs(model, sequence, float(options.get("temperature", 1.0)))  # type: ignore[arg-type]
+            torch.testing.assert_close(out.logprobs[path][1:], logprobs, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(out.entropy[path][1:], entropy, atol=tolerance, rtol=tolerance)
+            assert out.logprobs[path][0] == out.entropy[path][0] == 0
+
+
+@given(sequence_sets(max_sequences=5))
+@settings(max_examples=25)
+def test_a_forest_scores_like_its_sequences_one_by_one(sequences: list[list[int]]) -> None:
+    assert_forward_is_exact(MODEL, sequences, 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_scores_like_its_sequences(name: str, backend: str) -> None:
+    assert_forward_is_exact(MODEL, SHAPES[name][:12], 1e-12, backend=backend)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_family_is_exact_with_tied_and_untied_heads(family: str, tied: bool) -> None:
+    model = build_float64(family, tie_word_embeddings=tied)
+    assert_forward_is_exact(model, SHAPES["long segments"], 1e-12, temperature=0.7)
+
+
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+def test_grouped_and_multi_query_heads_are_exact(num_key_value_heads: int) -> None:
+    model = build_float64(num_key_value_heads=num_key_value_heads)
+    assert_forward_is_exact(model, SHAPES["long segments"], 1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_code_in_float32_stays_within_1e_5(family: str) -> None:
+    assert_forward_is_exact(build(family), SHAPES["long segments"], 1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
+def test_temperature_divides_the_logits(temperature: float) -> None:
+    assert_forward_is_exact(MODEL, SHAPES["prefixes of each other"], 1e-12, temperature=temperature)
+
+
+@pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])
+def test_scoring_in_chunks_changes_nothing(max_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", max_entries)
+    assert_forward_is_exact(MODEL, SHAPES["long segments"], 1e-12)
+
+
+def test_only_wanted_edges_are_scored() -> None:
+    forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+    everything = forward(MODEL, forest)
+    wanted = np.array([True, False, True, False])
+    some = forward(MODEL, forest, wanted=wanted)
+    assert some.logprobs.tolist() == pytest.approx([0, 0, float(everything.logprobs[2].detach()), 0])
+    assert forward(MODEL, forest, entropy_of="none").entropy.tolist() == [0, 0, 0, 0]
+
+
+def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> None:
+    assert forward(MODEL, Forest.from_sequences([])).logprobs.shape == (0,)
+    assert forward(MODEL, Forest.from_sequences([[1], [2]])).logprobs.tolist() == [0, 0]
+
+
+def test_no_logits_of_all_tokens_are_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", 5 * VOCAB)
+    model = build()
+    rows = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[0]))
+    forward(model, Forest.from_sequences(SHAPES["long segments"])).logprobs.sum().backward()
+    handle.remove()
+    assert rows
+    assert max(rows) <= 5
+
+
+def test_bad_input_is_refused_with_the_value() -> None:
+    with pytest.raises(InputError, match=f"token id {VOCAB + 3} at packed index 1 is outside.*vocabulary of {VOCAB}"):
+        forward(MODEL, Forest.from_sequences([[0, VOCAB + 3]]))
+    with pytest.raises(InputError, match=r"temperature must be positive, got 0\.0"):
+        forward(MODEL, Forest.from_sequences([[0]]), temperature=0.0)
+    with pytest.raises(InputError, match=r"one entry per token \(1\), got shape \(2,\)"):
+        forward(MODEL, Forest.from_sequences([[0]]), wanted=np.ones(2, bool))
