@@ -1,8 +1,10 @@
 """What every test shares: the process environment, hypothesis's profile, and the folder of real data."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +27,11 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data is absent: {folder} is no folder; set TREERING_DATA to one that has it")
     return folder
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Switches the run-time type checks off: for what users see when they pass a wrong type or an unknown option."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

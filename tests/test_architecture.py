@@ -114,7 +114,7 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
     ("module", "source"),
     [
         ("treering.tree.build", "import treering.train.step"),
-        ("treering.tree.build", "from treering.model import forward"),
+        ("treering.tree.build", "from treering.model.forward import forward"),
         ("treering.tree.build", "from treering import history"),
         ("treering.tree.build", "from treering import Forest"),
         ("treering.tree.build", "import treering"),

@@ -12,7 +12,8 @@ from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, StateError, UnsupportedError
-from treering.model import forward, tree_attention
+from treering.model.context import tree_attention
+from treering.model.forward import forward
 from treering.tree.forest import Forest
 
 SEQUENCES = SHAPES["long segments"]

@@ -9,7 +9,7 @@ from tests.forests import SHAPES, sequence_sets
 from tests.models import FAMILIES, VOCAB, build, build_float64, flat_logprobs
 from treering.attention import BACKENDS
 from treering.errors import InputError
-from treering.model import forward
+from treering.model.forward import forward
 from treering.tree.forest import Forest
 
 MODEL = build_float64()

@@ -8,17 +8,25 @@ per-entry terms. It knows nothing of forests, models or micro-batches; denominat
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.errors import ConfigError, InputError
 from treering.train.weights import Normalizer, Shared, Weighting
 
 Clip = tuple[float, float]
+
+Number = bool | int | float
+BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
+"""What one branch carries: a number, or one per token."""
+
+BranchValues = Sequence[BranchValue] | NDArray[Any] | Tensor
+"""One item per branch: forests in order, then sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +65,8 @@ class Objective:
     name: str
     weighting: Weighting
     terms: Callable[[Entries], Terms]
-    loss_masks: Sequence[ArrayLike] | None = None
-    values: Mapping[str, Sequence[ArrayLike]] = field(default_factory=dict)
+    loss_masks: BranchValues | None = None
+    values: Mapping[str, BranchValues] = field(default_factory=dict)
 
     def masks(self, branch_length: NDArray[np.int64]) -> list[NDArray[np.bool_]]:
         """The K loss masks as booleans, checked against the branches' lengths.
@@ -81,7 +89,7 @@ class Objective:
 
 
 def sft(
-    loss_masks: Sequence[ArrayLike] | None = None,
+    loss_masks: BranchValues | None = None,
     normalizer: Normalizer = "token_mean",
     shared: Shared = "sum",
     *,
@@ -103,9 +111,9 @@ def sft(
 
 
 def grpo(
-    advantages: Sequence[ArrayLike],
-    loss_masks: Sequence[ArrayLike],
-    old_logprobs: Sequence[ArrayLike] | None = None,
+    advantages: BranchValues,
+    loss_masks: BranchValues,
+    old_logprobs: BranchValues | None = None,
     clip: Clip = (0.2, 0.2),
     *,
     normalizer: Normalizer = "sequence_mean",
@@ -135,9 +143,9 @@ def grpo(
 
 
 def dapo(
-    advantages: Sequence[ArrayLike],
-    loss_masks: Sequence[ArrayLike],
-    old_logprobs: Sequence[ArrayLike] | None = None,
+    advantages: BranchValues,
+    loss_masks: BranchValues,
+    old_logprobs: BranchValues | None = None,
     clip: Clip = (0.2, 0.28),
     *,
     normalizer: Normalizer = "token_mean",
@@ -157,9 +165,9 @@ def dapo(
 
 def _policy_objective(
     name: str,
-    advantages: Sequence[ArrayLike],
-    loss_masks: Sequence[ArrayLike],
-    old_logprobs: Sequence[ArrayLike] | None,
+    advantages: BranchValues,
+    loss_masks: BranchValues,
+    old_logprobs: BranchValues | None,
     clip: Clip,
     weighting: Weighting,
 ) -> Objective:
@@ -168,7 +176,7 @@ def _policy_objective(
     low, high = clip
     if not (0 <= low <= 1 and high >= 0):
         raise ConfigError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
-    values = {"advantages": advantages}
+    values: dict[str, BranchValues] = {"advantages": advantages}
     if old_logprobs is not None:
         values["old_logprobs"] = old_logprobs
 
@@ -215,8 +223,8 @@ def _check_count(name: str, count: int, branch_length: NDArray[np.int64]) -> Non
         )
 
 
-def _as_mask(branch: int, mask: ArrayLike, length: int) -> NDArray[np.bool_]:
-    array = np.asarray(mask)
+def _as_mask(branch: int, mask: BranchValue, length: int) -> NDArray[np.bool_]:
+    array = _as_array(mask)
     if array.shape != (length,):
         raise InputError(f"loss mask {branch} needs one entry per token ({length}), got shape {array.shape}")
     if array.dtype != bool and not np.isin(array, (0, 1)).all():
@@ -224,11 +232,15 @@ def _as_mask(branch: int, mask: ArrayLike, length: int) -> NDArray[np.bool_]:
     return array.astype(bool)
 
 
-def _flatten(name: str, items: Sequence[ArrayLike], branch_length: NDArray[np.int64]) -> NDArray[np.float64]:
+def _as_array(value: BranchValue) -> NDArray[Any]:
+    return value.detach().to("cpu", torch.float64).numpy() if isinstance(value, Tensor) else np.asarray(value)
+
+
+def _flatten(name: str, items: BranchValues, branch_length: NDArray[np.int64]) -> NDArray[np.float64]:
     _check_count(name, len(items), branch_length)
     parts = [np.zeros(0)]
     for branch, item in enumerate(items):
-        array = np.asarray(item, np.float64)
+        array = _as_array(item).astype(np.float64)
         length = int(branch_length[branch])
         if array.shape not in ((), (length,)):
             raise InputError(

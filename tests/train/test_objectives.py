@@ -1,0 +1,109 @@
+"""Objectives by hand: worked numbers and the errors that guard them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import VOCAB, build_float64
+from treering.errors import ConfigError, InputError
+from treering.train.objectives import Objective, clipped_surrogate, dapo, grpo, sft
+from treering.train.step import backward
+from treering.tree.forest import Forest
+
+MODEL = build_float64()
+FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [5]])
+
+
+def surrogate(logprob: float, old: float, advantage: float, clip: tuple[float, float]) -> float:
+    one = [torch.tensor([x], dtype=torch.float64) for x in (logprob, old, advantage)]
+    return float(clipped_surrogate(*one, clip=clip).loss)
+
+
+@pytest.mark.parametrize(
+    ("logprob", "old", "advantage", "clip", "expected"),
+    [
+        (-1.0, -1.5, 2.0, (0.2, 0.2), -2.4),
+        (-1.0, -1.5, 2.0, (0.2, 0.28), -2.56),
+        (-1.0, -1.5, -2.0, (0.2, 0.2), 2.0 * math.exp(0.5)),
+        (-1.5, -1.0, 2.0, (0.2, 0.2), -2.0 * math.exp(-0.5)),
+        (-1.5, -1.0, -2.0, (0.2, 0.2), 1.6),
+        (-1.0, -1.0, 3.0, (0.2, 0.2), -3.0),
+    ],
+)
+def test_the_clipped_surrogate_by_hand(
+    logprob: float, old: float, advantage: float, clip: tuple[float, float], expected: float
+) -> None:
+    assert surrogate(logprob, old, advantage, clip) == pytest.approx(expected)
+
+
+def test_clip_metrics_count_entries_whose_gradient_is_cut() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.5, -1.5], requires_grad=True)
+    old = torch.tensor([-1.5, -1.5, -1.0, -1.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    terms = clipped_surrogate(logprobs, old, advantages, clip=(0.2, 0.2))
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+    cut = (terms.metrics["clip_low"] + terms.metrics["clip_high"]).bool()
+    assert torch.equal(cut, gradient == 0)
+    assert terms.metrics["clip_high"].tolist() == [1, 0, 0, 0]
+    assert terms.metrics["clip_low"].tolist() == [0, 0, 0, 1]
+
+
+def test_per_branch_values_may_be_lists_arrays_or_tensors() -> None:
+    masks = [[0, 1, 1], [0, 1, 0], [0]]
+    forms: list[Objective] = [
+        grpo([1.0, -2, 0.5], masks),
+        grpo(np.array([1.0, -2.0, 0.5]), [np.array(mask) for mask in masks]),
+        grpo(torch.tensor([1.0, -2.0, 0.5]), [torch.tensor(mask).bool() for mask in masks]),
+        grpo([[9.0, 1.0, 1.0], torch.tensor([9.0, -2.0, -2.0], dtype=torch.bfloat16), 0.5], masks),
+    ]
+    losses = [backward(MODEL, FOREST, objective).loss for objective in forms]
+    MODEL.zero_grad(set_to_none=True)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-12)
+    assert losses[0] != 0
+
+
+def test_the_first_entry_of_a_sequence_is_ignored() -> None:
+    old = [[math.nan, -1.0, -1.0], [math.inf, -1.0, -1.0], [math.nan]]
+    loss = backward(MODEL, FOREST, grpo([1, 1, 1], [[1, 1, 1], [0, 1, 1], [1]], old)).loss
+    same = backward(MODEL, FOREST, grpo([1, 1, 1], [[0, 1, 1], [1, 1, 1], [0]], [[0, -1, -1], [7, -1, -1], [0]])).loss
+    MODEL.zero_grad(set_to_none=True)
+    assert loss == same
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (sft([[0, 1, 1]]), "loss_masks needs one item per branch.*got 1 for 3 branches"),
+        (sft([[0, 1, 1], [0, 1], [0]]), r"loss mask 1 needs one entry per token \(3\), got shape \(2,\)"),
+        (sft([[0, 1, 2], [0, 1, 1], [0]]), "loss mask 0 must hold 0 and 1 only, got 2"),
+        (grpo([1, 2], [[0, 1, 1]] * 2 + [[0]]), "advantages needs one item per branch.*got 2 for 3"),
+        (grpo([1, [1, 2], 3], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] needs one number, or one per token \(3\)"),
+        (grpo([1, math.nan, 3], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] must be finite, got nan"),
+        (
+            grpo([1, 1, 1], [[0, 1, 1]] * 2 + [[0]], [[0, -1, math.inf], [0, -1, -1], [0]]),
+            r"old_logprobs\[0\] must be finite",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_the_branches_are_refused(objective: Objective, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        backward(MODEL, FOREST, objective)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_policy_objectives_need_masks_and_a_sane_clip() -> None:
+    with pytest.raises(InputError, match="grpo needs loss_masks: which tokens did the policy sample"):
+        grpo([1.0], None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"clip must be \(low, high\).*got \(1.5, 0.2\)"):
+        dapo([1.0], [[0, 1]], clip=(1.5, 0.2))
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    assert (grpo([1.0], [[1]]).weighting.normalizer, dapo([1.0], [[1]]).weighting.normalizer) == (
+        "sequence_mean",
+        "token_mean",
+    )
+    assert sft().weighting.shared == "sum"
+    assert VOCAB == MODEL.config.vocab_size
