@@ -50,9 +50,9 @@ gpu:
 # Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions.
 peers: .venv-peers/.installed
 
-.venv-peers/.installed: constraints.txt pyproject.toml
+.venv-peers/.installed: benchmarks/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . prefix_grouper==0.0.1.post1
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers
 	touch $@
 
 clean:

@@ -1,1 +1,1 @@
-"""What Treering claims about speed, measured: one file per claim, each with the best honest baseline in the same run."""
+"""What Treering claims about speed, measured: one file per claim, with its best honest baseline in the same run."""

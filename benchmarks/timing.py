@@ -34,13 +34,13 @@ def process_seconds(step: Step) -> float:
 
 def cuda_seconds(step: Step) -> float:
     """Time on the device between two events, launch gaps included."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
     step()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / 1000
+    return float(start.elapsed_time(stop)) / 1000
 
 
 def interleaved_medians(

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.peer import PeerResult, find_peers
+from benchmarks.peer import HINT, PeerResult, find_peers
 from benchmarks.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
 from benchmarks.tree_steps import BASELINES, build_steps, gradient_after, relative_error
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
+
+__all__ = ["HINT", "CaseResult", "measure"]
 
 OnProgress = Callable[[str], None]
 """Told in words what is being measured."""
@@ -55,8 +57,9 @@ def measure(
     Example: `measure([star(prompt=8, response=4, group=2)], num_runs=1)["cases"][0]["flat_tokens"]` is 24.
     """
     model = build_model()
+    cases = published_cases() if cases is None else cases
     with one_thread():
-        results = [measure_case(model, case, num_runs, on_progress) for case in cases or published_cases()]
+        results = [measure_case(model, case, num_runs, on_progress) for case in cases]
     return {"cases": [asdict(result) for result in results], "environment": environment(num_runs)}
 
 

@@ -95,7 +95,7 @@ def build_model(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> P
     """A Qwen3 of `SHAPE` with seeded random weights, training mode, stock SDPA attention."""
     config = Qwen3Config(**model_settings())
     config._attn_implementation = "sdpa"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
     return model.to(device=device, dtype=dtype).train()

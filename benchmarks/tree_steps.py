@@ -40,7 +40,8 @@ def one_by_one(model: PreTrainedModel, case: Case) -> Step:
         model.zero_grad()
         for sequence in case.sequences:
             ids = torch.from_numpy(sequence.astype(np.int64))[None].to(model.device)
-            _scored_loss(model, ids, _trained_rows(case, [sequence.size]), case).backward()
+            loss = _scored_loss(model, ids, _trained_rows(case, [sequence.size]), case)
+            loss.backward()  # type: ignore[no-untyped-call]
 
     return step
 
@@ -58,7 +59,8 @@ def padded_batch(model: PreTrainedModel, case: Case) -> Step:
         ids = np.zeros((len(lengths), max(lengths)), np.int64)
         for row, sequence in zip(ids, case.sequences, strict=True):
             row[: sequence.size] = sequence
-        _scored_loss(model, torch.from_numpy(ids).to(model.device), _trained_rows(case, lengths), case).backward()
+        loss = _scored_loss(model, torch.from_numpy(ids).to(model.device), _trained_rows(case, lengths), case)
+        loss.backward()  # type: ignore[no-untyped-call]
 
     return step
 
@@ -102,7 +104,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def _scored_loss(model: PreTrainedModel, ids: Tensor, rows: Tensor, case: Case) -> Tensor:
-    """Summed negative log-probability of the tokens after `rows` (int64 [K, R]), over all trained tokens of the case."""
+    """Summed negative log-probability of the tokens after `rows` (int64 [K, R]), over the case's trained tokens."""
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     branch = torch.arange(len(ids), device=ids.device)[:, None]
     rows = rows.to(ids.device)

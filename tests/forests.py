@@ -1,4 +1,4 @@
-"""Random sequences with every shape that a forest must bear: duplicates, strict prefixes, single tokens, deep and wide."""
+"""Random sequences with every shape a forest must bear: duplicates, strict prefixes, single tokens, deep and wide."""
 
 from hypothesis import strategies as st
 
@@ -11,7 +11,9 @@ def token_lists(max_size: int) -> st.SearchStrategy[list[int]]:
 
 
 @st.composite
-def sequence_sets(draw: st.DrawFn, max_sequences: int = 8, max_extra: int = 12, min_sequences: int = 1) -> list[list[int]]:
+def sequence_sets(
+    draw: st.DrawFn, max_sequences: int = 8, max_extra: int = 12, min_sequences: int = 1
+) -> list[list[int]]:
     """Sequences grown from each other: cut anywhere (a strict prefix), continued, or repeated as they are."""
     sequences = [draw(token_lists(max_extra))]
     for _ in range(draw(st.integers(min_sequences - 1, max_sequences - 1))):

@@ -90,9 +90,7 @@ def _replace(model: nn.Module, matches: Callable[[nn.Module], bool], wrap: Calla
             _replace(child, matches, wrap)
 
 
-def flat_logprobs(
-    model: nn.Module, sequence: Sequence[int], temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def flat_logprobs(model: nn.Module, sequence: Sequence[int], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probability of every token but the first, and entropy of its distribution: [length - 1] each."""
     ids = torch.tensor([list(sequence)])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]

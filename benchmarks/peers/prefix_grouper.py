@@ -2,9 +2,9 @@
 
 Usage: python -I prefix_grouper.py CASE.pt RESULT.json NUM_RUNS
 
-PrefixGrouper asks its host for an attention function that understands bottom-right causal masks with padding. FlashAttention
-does on CUDA; on CPU the adapter below gives SDPA a mask made once per batch, and none where plain causal attention is
-the same, so that nothing but PrefixGrouper's own work is paid.
+PrefixGrouper asks its host for an attention function that understands bottom-right causal masks with padding.
+FlashAttention does on CUDA; on CPU the adapter below gives SDPA a mask made once per batch, and none where plain causal
+attention is the same, so that nothing but PrefixGrouper's own work is paid.
 """
 
 import json

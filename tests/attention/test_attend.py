@@ -84,18 +84,14 @@ def test_attention_equals_softmax_along_each_path(name: str, sequences: list[lis
 @pytest.mark.parametrize("name", ["segments", "segments, plain kernel"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> None:
-    assert_equal_with_gradients(
-        IMPLEMENTATIONS[name], IMPLEMENTATIONS["reference"], layout_of(SHAPES[shape]), 1e-12
-    )
+    assert_equal_with_gradients(IMPLEMENTATIONS[name], IMPLEMENTATIONS["reference"], layout_of(SHAPES[shape]), 1e-12)
 
 
 @pytest.mark.parametrize(
     "sequences", [comb(1000), star(1000), [[1] * 700 + [2 + i] * 300 for i in range(3)]], ids=["comb", "star", "long"]
 )
 def test_segments_equal_the_reference_on_deep_wide_and_long_forests(sequences: list[list[int]]) -> None:
-    assert_equal_with_gradients(
-        IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"], layout_of(sequences), 1e-12
-    )
+    assert_equal_with_gradients(IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"], layout_of(sequences), 1e-12)
 
 
 def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:

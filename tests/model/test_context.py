@@ -27,11 +27,17 @@ def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def sum_over_branches(logprobs: torch.Tensor) -> torch.Tensor:
-    return sum((logprobs[torch.from_numpy(FOREST.path(i)).long()].sum() for i in range(len(SEQUENCES))), torch.zeros(()))
+    return sum(
+        (logprobs[torch.from_numpy(FOREST.path(i)).long()].sum() for i in range(len(SEQUENCES))), torch.zeros(())
+    )
 
 
 def enable_checkpointing(model: PreTrainedModel, mode: str) -> None:
-    name = "activation_checkpointing_enable" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing_enable"
+    name = (
+        "activation_checkpointing_enable"
+        if hasattr(model, "activation_checkpointing_enable")
+        else "gradient_checkpointing_enable"
+    )
     getattr(model, name)({"use_reentrant": mode == "reentrant"})
 
 
@@ -55,7 +61,9 @@ WAYS = [backward_inside, backward_after_the_block, backward_without_a_block]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
-def test_checkpointing_keeps_gradients_exact_wherever_backward_runs(way: Callable[[nn.Module], None], mode: str) -> None:
+def test_checkpointing_keeps_gradients_exact_wherever_backward_runs(
+    way: Callable[[nn.Module], None], mode: str
+) -> None:
     model = build_float64()
     expected = flat_gradients(model)
     if mode != "none":
@@ -110,7 +118,8 @@ def test_the_model_is_as_before_on_exit_even_after_an_error() -> None:
             assert model.config._attn_implementation == "treering_segments"
             raise KeyError
 
-    pytest.raises(KeyError, fail_inside)
+    with pytest.raises(KeyError):
+        fail_inside()
     assert model.config._attn_implementation == "sdpa"
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
     assert sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()) == hooks
@@ -119,7 +128,7 @@ def test_the_model_is_as_before_on_exit_even_after_an_error() -> None:
 
 def test_a_plain_call_inside_the_block_is_refused() -> None:
     model = build()
-    with tree_attention(model), pytest.raises(StateError, match="call treering.forward instead"):
+    with tree_attention(model), pytest.raises(StateError, match=r"call treering\.forward instead"):
         model(input_ids=torch.tensor([[1, 2]]))
 
 
@@ -134,7 +143,9 @@ def test_an_outer_block_chooses_the_backend() -> None:
 
 
 def gemma() -> nn.Module:
-    config = GemmaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, head_dim=16)
+    config = GemmaConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, head_dim=16
+    )
     return GemmaForCausalLM(config)
 
 

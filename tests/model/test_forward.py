@@ -15,7 +15,9 @@ from treering.tree.forest import Forest
 MODEL = build_float64()
 
 
-def assert_forward_is_exact(model: torch.nn.Module, sequences: list[list[int]], tolerance: float, **options: object) -> None:
+def assert_forward_is_exact(
+    model: torch.nn.Module, sequences: list[list[int]], tolerance: float, **options: object
+) -> None:
     forest = Forest.from_sequences(sequences)
     with torch.no_grad():
         out = forward(model, forest, **options)  # type: ignore[arg-type]

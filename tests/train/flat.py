@@ -1,4 +1,4 @@
-"""The flat specification of a training step: every branch alone, loops and plain formulas, nothing of treering.train."""
+"""The flat specification of a training step: every branch alone, plain formulas, nothing of treering.train."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,5 +121,7 @@ def normalize(
     if normalizer == "sequence_mean":
         return sum((s / c for s, c in zip(sums, counts, strict=True) if c), zero) / len(sums)
     assert normalizer == "tree_mean"
-    means = [sum((s for s, t in zip(sums, trees, strict=True) if t == tree), zero) / trees.count(tree) for tree in set(trees)]
+    means = [
+        sum((s for s, t in zip(sums, trees, strict=True) if t == tree), zero) / trees.count(tree) for tree in set(trees)
+    ]
     return sum(means, zero) / len(means)

@@ -123,9 +123,7 @@ def test_every_family_and_backend_is_exact(family: str, tied: bool, backend: str
     assert_step_is_exact(model, batch, "grpo", "sequence_mean", backend=backend, temperature=0.8)
 
 
-@pytest.mark.parametrize(
-    "sequences", [comb(1000)[::20], star(1000)], ids=["comb 1000 deep", "star 1000 wide"]
-)
+@pytest.mark.parametrize("sequences", [comb(1000)[::20], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
 def test_deep_and_wide_trees_are_exact(sequences: list[list[int]]) -> None:
     assert_step_is_exact(build_float64(vocab_size=1024), batch_of([sequences]), "dapo", "token_mean")
 

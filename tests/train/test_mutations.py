@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+import treering.model.forward as forward_module
 from tests.models import build_float64
 from tests.train.flat import Batch
 from tests.train.test_backward import assert_step_is_exact, batch_of
-import treering.model.forward as forward_module
 from treering.model import edges
 from treering.model.edges import EdgeTable
 from treering.train import step
@@ -112,7 +112,9 @@ def clip_the_sum_of_branches(patch: pytest.MonkeyPatch) -> None:
     honest = Entries
 
     def summed(*, logprobs: torch.Tensor, values: dict[str, torch.Tensor]) -> Entries:
-        return honest(logprobs=logprobs, values={**values, "old_logprobs": values["old_logprobs"].mean().expand_as(logprobs)})
+        return honest(
+            logprobs=logprobs, values={**values, "old_logprobs": values["old_logprobs"].mean().expand_as(logprobs)}
+        )
 
     patch.setattr(step, "Entries", summed)
 

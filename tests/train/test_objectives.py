@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import VOCAB, build_float64
+from tests.models import build_float64
 from treering.errors import ConfigError, InputError
 from treering.train.objectives import Objective, clipped_surrogate, dapo, grpo, sft
 from treering.train.step import backward
@@ -106,4 +106,3 @@ def test_defaults_are_those_of_the_papers() -> None:
         "token_mean",
     )
     assert sft().weighting.shared == "sum"
-    assert VOCAB == MODEL.config.vocab_size

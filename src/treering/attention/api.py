@@ -1,13 +1,13 @@
 """One function, several backends: validates, dispatches, and says which backend `auto` chose and why.
 
-    N tokens   H query heads   G key heads   D head size
+N tokens   H query heads   G key heads   D head size
 """
 
 from typing import Literal, NamedTuple, get_args
 
+from jaxtyping import Float
 from torch import Tensor
 
-from jaxtyping import Float
 from treering.attention.layout import TreeLayout
 from treering.attention.reference import reference_attention
 from treering.attention.segments import segment_attention

@@ -1,6 +1,6 @@
 """Attention of one rectangle with its log-sum-exp, forward and backward: what the `segments` backend is made of.
 
-Two kernels compute the same thing: `flash_cpu`, the one inside torch's scaled dot-product attention on CPU, and `plain`,
+Two kernels compute the same thing: `FlashCpu`, the one inside torch's scaled dot-product attention on CPU, and `Plain`,
 matrix products on any device. Torch's public function hides the log-sum-exp, and without it parts cannot be merged.
 
     B = 1 batch   H query heads   G key heads (H a multiple of G)   Q queries   K keys   D head size
@@ -131,8 +131,8 @@ class Plain(Kernel):
             grad_query[:, :, rows] = grad_scores @ key
             grad_key += grad_scores.mT @ query[:, :, rows]
             grad_value += weights.to(value.dtype).mT @ upstream
-        folded = [grad.unflatten(1, (num_key_heads, groups)).sum(2) for grad in (grad_key, grad_value)]
-        return Gradients(grad_query, *folded)
+        per_group = (1, num_key_heads, groups, *key.shape[2:])
+        return Gradients(grad_query, grad_key.view(per_group).sum(2), grad_value.view(per_group).sum(2))
 
 
 def choose_kernel(tensor: Tensor) -> Kernel:

@@ -38,7 +38,7 @@ class TreeLayout:
         return self._schedule
 
     def visible(self) -> torch.Tensor:
-        """bool [N, N], the whole mask. For the reference only: every other backend stays O(N)."""
+        """The whole mask, bool [N, N]. For the reference only: every other backend stays O(N)."""
         subtree_end = torch.tensor(self.forest.subtree_end, device=self.device)
         index = torch.arange(self.forest.num_tokens, device=self.device)
         return (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])

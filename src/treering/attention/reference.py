@@ -1,12 +1,12 @@
 """The specification of tree attention: a dense mask and a softmax. O(N^2) memory; for tests and small forests.
 
-    N tokens   H query heads   G key heads   D head size
+N tokens   H query heads   G key heads   D head size
 """
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from jaxtyping import Float
 from treering.attention.layout import TreeLayout
 
 

@@ -1,6 +1,6 @@
 """From `subtree_end` to a short list of rectangular attention calls that cover every visible pair exactly once.
 
-Knows the shape of the forest; knows no tensors and no kernels. Depth-first order makes two things contiguous: a segment,
+Knows the shape of the forest; knows no tensors and no kernels. Depth-first order makes two things contiguous: a segment
 and all that descends from it. So a long segment needs one causal call for itself and one unmasked call for its
 descendants. Short segments are cut into blocks that are computed under a small mask; of the keys of such a block only
 those on the path to what follows ("open" keys, a chain) are visible later, to a staircase of query rows.
@@ -10,6 +10,7 @@ those on the path to what follows ("open" keys, a chain) are visible later, to a
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +81,7 @@ def build_schedule(subtree_end: Int32Array, segment_start: Int32Array) -> Schedu
     """
     within, across = [], []
     for start, stop, visibility in _blocks(segment_start, subtree_end.size):
-        within.append(
-            Call(query_start=start, query_stop=stop, key_start=start, key_stop=stop, visibility=visibility)
-        )
+        within.append(Call(query_start=start, query_stop=stop, key_start=start, key_stop=stop, visibility=visibility))
         across.extend(_later_calls(start, stop, subtree_end))
     return Schedule(within=tuple(within), across=tuple(across))
 
@@ -92,7 +91,7 @@ def _blocks(segment_start: Int32Array, num_tokens: int) -> list[tuple[int, int, 
     bounds = np.append(segment_start, num_tokens).tolist()
     blocks: list[tuple[int, int, Visibility]] = []
     open_start = 0
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         if stop - start >= MIN_CAUSAL_TOKENS:
             if open_start < start:
                 blocks.append((open_start, start, Visibility.MASKED))
@@ -111,9 +110,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
     ends = subtree_end[start:stop]
     if ends[0] == ends[-1] and ends[0] > stop:
         visibility = Visibility.FULL
-        return [
-            Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)
-        ]
+        return [Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)]
     open_keys = start + np.flatnonzero(ends > stop)
     if open_keys.size == 0:
         return []
@@ -123,7 +120,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """Rows [row_start, row_stop) see between `num_seen_by_all` and `num_seen` of the open keys, always the first ones."""
+    """Rows [row_start, row_stop) see the first open keys: some rows `num_seen` of them, all `num_seen_by_all`."""
 
     row_start: int
     row_stop: int

@@ -9,9 +9,9 @@ never copied along paths: a shared token's K and V are read where they stand, an
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from jaxtyping import Float
 from treering.attention.kernels import Kernel, Part, choose_kernel
 from treering.attention.layout import TreeLayout
 from treering.attention.schedule import Call, Visibility

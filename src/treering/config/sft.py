@@ -26,7 +26,8 @@ class ModelConfig(Config):
     )
     family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
     vocab_size: Count | None = Field(
-        default=None, description="Number of token ids; none: as many as the data needs. At least that many if given."
+        default=None,
+        description='Number of token ids; none: as many as the data needs. With data.vocab = "full" at least that many.',
     )
     hidden_size: Count = Field(default=128, description="Width of the residual stream.")
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
@@ -74,9 +75,9 @@ class DataConfig(Config):
 
     source: Literal["files", "real", "generated"] = Field(
         default="files",
-        description="files: `files` as given. real: `files` and `tokenizer` are inside the real-data folder "
-        "(TREERING_DATA, default ../shared/data), and without that folder the stand-in is generated. generated: the "
-        "stand-in.",
+        description="files: `files` and `tokenizer` are looked up beside the configuration, in the current folder, "
+        "then in the real-data folder (TREERING_DATA, default ../shared/data). real: they are inside the real-data "
+        "folder, and without that folder the stand-in is generated. generated: the stand-in.",
     )
     files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
         default=(), description="JSONL trajectory files, plain or .gz."
@@ -89,7 +90,9 @@ class DataConfig(Config):
     )
     max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
     vocab: Literal["full", "folded"] = Field(
-        default="full", description="full: the tokenizer's ids. folded: the ids that occur are renumbered from 0."
+        default="full",
+        description="full: the tokenizer's ids. folded: the ids that occur are renumbered by falling frequency; where "
+        "model.vocab_size is smaller, rare ids share its last eighth.",
     )
     stand_in: StandInConfig = Field(default_factory=StandInConfig, description="The generated data.")
 
@@ -114,7 +117,7 @@ class DataConfig(Config):
 
 
 class TrainConfig(Config):
-    """The optimisation: AdamW with linear warm-up, then a constant rate, and gradient clipping."""
+    """The optimisation: AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
 
     num_epochs: Count | None = Field(default=None, description="Passes over the tasks; none: until num_steps.")
     num_steps: Count | None = Field(
@@ -130,8 +133,14 @@ class TrainConfig(Config):
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Steps in which the rate rises linearly from 0."
     )
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="The rate after warm-up; cosine falls to min_learning_rate at the last step."
+    )
+    min_learning_rate: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Where the cosine ends, per step."
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Decoupled decay, times the learning rate."
+        default=0.0, description="Decoupled decay of matrices, times the learning rate; vectors never decay."
     )
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="Clip the gradient's global L2 norm to this; 0: never clip."
@@ -139,6 +148,7 @@ class TrainConfig(Config):
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
     ] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment.")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
     normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )
@@ -169,6 +179,20 @@ class TrainConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "constant" and "min_learning_rate" in self.model_fields_set:
+            raise ConfigError(
+                f'min_learning_rate is where a cosine ends, and schedule = "constant" with min_learning_rate = '
+                f'{self.min_learning_rate}; set schedule = "cosine", or remove min_learning_rate'
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ConfigError(
+                f"a cosine falls, and min_learning_rate = {self.min_learning_rate} is above learning_rate = "
+                f"{self.learning_rate}; lower min_learning_rate"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_loss(self) -> Self:
         if (self.normalizer == "constant") != (self.divisor is not None):
             raise ConfigError(
@@ -179,6 +203,11 @@ class TrainConfig(Config):
             raise ConfigError(
                 'layout = "packed" trains every sequence by itself, so a shared token counts in each, and shared = '
                 '"once" cannot hold; set shared = "sum", or layout = "tree"'
+            )
+        if self.layout == "packed" and self.normalizer == "tree_mean":
+            raise ConfigError(
+                'layout = "packed" has no trees, and normalizer = "tree_mean" averages over them; set another '
+                'normalizer, or layout = "tree"'
             )
         return self
 

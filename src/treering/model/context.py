@@ -1,8 +1,8 @@
-"""The one place that patches a model: inside `tree_attention`, attention follows the forest instead of the packed order.
+"""The one place that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
 
 The patch is small and undone on exit: the name of the attention implementation, one hook per layer that hands the layer
-its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a recompute by
-any other attention implementation fails loudly (see `TreeLayout.__torch_function__`) instead of training on siblings.
+its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a recompute
+by any other attention implementation fails loudly (see `TreeLayout.__torch_function__`) instead of using a wrong mask.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,9 +91,9 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
     """Makes checkpointed layers carry their attention implementation into the recompute, whenever it comes."""
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
-        original = layer._gradient_checkpointing_func
-        layer._gradient_checkpointing_func = partial(_checkpoint_routed, original, parts.config, name)  # type: ignore[assignment]
-        undo.callback(setattr, layer, "_gradient_checkpointing_func", original)
+        original: Any = layer._gradient_checkpointing_func
+        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint_routed, original, parts.config, name)
+        undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
         handle = parts.embedding.register_forward_hook(_require_grad)
@@ -132,8 +132,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    `host_options` are what hosts pass to every implementation (position ids, dropout, a window); those that would change
-    the result were refused when the context was entered.
+    `host_options` are what hosts pass to every implementation (position ids, dropout, a window); those that would
+    change the result were refused when the context was entered.
     """
     assert isinstance(attention_mask, TreeLayout)
     # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.

@@ -5,6 +5,7 @@ refuses everything else by name. Knows configurations and module names; computes
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -70,7 +71,9 @@ def check_no_dropout(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if module.training and isinstance(module, nn.Dropout) and module.p > 0:
-            raise UnsupportedError(f"dropout {name!r} has p={module.p} in training mode: set it to 0 or call model.eval()")
+            raise UnsupportedError(
+                f"dropout {name!r} has p={module.p} in training mode: set it to 0 or call model.eval()"
+            )
         rate = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
         if isinstance(rate, float) and rate > 0:
             raise UnsupportedError(f"{name!r} has attention_dropout={rate} in training mode: set it to 0 in the config")
@@ -83,7 +86,8 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
             raise UnsupportedError(
                 f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest: use LoRA"
             )
-        model = model.get_base_model()
+        unwrap: Any = model.get_base_model
+        model = unwrap()
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"tree attention needs a Hugging Face causal language model or a PEFT model of one, got "

@@ -151,9 +151,9 @@ def check_fits(tasks: Sequence[Task], *, layout: Layout, max_tokens: int | None)
     worst = int(np.argmax(largest))
     if largest[worst] > max_tokens:
         raise InputError(
-            f"a tree is computed whole, and task {tasks[worst].task_id!r} makes one of {largest[worst]} distinct tokens "
-            f"with layout {layout!r}, more than max_tokens={max_tokens}; raise max_tokens to {largest[worst]}, or drop "
-            "or shorten its trajectories"
+            f"a tree is computed whole, and task {tasks[worst].task_id!r} makes one of {largest[worst]} distinct "
+            f"tokens with layout {layout!r}, more than max_tokens={max_tokens}; raise max_tokens to {largest[worst]}, "
+            "or drop or shorten its trajectories"
         )
 
 

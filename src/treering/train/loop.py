@@ -6,22 +6,25 @@ Owns model, optimiser and step number. Knows nothing of files, displays or how l
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from treering import metrics
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.train.batches import Layout, StepPlan, Task, check_fits, make_batch
 from treering.train.objectives import sft
 from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from treering.train.step import BackwardResult, backward
+from treering.train.step_report import StepReport
 from treering.train.weights import Normalizer, Shared, Weighting
 
 GradientCheckpointing = Literal["none", "reentrant", "non_reentrant"]
 Autocast = Literal["none", "bfloat16"]
+
+# The report has these from the plan.
+_PLAN_METRICS = frozenset({"num_trained_tokens", "sharing", "num_micro_batches"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,64 +62,6 @@ class LoopOptions:
                 f'layout "packed" has no trees to share or to average over, got shared={self.shared!r} and '
                 f'normalizer={self.normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one optimizer step did.
-
-    Attributes:
-        step: its number, from 1.
-        epoch: passes over the tasks before it.
-        loss: the objective before the update.
-        grad_norm: global L2 norm before clipping.
-        learning_rate: used by the update.
-        num_trees: tasks.
-        num_branches: sequences.
-        num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
-        num_branch_tokens: flat tokens.
-        num_tokens: tokens that were computed; with layout "packed" all flat ones.
-        num_micro_batches: forwards.
-        seconds: wall time of the step.
-        metrics: averages of the objective's own metrics.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_trees: int
-    num_branches: int
-    num_loss_tokens: float
-    num_branch_tokens: int
-    num_tokens: int
-    num_micro_batches: int
-    seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def sharing(self) -> float:
-        """1 - computed / flat tokens."""
-        return 1.0 - self.num_tokens / self.num_branch_tokens
-
-    def values(self) -> dict[str, float]:
-        """The report under the names of `treering.metrics`."""
-        own = {f"train/{name}": value for name, value in self.metrics.items()}
-        return own | {
-            metrics.LOSS: self.loss,
-            metrics.GRAD_NORM: self.grad_norm,
-            metrics.LEARNING_RATE: self.learning_rate,
-            metrics.EPOCH: self.epoch,
-            metrics.NUM_TREES: self.num_trees,
-            metrics.NUM_BRANCHES: self.num_branches,
-            metrics.NUM_LOSS_TOKENS: self.num_loss_tokens,
-            metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
-            metrics.NUM_TOKENS: self.num_tokens,
-            metrics.SHARING: self.sharing,
-            metrics.STEP_S: self.seconds,
-            metrics.TOKENS_PER_S: self.num_branch_tokens / self.seconds,
-        }
 
 
 class SftLoop:
@@ -162,11 +107,11 @@ class SftLoop:
         started = time.perf_counter()
         step = self._num_steps_done + 1
         rate = learning_rate_at(step, self._optim)
+        self._optimizer.zero_grad(set_to_none=True)
         result = self._backward(step)
         norm = clip_gradients(self.model.parameters(), self._optim.max_grad_norm)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self._num_steps_done = step
         own = {name: value for name, value in result.metrics.items() if name not in _PLAN_METRICS}
         return StepReport(
@@ -182,6 +127,7 @@ class SftLoop:
             num_tokens=result.plan.num_tokens,
             num_micro_batches=len(result.plan.micro_batches),
             seconds=time.perf_counter() - started,
+            peak_memory_bytes=_peak_memory_bytes(self.model),
             metrics=own,
         )
 
@@ -218,9 +164,6 @@ class SftLoop:
         return torch.autocast(device, dtype=torch.bfloat16)
 
 
-_PLAN_METRICS = frozenset({"num_trained_tokens", "sharing", "num_micro_batches"})
-
-
 def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing) -> None:
     """Turns activation recomputation on, by either name that transformers has for it; "none" leaves the model alone.
 
@@ -231,11 +174,18 @@ def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing)
         return
     arguments = {"use_reentrant": mode == "reentrant"}
     # transformers 5.23 deprecates the older name, and 5.17 knows no other.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
-    elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    else:
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=arguments)
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no gradient checkpointing to enable; set gradient_checkpointing to none"
         )
+    enable(gradient_checkpointing_kwargs=arguments)
+
+
+def _peak_memory_bytes(model: nn.Module) -> int | None:
+    device = next(model.parameters()).device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

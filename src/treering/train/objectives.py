@@ -138,7 +138,12 @@ def grpo(
     Example: one trained token with logp -1.0, old -1.5 (r = 1.649) and A = 2 gives -min(3.297, 1.2 * 2) = -2.4.
     """
     return _policy_objective(
-        "grpo", advantages, loss_masks, old_logprobs, clip, Weighting(normalizer=normalizer, shared=shared, divisor=divisor)
+        "grpo",
+        advantages,
+        loss_masks,
+        old_logprobs,
+        clip,
+        Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
     )
 
 
@@ -159,7 +164,12 @@ def dapo(
     Example: one trained token with logp -1.0, old -1.5 (r = 1.649) and A = 2 gives -min(3.297, 1.28 * 2) = -2.56.
     """
     return _policy_objective(
-        "dapo", advantages, loss_masks, old_logprobs, clip, Weighting(normalizer=normalizer, shared=shared, divisor=divisor)
+        "dapo",
+        advantages,
+        loss_masks,
+        old_logprobs,
+        clip,
+        Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
     )
 
 
@@ -193,8 +203,8 @@ def clipped_surrogate(
 ) -> Terms:
     """PPO's clipped surrogate per entry, negated (arXiv 1707.06347, equation 7), with its usual metrics.
 
-    Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low and clip_high, the share of entries
-    whose gradient the lower or upper clip cuts.
+    Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low and clip_high, the share of
+    entries whose gradient the lower or upper clip cuts.
     """
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
@@ -243,9 +253,7 @@ def _flatten(name: str, items: BranchValues, branch_length: NDArray[np.int64]) -
         array = _as_array(item).astype(np.float64)
         length = int(branch_length[branch])
         if array.shape not in ((), (length,)):
-            raise InputError(
-                f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}"
-            )
+            raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
         # The first entry has no edge: hosts leave anything there, NaN included.
         if not np.isfinite(array if array.ndim == 0 else array[1:]).all():
             raise InputError(f"{name}[{branch}] must be finite, got {array if array.ndim == 0 else array[1:]}")

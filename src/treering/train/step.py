@@ -140,9 +140,7 @@ def _flat_batch(forests: list[Forest], objective: Objective, sum_over_ranks: Sum
         sum_over_ranks=sum_over_ranks,
     )
     offsets = np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64)
-    return _FlatBatch(
-        offsets=offsets, counts=counts, weights=weights, values=objective.flat_values(branch_length)
-    )
+    return _FlatBatch(offsets=offsets, counts=counts, weights=weights, values=objective.flat_values(branch_length))
 
 
 def _run(

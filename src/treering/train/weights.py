@@ -22,6 +22,9 @@ Int64Array = NDArray[np.int64]
 Normalizer = Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"]
 Shared = Literal["sum", "once"]
 
+_TINY = 1e-150
+"""Stands in for an empty denominator, whose numerator is 0 too; its square is still above the smallest float64."""
+
 SumOverRanks = Callable[[Float64Array], Float64Array]
 """Sums an array over data-parallel ranks; the identity on one rank."""
 
@@ -106,19 +109,22 @@ def entry_weights(
     """
     num_trees = np.unique(branch_tree).size
     totals = sum_over_ranks(np.array([counts.sum(), branch_length.size, num_trees], np.float64))
-    num_entries, num_branches, num_trees_everywhere = np.maximum(totals, 1e-300)
+    num_entries, num_branches, num_trees_everywhere = np.maximum(totals, _TINY)
+    factor: Float64Array  # [K], the same for all entries of a branch
     match weighting.normalizer:
         case "sum":
-            return counts
+            factor = np.ones(branch_length.size)
         case "constant":
             assert weighting.divisor is not None
-            return counts / weighting.divisor
+            factor = np.full(branch_length.size, 1.0 / weighting.divisor)
         case "token_mean":
-            return counts / num_entries
+            factor = np.full(branch_length.size, 1.0 / num_entries)
         case "sequence_mean":
             branch = np.repeat(np.arange(branch_length.size), branch_length)
             per_branch = np.bincount(branch, weights=counts, minlength=branch_length.size)
-            return counts / np.repeat(np.maximum(per_branch, 1e-300), branch_length) / num_branches
+            factor = 1.0 / (np.maximum(per_branch, _TINY) * num_branches)
         case "tree_mean":
             tree_size = np.bincount(branch_tree, minlength=1)[branch_tree]
-            return counts / np.repeat(tree_size, branch_length) / num_trees_everywhere
+            factor = 1.0 / (tree_size * num_trees_everywhere)
+    weights: Float64Array = counts * np.repeat(factor, branch_length)
+    return weights

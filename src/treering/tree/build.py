@@ -1,8 +1,8 @@
 """Sequences to prefix trees: one radix-tree insertion per sequence, then one depth-first walk.
 
-Knows token identity and nothing else: no masks, no rewards, no tensors. Inserting compares whole runs of tokens and asks
-the child table only where a run ends, so the cost is one comparison per flat token plus one table look-up per segment
-that a sequence passes through.
+Knows token identity and nothing else: no masks, no rewards, no tensors. Inserting compares whole runs of tokens and
+asks the child table only where a run ends, so the cost is one comparison per flat token plus one table look-up per
+segment that a sequence passes through.
 
     F flat tokens   K sequences   M nodes of the radix tree (at most 2K)   N distinct tokens
 """
@@ -21,7 +21,7 @@ _MULTIPLIER = np.int64(-7046029254386353131)
 
 
 class RadixTree(NamedTuple):
-    """Nodes in order of creation: the run `flat[start:start + length]`, its parent node (-1 at a root), the child table."""
+    """Nodes by creation: the run `flat[start:start + length]`, the parent node (-1 at a root), the child table."""
 
     start: Int64Array  # [M]
     length: Int64Array  # [M]

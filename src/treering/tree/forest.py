@@ -75,8 +75,7 @@ class Forest:
         Raises:
             InputError: an empty or ragged sequence, an entry that is no integer, an id out of range.
         """
-        if isinstance(sequences, str | bytes):
-            raise InputError(f"sequences must be an iterable of integer sequences, got {type(sequences).__name__}")
+        _refuse_text(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
@@ -162,7 +161,8 @@ class Forest:
         """
         end = self.branch_end[branch]
         length = np.array([0, self.position[end] + 1], np.int64)
-        return build.branch_indices(self.parent, end.reshape(1), length)
+        indices: Int32Array = build.branch_indices(self.parent, end.reshape(1), length)
+        return indices
 
     def paths(self) -> tuple[Int32Array, Int64Array]:
         """All branches one after another: packed indices int32 [F] and offsets int64 [K + 1] into them.
@@ -206,12 +206,19 @@ class Forest:
         )
 
 
+def _refuse_text(sequences: object) -> None:
+    if isinstance(sequences, str | bytes):
+        raise InputError(f"sequences must be an iterable of integer sequences, got {type(sequences).__name__}")
+
+
 def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]) -> Int32Array:
     """One sequence as int32 [length], or an `InputError` that names it."""
     try:
         ids = np.asarray(sequence)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"sequence {index} must be a flat list of token ids; it is ragged or no list ({error})") from error
+        raise InputError(
+            f"sequence {index} must be a flat list of token ids; it is ragged or no list ({error})"
+        ) from error
     if ids.ndim != 1:
         raise InputError(f"sequence {index} must be one-dimensional, got shape {ids.shape}: pass a list of sequences")
     if ids.size == 0:

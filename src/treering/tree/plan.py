@@ -108,8 +108,8 @@ def _check_sizes(sizes: Sequence[int], max_tokens: int | None) -> None:
         return
     largest = int(np.argmax(sizes))
     raise InputError(
-        f"tree {largest} has {sizes[largest]} distinct tokens, more than max_tokens={max_tokens}, and a tree is computed "
-        f"whole: raise max_tokens to at least {max(sizes)}, or drop or shorten its sequences"
+        f"tree {largest} has {sizes[largest]} distinct tokens, more than max_tokens={max_tokens}, and a tree is "
+        f"computed whole: raise max_tokens to at least {max(sizes)}, or drop or shorten its sequences"
     )
 
 

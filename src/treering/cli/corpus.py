@@ -1,0 +1,143 @@
+"""What `treering sft` trains on: the tasks that a configuration names, as tokens and masks.
+
+Knows where files are looked up and when the generated stand-in takes their place. Imports no torch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from treering.config.sft import DataConfig, StandInConfig
+from treering.data import (
+    DATA_VARIABLE,
+    AgentSpec,
+    Renderer,
+    data_folder,
+    generate_trajectories,
+    read_trajectories,
+    render,
+)
+from treering.errors import InputError
+from treering.train.batches import Task, group_by_task
+from treering.train.folding import fold_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Tasks to train on."""
+
+    tasks: tuple[Task, ...]
+    """Those with at least one trained token, files in order."""
+    num_ids: int
+    """Ids that a model must know: the tokenizer's, or one more than the largest that occurs."""
+    source: Literal["files", "generated"]
+    """Where the tasks came from in the end."""
+    notes: tuple[str, ...]
+    """What the user should be told about the data, a sentence each."""
+    tokenizer: Path | None
+    """Folder of the tokenizer whose ids these are; None where no tokenizer made them."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over every token and mask in order: equal exactly where the training data is equal."""
+        total = hashlib.sha256()
+        for task in self.tasks:
+            for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
+                total.update(f"{task.task_id!r} {tokens.size}\n".encode())
+                total.update(np.ascontiguousarray(tokens, "<i4").tobytes() + mask.astype(np.uint8).tobytes())
+        return total.hexdigest()
+
+
+def load_corpus(config: DataConfig, *, beside: Path, vocab_size: int | None) -> Corpus:
+    """Reads and renders the tasks of a configuration, or generates the stand-in.
+
+    Args:
+        config: the [data] section.
+        beside: folder of the configuration file.
+        vocab_size: the model's, if set; folding fits ids into it.
+
+    Raises:
+        InputError: a file that is in none of the places, or bad; no task with a trained token.
+    """
+    corpus = _load(config, beside)
+    if config.vocab == "folded":
+        corpus = _folded(corpus, vocab_size)
+    trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
+    if not trained:
+        raise InputError(
+            f"none of the {len(corpus.tasks)} tasks has a trained token; give assistant turns or loss masks"
+        )
+    left_out = len(corpus.tasks) - len(trained)
+    notes = (f"{left_out} tasks without a trained token are left out",) if left_out else ()
+    return replace(corpus, tasks=trained, notes=corpus.notes + notes)
+
+
+def locate(path: Path, places: Sequence[Path]) -> Path:
+    """The first of `places` that has `path`; an absolute path is in all of them.
+
+    Raises:
+        InputError: none has it; the message lists them.
+
+    Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
+    """
+    for place in places:
+        if (place / path).exists():
+            return place / path
+    listed = ", ".join(str(place) for place in places)
+    raise InputError(f"{path} is looked up in {listed}, and none has it; correct the path, or set {DATA_VARIABLE}")
+
+
+def search_places(beside: Path) -> list[Path]:
+    """Where relative paths of a configuration are looked up: beside it, here, then in the real-data folder."""
+    folder = data_folder()
+    return [beside, Path(), *([] if folder is None else [folder])]
+
+
+def _load(config: DataConfig, beside: Path) -> Corpus:
+    if config.source == "generated":
+        return _generate(config.stand_in, notes=())
+    if config.source == "files":
+        return _read(config, search_places(beside))
+    folder = data_folder()
+    if folder is None:
+        missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"
+        return _generate(config.stand_in, notes=(missing,))
+    return _read(config, [folder])
+
+
+def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
+    tokenizer = None if config.tokenizer is None else locate(config.tokenizer, places)
+    renderer = Renderer(tokenizer=tokenizer, template=config.template)
+    tasks: list[Task] = []
+    for path in config.files:
+        # Files number their tasks each in their own way, so equal ids of two files are two tasks.
+        tasks += group_by_task(renderer.render(read_trajectories(locate(path, places))))[: config.max_tasks]
+    num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
+    return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=(), tokenizer=tokenizer)
+
+
+def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:
+    spec = AgentSpec(
+        num_tasks=config.num_tasks, num_trials=config.num_trials, vocab_size=config.vocab_size, seed=config.seed
+    )
+    tasks = tuple(group_by_task(render(list(generate_trajectories(spec)))))
+    return Corpus(tasks=tasks, num_ids=config.vocab_size, source="generated", notes=notes, tokenizer=None)
+
+
+def _folded(corpus: Corpus, vocab_size: int | None) -> Corpus:
+    folded = iter(fold_ids([sequence for task in corpus.tasks for sequence in task.sequences], vocab_size))
+    tasks = tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in corpus.tasks)
+    return replace(corpus, tasks=tasks, num_ids=_num_occurring(tasks), tokenizer=None)
+
+
+def _num_occurring(tasks: Sequence[Task]) -> int:
+    return 1 + max((int(sequence.max()) for task in tasks for sequence in task.sequences), default=-1)
+
+
+def _num_ids(tokenizer: Path) -> int:
+    return int(Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size(with_added_tokens=True))

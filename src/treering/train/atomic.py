@@ -1,0 +1,101 @@
+"""Folders that appear whole or not at all, and that can tell whether they are still whole.
+
+Written beside their place under a hidden name, flushed to the disk and renamed; a manifest holds the size and SHA-256
+of every file. Knows nothing of what the files mean, and needs no torch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from treering.errors import StateError
+
+MANIFEST = "manifest.json"
+_HIDDEN = ".unfinished-"
+
+
+def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> None:
+    """Makes the folder `target` with the files that `fill` writes into the folder that it is given.
+
+    A kill at any moment leaves no `target` or a whole one; an older `target` is replaced.
+
+    Args:
+        target: absent, or a folder that may go.
+        fill: writes the files; it may make folders of its own.
+        facts: JSON values that stand in the manifest beside the checksums.
+
+    Example: `fill` writes `a.bin`; the folder then holds `a.bin` and `manifest.json`, and `read_facts` gives `facts`.
+    """
+    parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    _clear_unfinished(parent)
+    draft = parent / f"{_HIDDEN}{target.name}"
+    draft.mkdir()
+    fill(draft)
+    files = {str(file.relative_to(draft)): _facts_of(file) for file in _files(draft)}
+    (draft / MANIFEST).write_text(json.dumps({"facts": dict(facts), "files": files}, indent=1), encoding="utf-8")
+    for path in [*_files(draft), *_folders(draft)]:
+        _flush(path)
+    if target.exists():
+        remove_folder(target)
+    os.rename(draft, target)
+    _flush(parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder; a kill half-way leaves nothing under its name."""
+    doomed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts of a folder that `write_folder` made, after every checksum has been verified.
+
+    Raises:
+        StateError: a file is missing or changed, by name.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, facts = dict(manifest["files"]), dict(manifest["facts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{folder.name}: {MANIFEST} is missing or unreadable ({error})") from error
+    for name, expected in files.items():
+        file = folder / name
+        try:
+            found = _facts_of(file)
+        except OSError as error:
+            raise StateError(f"{folder.name}: {name} is missing or unreadable ({error.strerror})") from error
+        if found != expected:
+            raise StateError(f"{folder.name}: {name} has changed since it was written")
+    return facts
+
+
+def _clear_unfinished(parent: Path) -> None:
+    for leftover in parent.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(leftover)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [*(path for path in folder.rglob("*") if path.is_dir()), folder]
+
+
+def _facts_of(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"num_bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

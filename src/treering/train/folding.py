@@ -1,0 +1,51 @@
+"""Smaller vocabularies: token ids renumbered by frequency, so that a tiny random model wastes no rows on unused ids.
+
+Knows ids and counts. Knows nothing of what an id means: a folded id is of no use to the tokenizer that made it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treering.errors import InputError
+from treering.types import TokenIds
+
+SHARED_FRACTION = 8
+"""Where ids must share, they share the last 1/8 of the range."""
+
+
+def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> list[TokenIds]:
+    """Renumbers the ids that occur: the most frequent one becomes 0; of equally frequent ones the smaller id is first.
+
+    Args:
+        sequences: int32 [T] each, T >= 1.
+        vocab_size: size of the new range; None is as many as there are distinct ids. Ids whose rank does not fit below
+            the last eighth of the range share that eighth by their rank's remainder.
+
+    Returns:
+        int32 arrays of the same shapes, all ids in [0, vocab_size).
+
+    Raises:
+        InputError: a vocab_size below 1.
+
+    Example: [7, 9, 9, 5] folds to [2, 0, 0, 1]; with vocab_size=2 ids 7 and 5 share 1: [1, 0, 0, 1].
+    """
+    if vocab_size is not None and vocab_size < 1:
+        raise InputError(f"a vocabulary has at least one id, got vocab_size={vocab_size}; raise it")
+    if not sequences:
+        return []
+    ids, places, counts = np.unique(np.concatenate(sequences), return_inverse=True, return_counts=True)
+    rank = np.empty(ids.size, np.int64)
+    rank[np.lexsort((ids, -counts))] = np.arange(ids.size)
+    folded = _shared(rank, ids.size if vocab_size is None else vocab_size)[places.reshape(-1)].astype(np.int32)
+    return np.split(folded, np.cumsum([sequence.size for sequence in sequences])[:-1])
+
+
+def _shared(
+    rank: np.ndarray[tuple[int], np.dtype[np.int64]], vocab_size: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if rank.size <= vocab_size:
+        return rank
+    num_shared = max(1, vocab_size // SHARED_FRACTION)
+    num_own = vocab_size - num_shared
+    return np.where(rank < num_own, rank, num_own + (rank - num_own) % num_shared)
