@@ -5,20 +5,17 @@ over all trained tokens. Every baseline is tuned as its user would tune it: the 
 Knows nothing of clocks.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from benchmarks.timing import Step
 from benchmarks.tree_cases import Case
 from treering.train.objectives import sft
 from treering.train.step import backward
 from treering.tree.forest import Forest
-
-Step = Callable[[], None]
 
 BASELINES = ("one_by_one", "padded_batch", "packed_chains")
 

@@ -1,4 +1,4 @@
-"""`treering bench`: what is printed, written and refused; the benchmarks themselves are tested in `tests/benchmarks`."""
+"""`treering bench`: what is printed, written and refused; what is measured is tested in `tests/benchmarks`."""
 
 import json
 from itertools import count

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treering.cli.inspect import inspect_files, run
+from treering.cli.inspect import _short, inspect_files, run
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES
@@ -102,8 +102,20 @@ def test_tables_show_the_figures_and_stderr_stays_clean_where_it_is_no_terminal(
     run([two_tasks], None, "qwen3-8b", "plain", json_output=False)
     printed = capsys.readouterr()
     assert printed.err == ""
-    [row] = [line for line in printed.out.splitlines() if "set.jsonl" in line and "1.30" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")][:6] == ["set.jsonl", "3", "13", "10", "0.23", "1.30"]
+    gains, _, shapes = (line.split() for line in printed.out.splitlines() if line.strip().startswith("set "))
+    assert gains[:6] == ["set", "3", "13", "10", "0.23", "1.30"]
+    assert shapes[0] == "set"
+
+
+def test_long_counts_fit_a_column():
+    assert [_short(count) for count in (561, 4700, 122_520, 999_499, 999_500, 2_626_431)] == [
+        "561",
+        "4.7k",
+        "123k",
+        "999k",
+        "1M",
+        "2.63M",
+    ]
 
 
 def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,6 +20,10 @@ from treering.data import RenderedTrajectory, Renderer, read_trajectories
 from treering.tree.forest import Forest
 from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
 from treering.types import ModelShape, find_shape
+
+GAIN_COLUMNS = ("rows", "flat tokens", "unique tokens", "sharing", "token bound", "FLOP bound", "prompt only")
+CUT_COLUMNS = ("set sharing", "set token bound", "set FLOP bound", "turns", "turns token bound", "turns FLOP bound")
+SHAPE_COLUMNS = ("leaves", "forks", "depth", "levels", "segments", "median", "mean", "p90", "max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +120,15 @@ def as_json(reports: Sequence[FileReport]) -> str:
 
 
 def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
-    """The reports as two tables for a terminal: what sharing gives, and how the trees branch."""
-    gains = Table(title=f"sharing, one tree per task (FLOP bounds for {model_shape})", title_justify="left")
-    shapes = Table(title="branching, one tree per task (lengths in tokens)", title_justify="left")
-    for table in (gains, shapes):
-        table.add_column("file", overflow="fold")
-    for name in ("trajectories", "flat", "unique", "sharing", "token bound", "FLOP bound", "prompt only", "whole set"):
-        gains.add_column(name, justify="right")
-    gains.add_column("turns", justify="right")
-    for name in ("tasks", "leaves", "branch points", "max depth", "max segments", "segments", "median", "mean", "p90"):
-        shapes.add_column(name, justify="right")
-    shapes.add_column("longest", justify="right")
+    """The reports as three tables for a terminal: what sharing gives, other cuts of the data, how the trees branch."""
+    gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
+    cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
+    shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
     for report in reports:
         gains.add_row(*_gain_cells(report))
+        cuts.add_row(*_cut_cells(report))
         shapes.add_row(*_shape_cells(report))
-    return [gains, shapes]
+    return [gains, cuts, shapes]
 
 
 def run(
@@ -147,7 +146,6 @@ def run(
     console = Console()
     for table in as_tables(reports, model_shape):
         console.print(table)
-    console.print("whole set: token bound of one tree for all tasks; turns: token bound, each turn its own sample")
 
 
 def _by_task(trajectories: Sequence[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
@@ -194,22 +192,41 @@ def _turns(tasks: Sequence[Sequence[RenderedTrajectory]], shape: ModelShape) -> 
     )
 
 
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("file", no_wrap=True, overflow="ellipsis", max_width=18)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
 def _gain_cells(report: FileReport) -> list[str]:
     counts = (report.trajectories, report.flat_tokens, report.unique_tokens)
-    ratios = (
-        report.sharing,
-        report.token_bound,
-        report.flop_bound,
-        report.prompt_only_bound,
-        report.whole_set.token_bound,
-        report.turns.token_bound,
-    )
-    return [Path(report.file).name, *(f"{count:,}" for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+    ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
+    return [_stem(report), *(_short(count) for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _cut_cells(report: FileReport) -> list[str]:
+    whole, turns = report.whole_set, report.turns
+    ratios = (whole.sharing, whole.token_bound, whole.flop_bound)
+    cells = [_stem(report), *(f"{ratio:.2f}" for ratio in ratios), _short(turns.samples)]
+    return [*cells, f"{turns.token_bound:.2f}", f"{turns.flop_bound:.2f}"]
 
 
 def _shape_cells(report: FileReport) -> list[str]:
     shape = report.branching
-    counts = (report.tasks, shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
+    counts = (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
     lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
-    cells = [Path(report.file).name, *(f"{count:,}" for count in (*counts, shape.num_segments))]
-    return [*cells, *(f"{length:,.0f}" for length in lengths), f"{shape.max_segment_length:,}"]
+    cells = [_stem(report), *(_short(count) for count in (*counts, shape.num_segments))]
+    return [*cells, *(_short(round(length)) for length in lengths), _short(shape.max_segment_length)]
+
+
+def _short(count: int) -> str:
+    """A count in at most five characters: 561 as it is, 4,700 as 4.7k, 122,520 as 123k, 2,626,431 as 2.63M."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
+
+
+def _stem(report: FileReport) -> str:
+    return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl")

@@ -71,5 +71,6 @@ def _load(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"model.path needs a folder with a Hugging Face causal model, {folder} has none ({error})"
+            f"model.path needs the folder of a Hugging Face causal language model, {folder} has none ({error}); "
+            "correct the path"
         ) from error

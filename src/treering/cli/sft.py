@@ -131,6 +131,7 @@ def _summary(
         flat_tokens=total.flat_tokens,
         unique_tokens=total.unique_tokens,
         sharing=total.sharing,
+        num_micro_batches=total.num_micro_batches,
         flat_tokens_per_s=total.per_second(total.flat_tokens),
         unique_tokens_per_s=total.per_second(total.unique_tokens),
         checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),

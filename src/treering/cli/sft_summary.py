@@ -32,6 +32,8 @@ class SftSummary:
     flat_tokens: int
     unique_tokens: int
     sharing: float
+    num_micro_batches: int
+    """Forwards; more than steps where a step's trees do not fit into `max_tokens` together."""
     flat_tokens_per_s: float
     unique_tokens_per_s: float
     checkpoint: str
@@ -47,6 +49,7 @@ class Totals:
     seconds: float
     flat_tokens: int
     unique_tokens: int
+    num_micro_batches: int
 
     @property
     def sharing(self) -> float:
@@ -69,6 +72,7 @@ def totals(reports: Sequence[StepReport]) -> Totals:
         seconds=sum(report.seconds for report in reports),
         flat_tokens=sum(report.num_branch_tokens for report in reports),
         unique_tokens=sum(report.num_tokens for report in reports),
+        num_micro_batches=sum(report.num_micro_batches for report in reports),
     )
 
 
@@ -85,6 +89,7 @@ def as_table(summary: SftSummary) -> Table:
         "flat tokens": f"{summary.flat_tokens:,} ({summary.flat_tokens_per_s:,.0f} per second)",
         "unique tokens": f"{summary.unique_tokens:,} ({summary.unique_tokens_per_s:,.0f} per second)",
         "sharing": f"{summary.sharing:.3f}",
+        "micro-batches": f"{summary.num_micro_batches:,}",
         "checkpoint": summary.checkpoint,
     }
     table.add_column()

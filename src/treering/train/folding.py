@@ -6,6 +6,7 @@ Knows ids and counts. Knows nothing of what an id means: a folded id is of no us
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.types import TokenIds
@@ -41,9 +42,7 @@ def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> li
     return np.split(folded, np.cumsum([sequence.size for sequence in sequences])[:-1])
 
 
-def _shared(
-    rank: np.ndarray[tuple[int], np.dtype[np.int64]], vocab_size: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _shared(rank: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     if rank.size <= vocab_size:
         return rank
     num_shared = max(1, vocab_size // SHARED_FRACTION)
