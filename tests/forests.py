@@ -1,5 +1,7 @@
 """Random sequences with every shape a forest must bear: duplicates, strict prefixes, single tokens, deep and wide."""
 
+import random
+
 from hypothesis import strategies as st
 
 MAX_TOKEN = 7
@@ -39,6 +41,17 @@ def star(width: int, prompt: int = 1, response: int = 1) -> list[list[int]]:
     return [[0] * prompt + [1 + i] + [3] * (response - 1) for i in range(width)]
 
 
+def bushy(num_sequences: int, seed: int = 0) -> list[list[int]]:
+    """Sequences that leave earlier ones anywhere, runs of 1 to 40 tokens: short and long segments side by side."""
+    rng = random.Random(seed)
+    sequences = [[rng.randrange(MAX_TOKEN + 1) for _ in range(60)]]
+    while len(sequences) < num_sequences:
+        base = rng.choice(sequences)
+        kept = base[: rng.randrange(1, len(base) + 1)]
+        sequences.append(kept + [rng.randrange(MAX_TOKEN + 1) for _ in range(rng.choice([1, 3, 10, 40]))])
+    return sequences
+
+
 SHAPES: dict[str, list[list[int]]] = {
     "single token": [[3]],
     "two single tokens": [[3], [4]],
@@ -48,6 +61,7 @@ SHAPES: dict[str, list[list[int]]] = {
     "comb": comb(150),
     "reversed comb": reversed_comb(150),
     "star": star(160, prompt=40, response=3),
+    "bushy": bushy(40),
     "forest of chains": [[i] * (1 + 7 * i) for i in range(8)],
 }
 """Small instances of every shape by name; the big ones stand in the tests that can bear them."""

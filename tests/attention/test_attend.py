@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.forests import SHAPES, comb, sequence_sets, star
+from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from treering.attention import BACKENDS, TreeLayout, attend, choose_backend
 from treering.attention.kernels import FlashCpu, Kernel, Plain, choose_kernel
 from treering.attention.segments import segment_attention
@@ -88,7 +88,9 @@ def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> N
 
 
 @pytest.mark.parametrize(
-    "sequences", [comb(1000), star(1000), [[1] * 700 + [2 + i] * 300 for i in range(3)]], ids=["comb", "star", "long"]
+    "sequences",
+    [comb(1000), star(1000), bushy(150), [[1] * 700 + [2 + i] * 300 for i in range(3)]],
+    ids=["comb", "star", "bushy", "long"],
 )
 def test_segments_equal_the_reference_on_deep_wide_and_long_forests(sequences: list[list[int]]) -> None:
     assert_equal_with_gradients(IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"], layout_of(sequences), 1e-12)

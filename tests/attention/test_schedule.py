@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.forests import SHAPES, comb, reversed_comb, sequence_sets, star
+from treering.attention import schedule
 from treering.attention.schedule import MAX_WASTED_PAIRS, Schedule, Visibility, build_schedule
 from treering.tree.forest import Forest
 
@@ -25,8 +26,8 @@ def visible_pairs(forest: Forest) -> np.ndarray:
 
 def covered_pairs(forest: Forest) -> np.ndarray:
     pairs = np.zeros((forest.num_tokens, forest.num_tokens), int)
-    schedule = schedule_of(forest)
-    for call in (*schedule.within, *schedule.across):
+    calls = schedule_of(forest)
+    for call in (*calls.within, *calls.across):
         rows = np.arange(call.query_start, call.query_stop)
         seen = call.mask(forest.subtree_end)
         if call.visibility is Visibility.FULL:
@@ -42,6 +43,21 @@ def covered_pairs(forest: Forest) -> np.ndarray:
 def test_calls_cover_every_visible_pair_exactly_once(sequences: list[list[int]]) -> None:
     forest = Forest.from_sequences(sequences)
     assert (covered_pairs(forest) == visible_pairs(forest)).all()
+
+
+@pytest.mark.parametrize(("causal_tokens", "block_tokens"), [(2, 3), (3, 8), (6, 6), (20, 20)])
+@pytest.mark.parametrize("wasted_pairs", [0, 3, 2048])
+@given(sequences=sequence_sets(max_sequences=12))
+@settings(max_examples=25)
+def test_small_blocks_cover_every_visible_pair_exactly_once(
+    causal_tokens: int, block_tokens: int, wasted_pairs: int, sequences: list[list[int]]
+) -> None:
+    forest = Forest.from_sequences(sequences)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "MIN_CAUSAL_TOKENS", causal_tokens)
+        patch.setattr(schedule, "MAX_BLOCK_TOKENS", block_tokens)
+        patch.setattr(schedule, "MAX_WASTED_PAIRS", wasted_pairs)
+        assert (covered_pairs(forest) == visible_pairs(forest)).all()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -62,27 +78,27 @@ def test_within_calls_hold_each_query_once(sequences: list[list[int]]) -> None:
 )
 def test_tiny_segments_are_batched_into_few_calls_with_bounded_waste(sequences: list[list[int]]) -> None:
     forest = Forest.from_sequences(sequences)
-    schedule = schedule_of(forest)
-    calls = (*schedule.within, *schedule.across)
-    assert len(calls) <= forest.num_tokens / 8
-    area = sum((call.query_stop - call.query_start) * call.key_indices().size for call in calls)
+    calls = schedule_of(forest)
+    every = (*calls.within, *calls.across)
+    assert len(every) <= forest.num_tokens / 8
+    area = sum((call.query_stop - call.query_start) * call.key_indices().size for call in every)
     pairs = int(forest.position.astype(np.int64).sum()) + forest.num_tokens
-    assert area <= pairs + len(schedule.across) * MAX_WASTED_PAIRS + 128 * forest.num_tokens
+    assert area <= pairs + len(calls.across) * MAX_WASTED_PAIRS + 128 * forest.num_tokens
 
 
 def test_a_prompt_with_two_responses_takes_three_causal_calls_and_one_unmasked() -> None:
     forest = Forest.from_sequences([[1] * 40 + [2] * 50, [1] * 40 + [3] * 50])
-    schedule = schedule_of(forest)
-    assert [(c.query_start, c.query_stop, c.visibility) for c in schedule.within] == [
+    calls = schedule_of(forest)
+    assert [(c.query_start, c.query_stop, c.visibility) for c in calls.within] == [
         (0, 40, Visibility.CAUSAL),
         (40, 90, Visibility.CAUSAL),
         (90, 140, Visibility.CAUSAL),
     ]
-    (later,) = schedule.across
+    (later,) = calls.across
     assert (later.query_start, later.query_stop, later.key_start, later.key_stop) == (40, 140, 0, 40)
     assert later.visibility is Visibility.FULL
 
 
 def test_an_empty_forest_needs_no_call() -> None:
-    schedule = schedule_of(Forest.from_sequences([]))
-    assert (schedule.within, schedule.across) == ((), ())
+    calls = schedule_of(Forest.from_sequences([]))
+    assert (calls.within, calls.across) == ((), ())

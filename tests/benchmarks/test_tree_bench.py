@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import benchmarks.tree
@@ -46,6 +47,19 @@ def test_the_published_cases_have_the_published_sizes(case: Case, flat: int, uni
     assert (forest.num_branch_tokens, forest.num_tokens, forest.num_branches) == (flat, unique, 8)
     assert bounds(forest, SHAPE).flop_bound == pytest.approx(flop_bound, abs=0.005)
     assert case.num_trained == 64
+
+
+@pytest.mark.parametrize(
+    ("case", "unique"),
+    [
+        (star(prompt=3, response=2, group=200), 3 + 200 * 2),
+        (two_level(prompt=3, middle=2, response=2, num_middles=20, fan=20), 3 + 20 * (2 + 20 * 2)),
+        (caterpillar(turn=2, side=2, num_turns=300), 300 * (2 + 2)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_chance_never_merges_siblings(case: Case, unique: int) -> None:
+    assert Forest.from_sequences(case.sequences).num_tokens == unique
 
 
 def test_a_case_without_context_before_its_trained_tokens_is_refused() -> None:
@@ -107,8 +121,16 @@ def test_no_run_at_all_is_refused() -> None:
         interleaved_medians({}, 0, lambda step: 0.0)
 
 
-def test_one_thread_is_given_back_after_an_error() -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_one_thread_is_given_back_after_an_error() -> None:
     inside: list[int] = []
 
     @one_thread()
@@ -118,7 +140,7 @@ def test_one_thread_is_given_back_after_an_error() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert (inside, torch.get_num_threads()) == ([1], before)
+    assert (inside, torch.get_num_threads()) == ([1], 2)
 
 
 def test_without_their_environment_there_are_no_peers(tmp_path: Path) -> None:

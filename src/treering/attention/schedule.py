@@ -108,7 +108,7 @@ def _blocks(segment_start: Int32Array, num_tokens: int) -> list[tuple[int, int, 
 def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
     """Calls in which tokens after a block see keys of the block."""
     ends = subtree_end[start:stop]
-    if ends[0] == ends[-1] and ends[0] > stop:
+    if ends.min() == ends.max() > stop:
         visibility = Visibility.FULL
         return [Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)]
     open_keys = start + np.flatnonzero(ends > stop)

@@ -15,6 +15,9 @@ from treering.errors import ConfigError
 # TOML has strings and arrays only; every other type stays strict.
 FilePath = Annotated[Path, Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -25,10 +28,7 @@ class ModelConfig(Config):
         default=None, description="Hugging Face model folder; none: a random model of this shape."
     )
     family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
-    vocab_size: Count | None = Field(
-        default=None,
-        description='Number of token ids; none: as many as the data needs. With data.vocab = "full" at least that many.',
-    )
+    vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
     hidden_size: Count = Field(default=128, description="Width of the residual stream.")
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
     num_heads: Count = Field(default=4, description="Number of query heads.")
@@ -127,34 +127,26 @@ class TrainConfig(Config):
     max_tokens: Count = Field(
         default=16384, description="Unique tokens per micro-batch, at most; the largest tree must fit."
     )
-    learning_rate: Annotated[float, Field(gt=0)] = Field(
-        default=1e-4, description="AdamW's rate after warm-up, per step."
-    )
+    learning_rate: Positive = Field(default=1e-4, description="AdamW's rate after warm-up, per step.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Steps in which the rate rises linearly from 0."
     )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant", description="The rate after warm-up; cosine falls to min_learning_rate at the last step."
     )
-    min_learning_rate: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Where the cosine ends, per step."
+    min_learning_rate: NonNegative = Field(default=0.0, description="Where the cosine ends, per step.")
+    weight_decay: NonNegative = Field(
+        default=0.0, description="Decay of matrices, times the rate; vectors never decay."
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Decoupled decay of matrices, times the learning rate; vectors never decay."
+    max_grad_norm: NonNegative = Field(default=1.0, description="Clip the gradient's global L2 norm; 0: never clip.")
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment."
     )
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="Clip the gradient's global L2 norm to this; 0: never clip."
-    )
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
-    ] = Field(default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment.")
-    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
+    eps: Positive = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
     normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )
-    divisor: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description='The constant of normalizer = "constant", in tokens.'
-    )
+    divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')
     shared: Literal["sum", "once"] = Field(
         default="sum", description="sum: a shared token counts once per branch, as flat training does. once: one time."
     )

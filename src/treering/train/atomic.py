@@ -32,7 +32,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
     """
     parent = target.parent
     parent.mkdir(parents=True, exist_ok=True)
-    _clear_unfinished(parent)
+    clear_unfinished(parent)
     draft = parent / f"{_HIDDEN}{target.name}"
     draft.mkdir()
     fill(draft)
@@ -51,6 +51,12 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
+
+
+def clear_unfinished(parent: Path) -> None:
+    """Removes what killed writers and removers left in a folder; no other process may be writing there."""
+    for leftover in parent.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(leftover)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -73,11 +79,6 @@ def read_facts(folder: Path) -> dict[str, Any]:
         if found != expected:
             raise StateError(f"{folder.name}: {name} has changed since it was written")
     return facts
-
-
-def _clear_unfinished(parent: Path) -> None:
-    for leftover in parent.glob(f"{_HIDDEN}*"):
-        shutil.rmtree(leftover)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ at one time is `atomic`'s; what is trained, and when to save, is the run's.
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treering.errors import StateError, UnsupportedError
-from treering.train.atomic import read_facts, remove_folder, write_folder
+from treering.train.atomic import clear_unfinished, read_facts, remove_folder, write_folder
 from treering.train.loop import SftLoop
 
 STATE_FILE = "training_state.pt"
@@ -75,7 +75,9 @@ class CheckpointStore:
             _copy_tokenizer(self.tokenizer, draft)
 
         write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
-        self._prune(target)
+        # Later ones were damaged, or this run would have gone on from them.
+        self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
+        self._tidy(loop.num_steps_done)
         return target
 
     def restore_newest(self, loop: SftLoop) -> int | None:
@@ -97,6 +99,7 @@ class CheckpointStore:
             self._warn(damaged, checkpoint)
             check_identity(facts["identity"], self.identity, where=checkpoint)
             _restore(checkpoint, loop)
+            self._tidy(loop.num_steps_done)
             return loop.num_steps_done
         if damaged:
             raise StateError(
@@ -112,11 +115,14 @@ class CheckpointStore:
         if damaged:
             warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
 
-    def _prune(self, saved: Path) -> None:
-        checkpoints = self._newest_first()
-        # Later ones were damaged, or this run would have gone on from them.
-        later = [path for path in checkpoints if _step_of(path) > _step_of(saved)]
-        for path in [*later, *checkpoints[len(later) + self.keep :]]:
+    def _tidy(self, step: int) -> None:
+        """Removes what a kill left half done, and whole checkpoints before `step` beyond `keep`."""
+        clear_unfinished(self.folder)
+        kept = [path for path in self._newest_first() if _step_of(path) <= step]
+        self._remove(kept[self.keep :])
+
+    def _remove(self, checkpoints: Iterable[Path]) -> None:
+        for path in list(checkpoints):
             remove_folder(path)
 
 
