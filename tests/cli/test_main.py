@@ -50,7 +50,10 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
-        (["bench", "tree", "--json", "--out", "r.json"], {"name": "tree", "json_output": True, "out": Path("r.json")}),
+        (
+            ["bench", "tree", "--json", "--out", "r.json", "--runs", "3"],
+            {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3},
+        ),
     ],
 )
 def test_a_subcommand_gets_its_arguments_by_name(

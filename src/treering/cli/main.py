@@ -135,6 +135,7 @@ def demo(
 @app.command()
 def bench(
     name: Annotated[Literal["tree"], typer.Argument(help="tree: the tree step against separate flat sequences.")],
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per case; medians are reported.")] = 5,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -144,4 +145,4 @@ def bench(
     """
     from treering.cli.bench import run
 
-    run(name=name, json_output=json_output, out=out)
+    run(name=name, json_output=json_output, out=out, runs=runs)

@@ -47,10 +47,13 @@ class StepProgress:
         """Shows one more step; rates are averages since the start of this process's training."""
         self._num_flat += report.num_branch_tokens
         self._num_unique += report.num_tokens
-        text = self._text(report)
-        self._live.update(self._job, completed=report.step, text=text)
-        if not self._console.is_terminal and self._is_due(report.step):
-            self._console.print(f"{self._title} {report.step}/{self._num_steps} {text}", soft_wrap=True)
+        self.tell(report.step, self._text(report))
+
+    def tell(self, step: int, text: str) -> None:
+        """Shows that `step` is done, in the caller's own words."""
+        self._live.update(self._job, completed=step, text=text)
+        if not self._console.is_terminal and self._is_due(step):
+            self._console.print(f"{self._title} {step}/{self._num_steps} {text}", soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or step == self._num_steps
