@@ -132,6 +132,14 @@ def test_a_plain_call_inside_the_block_is_refused() -> None:
         model(input_ids=torch.tensor([[1, 2]]))
 
 
+def test_a_block_inside_a_block_is_refused_and_leaves_the_outer_one_whole() -> None:
+    model = build_float64()
+    with tree_attention(model):
+        with pytest.raises(StateError, match="inside tree_attention already"), tree_attention(model, "reference"):
+            pass
+        assert forward(model, FOREST).logprobs.shape == (FOREST.num_tokens,)
+
+
 def test_an_outer_block_chooses_the_backend() -> None:
     model = build_float64()
     with tree_attention(model, backend="reference") as active:

@@ -5,6 +5,7 @@ N tokens   H query heads   G key heads   D head size
 
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -69,6 +70,8 @@ def attend(
         raise InputError(f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}")
     if query.shape[2] == 0:
         return query
-    if backend == "reference":
-        return reference_attention(query, key, value, layout=layout, scale=scale)
-    return segment_attention(query, key, value, layout=layout, scale=scale)
+    # Autocast would round the scores and the running softmax, which backends keep wide on purpose.
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "reference":
+            return reference_attention(query, key, value, layout=layout, scale=scale)
+        return segment_attention(query, key, value, layout=layout, scale=scale)

@@ -96,15 +96,15 @@ class Plain(Kernel):
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
     ) -> Part:
         """See `Kernel.forward`."""
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        dtype, groups = query.dtype, query.shape[1] // key.shape[1]
+        query, key, value = _widened(query, 1), _widened(key, groups), _widened(value, groups)
         outs, lses = [], []
         for rows in _row_slices(query.shape[2], key.shape[2]):
             scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
             lse = scores.logsumexp(-1)
-            outs.append((scores - lse[..., None]).exp().to(value.dtype) @ value)
+            outs.append((scores - lse[..., None]).exp() @ value)
             lses.append(lse)
-        return Part(torch.cat(outs, 2), torch.cat(lses, 2))
+        return Part(torch.cat(outs, 2).to(dtype), torch.cat(lses, 2))
 
     def backward(
         self,
@@ -119,25 +119,31 @@ class Plain(Kernel):
         scale: float,
     ) -> Gradients:
         """See `Kernel.backward`."""
-        num_key_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        dtype, num_key_heads, groups = query.dtype, key.shape[1], query.shape[1] // key.shape[1]
+        query, key, value = _widened(query, 1), _widened(key, groups), _widened(value, groups)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows in _row_slices(query.shape[2], key.shape[2]):
             scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
             weights = (scores - whole.lse[:, :, rows, None]).exp()
-            upstream = grad_out[:, :, rows]
-            delta = (upstream.to(scores.dtype) * whole.out[:, :, rows].to(scores.dtype)).sum(-1, keepdim=True)
-            grad_scores = (weights * (upstream @ value.mT - delta) * scale).to(query.dtype)
+            upstream = _widened(grad_out[:, :, rows], 1)
+            delta = (upstream * whole.out[:, :, rows]).sum(-1, keepdim=True)
+            grad_scores = weights * (upstream @ value.mT - delta) * scale
             grad_query[:, :, rows] = grad_scores @ key
             grad_key += grad_scores.mT @ query[:, :, rows]
-            grad_value += weights.to(value.dtype).mT @ upstream
+            grad_value += weights.mT @ upstream
         per_group = (1, num_key_heads, groups, *key.shape[2:])
-        return Gradients(grad_query, grad_key.view(per_group).sum(2), grad_value.view(per_group).sum(2))
+        folded = (grad.view(per_group).sum(2) for grad in (grad_key, grad_value))
+        return Gradients(*(grad.to(dtype) for grad in (grad_query, *folded)))
 
 
 def choose_kernel(tensor: Tensor) -> Kernel:
     """`FlashCpu` for CPU tensors, `Plain` elsewhere."""
     return FlashCpu() if tensor.device.type == "cpu" else Plain()
+
+
+def _widened(heads: Tensor, copies: int) -> Tensor:
+    """Heads [B, G, L, D] in float32 or wider, each `copies` times: [B, G * copies, L, D]."""
+    return heads.to(torch.promote_types(heads.dtype, torch.float32)).repeat_interleave(copies, 1)
 
 
 def _row_slices(num_queries: int, num_keys: int) -> list[slice]:
@@ -146,11 +152,10 @@ def _row_slices(num_queries: int, num_keys: int) -> list[slice]:
 
 
 def _scores(query: Tensor, key: Tensor, rows: slice, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Scaled, masked scores [B, H, rows, K] in float32 or wider."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.mT).to(wide) * scale
+    """Scaled, masked scores [B, H, rows, K] in the dtype of query and key."""
+    scores = query @ key.mT * scale
     if mask is not None:
-        scores = scores + mask[rows].to(wide)
+        scores = scores + mask[rows].to(scores.dtype)
     if causal:
         index = torch.arange(key.shape[2], device=key.device)
         later = index[None, :] > torch.arange(rows.start, rows.stop, device=key.device)[:, None]

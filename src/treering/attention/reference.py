@@ -18,13 +18,13 @@ def reference_attention(
     layout: TreeLayout,
     scale: float,
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention of every token over its own path: softmax(scale q k^T over visible keys) v, by autograd."""
+    """Attention of every token over its own path: softmax(scale q k^T over visible keys) v, by autograd.
+
+    Computed in float32 or wider and rounded once, at the end.
+    """
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.mT) * scale
-    weights = scores.masked_fill(~layout.visible(), float("-inf")).softmax(-1, dtype=_wide(query))
-    return weights.to(value.dtype) @ value
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (heads.to(wide).repeat_interleave(groups, 1) for heads in (key, value))
+    scores = query.to(wide) @ keys.mT * scale
+    weights = scores.masked_fill(~layout.visible(), float("-inf")).softmax(-1)
+    return (weights @ values).to(query.dtype)

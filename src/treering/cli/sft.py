@@ -1,32 +1,16 @@
 """`treering sft`: a configuration in, a trained model, its checkpoints and metrics out.
 
-Translates settings into the records of `train` and shows what happens. Decides nothing about training itself.
+Knows the arguments and what goes to stdout. A configuration is read before anything heavy is imported, so that a
+mistake in it is told at once.
 """
 
 import json
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import Corpus, load_corpus, locate, search_places
-from treering.cli.models import build_model
-from treering.cli.progress import StepProgress
-from treering.cli.sft_settings import count_steps, identity, loop_options, optim_options
-from treering.cli.sft_summary import SftSummary, as_table, totals
 from treering.config import SftConfig, load
-from treering.metrics import JsonlSink, Metrics, Sink, TensorBoardSink
-from treering.train.checkpoint import CheckpointStore, checkpoint_path
-from treering.train.loop import SftLoop
-from treering.train.run import CHECKPOINTS_FOLDER, METRICS_FILE, Opened, open_run, run_steps
-from treering.train.step_report import StepReport
-
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 def run(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -36,103 +20,11 @@ def run(config_path: Path, overrides: list[str], json_output: bool) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     config = load(SftConfig, config_path, overrides)
+    from treering.cli.sft_summary import as_table
+    from treering.cli.sft_training import train
+
     summary = train(config, beside=config_path.parent, console=Console(stderr=True, highlight=False))
     if json_output:
         print(json.dumps(asdict(summary), indent=2))
         return
     Console().print(as_table(summary))
-
-
-def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
-    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
-    # Its bars for files of a second would flicker through ours.
-    transformers_logging.disable_progress_bar()
-    corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
-    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
-    model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
-    num_steps = count_steps(config.train, num_tasks=len(corpus.tasks))
-    loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=loop_options(config))
-    checkpoints = CheckpointStore(
-        folder=config.run.dir / CHECKPOINTS_FOLDER,
-        identity=identity(config, corpus, model),
-        keep=config.run.keep,
-        tokenizer=corpus.tokenizer,
-    )
-    with _told_on(console):
-        opened = open_run(config.run.dir, loop, checkpoints)
-    _announce(console, config, corpus, model, opened, num_steps)
-    with Metrics(_sinks(config, opened)) as metrics:
-        steps = run_steps(
-            loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
-        )
-        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
-            reports = _show_each(steps, progress)
-    return _summary(config, corpus, model, opened, reports)
-
-
-def _show_each(steps: Iterator[StepReport], progress: StepProgress) -> list[StepReport]:
-    reports = []
-    for report in steps:
-        progress.show(report)
-        reports.append(report)
-    return reports
-
-
-@contextmanager
-def _told_on(console: Console) -> Iterator[None]:
-    """Warnings of the block as plain lines; those of damaged checkpoints are for the user, not for a log of code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
-
-
-def _sinks(config: SftConfig, opened: Opened) -> list[Sink]:
-    sinks: list[Sink] = []
-    if "jsonl" in config.run.log:
-        sinks.append(JsonlSink(config.run.dir / METRICS_FILE, resume_step=opened.resume_step))
-    if "tensorboard" in config.run.log:
-        sinks.append(TensorBoardSink(config.run.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
-    return sinks
-
-
-def _announce(
-    console: Console, config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, num_steps: int
-) -> None:
-    for note in corpus.notes:
-        console.print(note, soft_wrap=True)
-    flat = sum(sequence.size for task in corpus.tasks for sequence in task.sequences)
-    device = next(model.parameters()).device
-    console.print(
-        f"{len(corpus.tasks)} tasks, {flat:,} flat tokens; {model.num_parameters():,} parameters on {device} in "
-        f"{config.model.dtype}; {num_steps} steps into {config.run.dir}",
-        soft_wrap=True,
-    )
-    if not opened.is_new:
-        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)
-
-
-def _summary(
-    config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, reports: Sequence[StepReport]
-) -> SftSummary:
-    total = totals(reports)
-    last_step = reports[-1].step if reports else opened.step
-    return SftSummary(
-        run_dir=str(config.run.dir),
-        data=corpus.source,
-        num_tasks=len(corpus.tasks),
-        num_parameters=model.num_parameters(),
-        resumed_from_step=opened.resume_step,
-        num_steps=last_step,
-        first_loss=total.first_loss,
-        last_loss=total.last_loss,
-        seconds=total.seconds,
-        flat_tokens=total.flat_tokens,
-        unique_tokens=total.unique_tokens,
-        sharing=total.sharing,
-        num_micro_batches=total.num_micro_batches,
-        flat_tokens_per_s=total.per_second(total.flat_tokens),
-        unique_tokens_per_s=total.per_second(total.unique_tokens),
-        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
-    )

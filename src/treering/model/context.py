@@ -44,6 +44,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     Raises:
         UnsupportedError: a layer, head, position encoding or dropout that would not be exact, by name.
         ConfigError: an unknown backend.
+        StateError: the model is inside such a block already.
 
     Example:
         >>> with tree_attention(model) as active:       # doctest: +SKIP
@@ -52,6 +53,8 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         'segments'
     """
     parts = find_parts(model)
+    if is_active(parts):
+        raise StateError("the model is inside tree_attention already: leave that block before entering another one")
     check_no_dropout(model)
     choice = choose_backend(backend)
     name = _PREFIX + choice.backend
@@ -81,10 +84,16 @@ def _implementation(config: PreTrainedConfig, name: str) -> Iterator[None]:
 
 
 def _hand_over_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    layout = kwargs.pop("tree_layout", None)
-    if layout is None:
+    kwargs = _with_layout_as_mask(kwargs)
+    if not isinstance(kwargs.get("attention_mask"), TreeLayout):
         raise StateError("the model was called inside tree_attention without a forest: call treering.forward instead")
-    return args, {**kwargs, "attention_mask": layout}
+    return args, kwargs
+
+
+def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs = dict(kwargs)
+    layout = kwargs.pop("tree_layout", None)
+    return kwargs if layout is None else {**kwargs, "attention_mask": layout}
 
 
 def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
@@ -103,6 +112,10 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
 def _checkpoint_routed(
     checkpoint: Callable[..., Any], config: PreTrainedConfig, name: str, block: Callable[..., Any], *args: Any
 ) -> Any:
+    if isinstance(block, partial):
+        # transformers before 5.23 checkpoints a layer together with its hooks, and ours is gone when it is recomputed.
+        block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
+
     def routed(*block_args: Any) -> Any:
         with _implementation(config, name):
             return block(*block_args)
