@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
+from tests.largest_tensor import LargestTensor
 from treering.attention import BACKENDS, TreeLayout, attend, choose_backend
 from treering.attention.kernels import FlashCpu, Kernel, Plain, choose_kernel
 from treering.attention.segments import segment_attention
@@ -140,21 +140,6 @@ def test_low_precision_error_is_at_most_twice_that_of_dense_attention(
     error = float((IMPLEMENTATIONS[name](*low, layout).double() - expected).norm())
     dense = float((dense_in_its_own_dtype(*low, layout).double() - expected).norm())
     assert 0 < error <= 2 * dense
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_entries = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple) else (out,):
-            if isinstance(tensor, Tensor):
-                self.num_entries = max(self.num_entries, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("sequences", [comb(1500), star(3000), [[1] * 1500 + [2], [1] * 1500 + [3] * 1500]])

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.forests import SHAPES, sequence_sets
+from tests.largest_tensor import LargestTensor
 from tests.models import FAMILIES, VOCAB, build, build_float64, flat_logprobs
 from treering.attention import BACKENDS
 from treering.errors import InputError
@@ -66,7 +67,7 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
 
 @pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])
 def test_scoring_in_chunks_changes_nothing(max_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", max_entries)
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", max_entries)
     assert_forward_is_exact(MODEL, SHAPES["long segments"], 1e-12)
 
 
@@ -85,7 +86,7 @@ def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> N
 
 
 def test_no_logits_of_all_tokens_are_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.edges.MAX_LOGIT_ENTRIES", 5 * VOCAB)
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", 5 * VOCAB)
     model = build()
     rows = []
     handle = model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[0]))
@@ -93,6 +94,17 @@ def test_no_logits_of_all_tokens_are_ever_held(monkeypatch: pytest.MonkeyPatch) 
     handle.remove()
     assert rows
     assert max(rows) <= 5
+
+
+def test_a_plain_head_holds_few_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = 4096
+    model = build(vocab_size=vocab)
+    forest = Forest.from_sequences(SHAPES["long segments"])
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", 5 * vocab)
+    with LargestTensor() as largest:
+        forward(model, forest).logprobs.sum().backward()
+    weights = max(weight.numel() for weight in model.parameters())
+    assert largest.num_entries == weights < forest.num_tokens * vocab
 
 
 def test_bad_input_is_refused_with_the_value() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from treering.attention import TreeLayout
 from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
-from treering.model.edges import EntropyOf, edge_table, score_edges
+from treering.model.edges import edge_table, score_edges
 from treering.model.families import ModelParts, find_parts
+from treering.model.scoring import EntropyOf
 from treering.tree.forest import Forest
 
 
