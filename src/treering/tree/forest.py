@@ -182,16 +182,25 @@ class Forest:
             return [self]
         starts = np.append(self.tree_start, self.num_tokens)
         segment_bounds = np.searchsorted(self.segment_start, starts)
-        by_tree = np.argsort(self.branch_tree, kind="stable")
-        branch_bounds = np.searchsorted(self.branch_tree[by_tree], np.arange(self.num_trees + 1))
         return [
             self._slice(
                 tokens=slice(starts[i], starts[i + 1]),
                 segments=slice(segment_bounds[i], segment_bounds[i + 1]),
-                branches=by_tree[branch_bounds[i] : branch_bounds[i + 1]],
+                branches=branches,
             )
-            for i in range(self.num_trees)
+            for i, branches in enumerate(self.branches_by_tree())
         ]
+
+    def branches_by_tree(self) -> list[Int64Array]:
+        """Numbers of the branches of each tree, trees in packed order, branches in input order.
+
+        Example:
+            >>> [b.tolist() for b in Forest.from_sequences([[5, 6], [9], [5, 7]]).branches_by_tree()]
+            [[0, 2], [1]]
+        """
+        branch_tree = self.branch_tree
+        order = np.argsort(branch_tree, kind="stable")
+        return np.split(order, np.searchsorted(branch_tree[order], np.arange(1, self.num_trees)))[: self.num_trees]
 
     def _slice(self, *, tokens: slice, segments: slice, branches: Int64Array) -> "Forest":
         start, first_segment = tokens.start, segments.start

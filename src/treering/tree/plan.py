@@ -96,9 +96,8 @@ def _trees(forests: Sequence[Forest]) -> tuple[list[Forest], list[NDArray[np.int
     branches: list[NDArray[np.int64]] = []
     first_branch = 0
     for forest in forests:
-        branch_tree = forest.branch_tree
-        trees.extend(forest.trees() if forest.num_tokens else [])
-        branches.extend(first_branch + np.flatnonzero(branch_tree == i) for i in range(forest.num_trees))
+        trees.extend(forest.trees())
+        branches.extend(first_branch + members for members in forest.branches_by_tree())
         first_branch += forest.num_branches
     return trees, branches
 
