@@ -142,6 +142,46 @@ def test_low_precision_error_is_at_most_twice_that_of_dense_attention(
     assert 0 < error <= 2 * dense
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_autocast_rounds_nothing_inside_attention(name: str) -> None:
+    layout = layout_of(SHAPES["bushy"])
+    inputs = [tensor.detach().bfloat16() for tensor in random_inputs(layout.forest.num_tokens)]
+    expected = IMPLEMENTATIONS[name](*inputs, layout)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend_as(name, inputs, layout), expected)
+
+
+def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
+    """Through the public function, whatever kernel the name stands for."""
+    if name != "segments, plain kernel":
+        return IMPLEMENTATIONS[name](*inputs, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor: Plain())
+        return IMPLEMENTATIONS["segments"](*inputs, layout)
+
+
+def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:
+    layout = layout_of([[1] * 40 * depth + [2 + depth] * 40 for depth in range(1, 25)])
+    exact = random_inputs(layout.forest.num_tokens)
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    dense = [tensor.detach().clone().requires_grad_() for tensor in low]
+    upstream = torch.linspace(-1, 1, exact[0].numel()).reshape(exact[0].shape)
+    expected = torch.autograd.grad(IMPLEMENTATIONS["reference"](*exact, layout), exact, upstream.double())
+    ours = torch.autograd.grad(IMPLEMENTATIONS["segments"](*low, layout), low, upstream.bfloat16())
+    plain = torch.autograd.grad(dense_in_its_own_dtype(*dense, layout), dense, upstream.bfloat16())
+    for got, other, wanted in zip(ours, plain, expected, strict=True):
+        assert float((got.double() - wanted).norm()) <= 1.2 * float((other.double() - wanted).norm())
+
+
+def test_second_derivatives_are_refused() -> None:
+    layout = layout_of(SHAPES["long segments"])
+    inputs = random_inputs(layout.forest.num_tokens)
+    loss = IMPLEMENTATIONS["segments"](*inputs, layout).square().sum()
+    (gradient,) = torch.autograd.grad(loss, inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 @pytest.mark.parametrize("sequences", [comb(1500), star(3000), [[1] * 1500 + [2], [1] * 1500 + [3] * 1500]])
 def test_segments_make_no_array_of_n_by_n(sequences: list[list[int]]) -> None:
     layout = layout_of(sequences)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.forests import SHAPES, comb, reversed_comb, sequence_sets, star
+from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, star
 from treering.attention import schedule
-from treering.attention.schedule import MAX_WASTED_PAIRS, Schedule, Visibility, build_schedule
+from treering.attention.schedule import Schedule, Visibility, build_schedule
 from treering.tree.forest import Forest
 
 
@@ -83,7 +83,16 @@ def test_tiny_segments_are_batched_into_few_calls_with_bounded_waste(sequences: 
     assert len(every) <= forest.num_tokens / 8
     area = sum((call.query_stop - call.query_start) * call.key_indices().size for call in every)
     pairs = int(forest.position.astype(np.int64).sum()) + forest.num_tokens
-    assert area <= pairs + len(calls.across) * MAX_WASTED_PAIRS + 128 * forest.num_tokens
+    assert area <= pairs + len(calls.across) * 2048 + 128 * forest.num_tokens
+
+
+@pytest.mark.parametrize("sequences", [comb(2000), reversed_comb(4000), star(3000), bushy(400)])
+def test_all_masks_together_take_memory_linear_in_tokens(sequences: list[list[int]]) -> None:
+    forest = Forest.from_sequences(sequences)
+    calls = schedule_of(forest)
+    masked = [call for call in (*calls.within, *calls.across) if call.visibility is Visibility.MASKED]
+    entries = sum((call.query_stop - call.query_start) * call.key_indices().size for call in masked)
+    assert entries <= 400 * forest.num_tokens
 
 
 def test_a_prompt_with_two_responses_takes_three_causal_calls_and_one_unmasked() -> None:

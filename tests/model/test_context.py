@@ -1,5 +1,6 @@
 """The patch is exact while it is on, gone when it is off, and refuses what it cannot make exact."""
 
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedModel
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
@@ -86,6 +87,15 @@ def test_lora_gradients_are_exact_with_and_without_checkpointing(mode: str, targ
     assert_gradients_equal(take_gradients(model), expected, 1e-10)
 
 
+def test_a_head_that_peft_trains_in_full_is_exact() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(build_float64(), config).double()
+    expected = flat_gradients(model)
+    assert any("modules_to_save" in name for name in expected)
+    backward_without_a_block(model)
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
 def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises() -> None:
     model = build()
 
@@ -150,6 +160,70 @@ def test_an_outer_block_chooses_the_backend() -> None:
         pass
 
 
+def test_a_block_of_another_thread_is_refused_and_left_whole() -> None:
+    model = build_float64()
+    expected = forward(model, FOREST).logprobs
+    raised: list[BaseException] = []
+
+    def intrude() -> None:
+        for use in (lambda: forward(model, FOREST), lambda: tree_attention(model).__enter__()):
+            try:
+                use()
+            except StateError as error:
+                raised.append(error)
+
+    with tree_attention(model):
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        torch.testing.assert_close(forward(model, FOREST).logprobs, expected)
+    assert ["in another thread" in str(raised[0]), "already" in str(raised[1])] == [True, True]
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(forward(model, FOREST).logprobs, expected)
+
+
+def test_threads_that_share_a_model_get_right_results_or_a_refusal() -> None:
+    model = build_float64()
+    expected = forward(model, FOREST).logprobs
+    outcomes: list[bool | BaseException] = []
+
+    def work() -> None:
+        for _ in range(20):
+            try:
+                outcomes.append(torch.allclose(forward(model, FOREST).logprobs, expected, atol=1e-12))
+            except StateError as error:
+                outcomes.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 60
+    assert False not in outcomes
+    assert True in outcomes
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_share_a_configuration_object_do_not_run_each_others_attention() -> None:
+    policy = build_float64()
+    reference = type(policy)(policy.config).double()
+    ids = torch.tensor([[1, 2, 3]])
+    before = reference(input_ids=ids).logits
+    with tree_attention(policy):
+        assert forward(reference, FOREST).logprobs.shape == (FOREST.num_tokens,)
+        with pytest.raises(StateError, match=r"shares its configuration object.*copy\.deepcopy"):
+            reference(input_ids=ids)
+    assert torch.equal(reference(input_ids=ids).logits, before)
+
+
+def test_hosts_that_want_tuples_change_nothing() -> None:
+    model = build_float64()
+    expected = forward(model, FOREST).logprobs
+    model.config.return_dict = False
+    assert torch.equal(forward(model, FOREST).logprobs, expected)
+
+
 def gemma() -> nn.Module:
     config = GemmaConfig(
         vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, head_dim=16
@@ -161,6 +235,25 @@ def other_head() -> nn.Module:
     model = build()
     model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
     return model
+
+
+def own_forward() -> nn.Module:
+    class Capped(LlamaForCausalLM):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return super().forward(*args, **kwargs)
+
+    return Capped(build("llama").config)
+
+
+def hooked() -> nn.Module:
+    model = build()
+    model.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def longrope() -> nn.Module:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    return build("llama", rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, **factors})
 
 
 def with_dropout() -> nn.Module:
@@ -182,6 +275,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
         "rope_type 'dynamic' scales with the length",
     ),
+    "longrope": (longrope, "rope_type 'longrope' scales with the length"),
+    "a forward of its own": (own_forward, "Capped has a forward of its own.*use LlamaForCausalLM"),
+    "a forward hook": (hooked, "Qwen3ForCausalLM has a forward hook"),
     "another head": (other_head, "output head Sequential of model type 'qwen3' is not a plain linear layer"),
     "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
     "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode: set it to 0"),

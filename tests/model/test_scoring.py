@@ -63,6 +63,25 @@ def test_scores_and_gradients_equal_log_softmax(kind: str, temperature: float, w
         torch.testing.assert_close(got, wanted, atol=1e-13, rtol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["linear", "adapted"])
+def test_chunks_keep_no_logits_for_the_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", 4 * 1000)
+    linear = nn.Linear(WIDTH, 1000, bias=False)
+    head = linear if kind == "linear" else Adapted(linear)
+    rows = torch.randn(200, WIDTH, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    targets = torch.arange(200)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        score_rows(rows, head, targets, targets, temperature=1.0, entropy_of="all", vocab_size=1000)
+    weights = sum(tensor.numel() for tensor in (rows, linear.weight))
+    assert sum(saved.values()) / 4 <= weights + 20 * 200 < 200 * 1000
+
+
 @pytest.mark.usefixtures("way")
 def test_a_frozen_head_passes_gradients_to_the_rows_alone() -> None:
     rows, linear, targets, target_row = make()

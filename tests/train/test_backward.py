@@ -1,5 +1,7 @@
 """Law 2, gradients: a tree step equals training every branch as a flat sequence, whatever differs on shared tokens."""
 
+import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -12,8 +14,8 @@ from torch import nn
 from tests.forests import SHAPES, comb, star
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, global_norm, take_gradients
 from tests.train.flat import Batch, batches, flat_loss
-from treering.attention import BACKENDS
-from treering.errors import InputError
+from treering.attention import BACKENDS, api
+from treering.errors import InputError, StateError
 from treering.train.objectives import Objective, dapo, grpo, sft
 from treering.train.step import backward
 from treering.tree.forest import Forest
@@ -238,9 +240,55 @@ def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
     assert whole["sharing"] == pytest.approx(1 - sum(f.num_tokens for f in forests) / sum(map(len, batch.sequences)))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_refusals_come_before_the_first_gradient() -> None:
+    good, bad = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [5]]), Forest.from_sequences([[1, 2, 99]])
+    nothing: list[object] = []
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (InputError, "token id 99", lambda: backward(MODEL, [good, bad], sft(), 4, sum_over_ranks=nothing.append)),
+        (InputError, "expected a Forest, got list", lambda: backward(MODEL, [good, [1]], sft())),  # type: ignore[list-item]
+        (InputError, "expected an objective, got <function sft", lambda: backward(MODEL, good, sft)),  # type: ignore[arg-type]
+        (
+            InputError,
+            "max_tokens must be an integer of at least 1, or None, got '8'",
+            lambda: backward(MODEL, good, sft(), "8"),
+        ),  # type: ignore[arg-type]
+        (StateError, "they are switched off here", lambda: torch.no_grad()(backward)(MODEL, good, sft())),
+        (StateError, "they are switched off here", lambda: torch.inference_mode()(backward)(MODEL, good, sft())),
+        (StateError, "all are frozen", lambda: backward(build().requires_grad_(False), good, sft())),
+    ]
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+    assert nothing == []
+    assert all(weight.grad is None for weight in MODEL.parameters())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_backend_that_is_asked_for_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for backend in BACKENDS:
+        honest = getattr(api, {"segments": "segment_attention", "reference": "reference_attention"}[backend])
+        spy = functools.partial(
+            lambda which, run, *args, **kwargs: ran.append(which) or run(*args, **kwargs), backend, honest
+        )
+        monkeypatch.setattr(api, honest.__name__, spy)
+    backward(MODEL, Forest.from_sequences([[1, 2], [1, 3]]), sft(), backend=name)
+    MODEL.zero_grad(set_to_none=True)
+    assert set(ran) == {name}
+
+
+def test_extreme_ratios_leave_gradients_finite() -> None:
+    model = build()
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [1, 5]])
+    objective = grpo([1.0, 0.0, 2.0], [[0, 1, 1], [0, 1, 1], [0, 1]], [[0, -200.0, -200.0]] * 2 + [[0, -1e30]])
+    result = backward(model, forest, objective)
+    assert math.isfinite(result.loss)
+    assert all(bool(gradient.isfinite().all()) for gradient in take_gradients(model).values())
+
+
 def test_a_tree_over_the_budget_and_a_foreign_token_are_refused() -> None:
-    forest = Forest.from_sequences([[1, 2, 3], [1, 99]])
     with pytest.raises(InputError, match="4 distinct tokens, more than max_tokens=3"):
-        backward(MODEL, forest, sft(), max_tokens=3)
+        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 9]]), sft(), max_tokens=3)
     with pytest.raises(InputError, match="token id 99"):
-        backward(MODEL, forest, sft())
+        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 99]]), sft())

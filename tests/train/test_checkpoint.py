@@ -73,6 +73,17 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["step-000003", "step-000004"]
 
 
+def test_folders_that_the_user_made_are_left_alone(tmp_path: Path) -> None:
+    loop, checkpoints = tiny_loop(), store(tmp_path, keep=1)
+    loop.step()
+    shutil.copytree(checkpoints.save(loop), tmp_path / "step-000001-best")
+    (tmp_path / "step-notes").mkdir()
+    loop.step()
+    checkpoints.save(loop)
+    assert names_in(tmp_path) == ["step-000001-best", "step-000002", "step-notes"]
+    assert checkpoints.restore_newest(tiny_loop()) == 2
+
+
 def test_step_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path: Path) -> None:
     loop = tiny_loop()
     loop.step()

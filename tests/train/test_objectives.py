@@ -1,6 +1,8 @@
 """Objectives by hand: worked numbers and the errors that guard them."""
 
 import math
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -72,32 +74,64 @@ def test_the_first_entry_of_a_sequence_is_ignored() -> None:
     assert loss == same
 
 
+def test_untrained_values_may_be_anything() -> None:
+    masks = [[0, 0, 1], [0, 1, 0], [0]]
+    loss = backward(MODEL, FOREST, grpo([1, 1, 1], masks, [[0, math.nan, -2], [0, -2, math.inf], [math.nan]])).loss
+    same = backward(MODEL, FOREST, grpo([1, 1, 1], masks, [[0, -1, -2], [0, -2, -9], [0]])).loss
+    MODEL.zero_grad(set_to_none=True)
+    assert loss == same
+
+
+def test_approx_kl_estimates_the_divergence_from_the_old_policy() -> None:
+    logprobs, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    terms = clipped_surrogate(logprobs, old, torch.ones(2), clip=(0.2, 0.2))
+    expected = [math.exp(0.5) - 1 - 0.5, math.exp(-1.0) - 1 + 1.0]
+    assert terms.metrics["approx_kl"].tolist() == pytest.approx(expected)
+    assert terms.metrics["ratio"].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (sft([[0, 1, 1]]), "loss_masks needs one item per branch.*got 1 for 3 branches"),
-        (sft([[0, 1, 1], [0, 1], [0]]), r"loss mask 1 needs one entry per token \(3\), got shape \(2,\)"),
-        (sft([[0, 1, 2], [0, 1, 1], [0]]), "loss mask 0 must hold 0 and 1 only, got 2"),
-        (grpo([1, 2], [[0, 1, 1]] * 2 + [[0]]), "advantages needs one item per branch.*got 2 for 3"),
-        (grpo([1, [1, 2], 3], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] needs one number, or one per token \(3\)"),
-        (grpo([1, math.nan, 3], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] must be finite, got nan"),
+        (lambda: sft([[0, 1, 1]]), "loss_masks needs one item per branch.*got 1 for 3 branches"),
+        (lambda: sft([[0, 1, 1], [0, 1], [0]]), r"loss mask 1 needs one entry per token \(3\), got shape \(2,\)"),
+        (lambda: sft([[0, 1, 2], [0, 1, 1], [0]]), "loss mask 0 must hold 0 and 1 only, got 2"),
+        (lambda: grpo([1, 2], [[0, 1, 1]] * 2 + [[0]]), "advantages needs one item per branch.*got 2 for 3"),
         (
-            grpo([1, 1, 1], [[0, 1, 1]] * 2 + [[0]], [[0, -1, math.inf], [0, -1, -1], [0]]),
-            r"old_logprobs\[0\] must be finite",
+            lambda: grpo([1, [1, 2], 3], [[0, 1, 1]] * 2 + [[0]]),
+            r"advantages\[1\] needs one number, or one per token \(3\)",
+        ),
+        (
+            lambda: grpo([1, math.nan, 3], [[0, 1, 1]] * 2 + [[0]]),
+            r"advantages\[1\] must be finite where a token is trained, got nan at token 1",
+        ),
+        (lambda: sft(iter([[0, 1, 1]])), "loss_masks must be a list with one item per branch, got list_iterator"),  # type: ignore[arg-type]
+        (
+            lambda: sft([[0, [1], 1], [0, 1, 1], [0]]),
+            "loss mask 0 must be a number or a flat list of numbers; it is ragged",
+        ),  # type: ignore[list-item]
+        (lambda: grpo(["a", 1, 1], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[0\] must be a number or a flat list"),  # type: ignore[list-item]
+        (lambda: grpo([1, 1j, 1], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] must be a number.*complex"),  # type: ignore[list-item]
+        (lambda: grpo(1.0, [[0, 1, 1]] * 2 + [[0]]), "advantages must be a list with one item per branch, got float"),  # type: ignore[arg-type]
+        (
+            lambda: grpo([1, 1, 1], [[0, 1, 1]] * 2 + [[0]], [[0, -1, math.inf], [0, -1, -1], [0]]),
+            r"old_logprobs\[0\] must be finite where a token is trained, got inf at token 2",
         ),
     ],
 )
-def test_values_that_do_not_fit_the_branches_are_refused(objective: Objective, message: str) -> None:
+def test_values_that_do_not_fit_the_branches_are_refused(objective: Callable[[], Objective], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        backward(MODEL, FOREST, objective)
+        backward(MODEL, FOREST, objective())
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_policy_objectives_need_masks_and_a_sane_clip() -> None:
     with pytest.raises(InputError, match="grpo needs loss_masks: which tokens did the policy sample"):
         grpo([1.0], None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"clip must be \(low, high\).*got \(1.5, 0.2\)"):
-        dapo([1.0], [[0, 1]], clip=(1.5, 0.2))
+    for clip in ((1.5, 0.2), 0.2, None, (0.1,), ("a", "b"), (0.2, math.inf)):
+        with pytest.raises(ConfigError, match=rf"clip must be \(low, high\).*got {re.escape(repr(clip))}"):
+            dapo([1.0], [[0, 1]], clip=clip)  # type: ignore[arg-type]
 
 
 def test_defaults_are_those_of_the_papers() -> None:

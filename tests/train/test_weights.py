@@ -81,7 +81,9 @@ def test_denominators_cover_all_ranks() -> None:
         ({"normalizer": "sum", "shared": "first"}, "unknown sharing convention 'first': choose sum, once"),
         ({"normalizer": "constant"}, "divisor belongs to normalizer 'constant'"),
         ({"normalizer": "sum", "divisor": 2.0}, "divisor belongs to normalizer 'constant' and only to it"),
-        ({"normalizer": "constant", "divisor": 0.0}, r"divisor must be positive, got 0\.0"),
+        ({"normalizer": "constant", "divisor": 0.0}, r"divisor must be a positive number, got 0\.0"),
+        ({"normalizer": "constant", "divisor": float("inf")}, "divisor must be a positive number, got inf"),
+        ({"normalizer": "constant", "divisor": "3"}, "divisor must be a positive number, got '3'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -1,5 +1,8 @@
 """Law 1: a forest gives its sequences back, ancestors first, each distinct token once, in O(N)."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -124,6 +127,15 @@ def test_arrays_are_int32_and_read_only() -> None:
         forest.tokens[0] = 9
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda forest: pickle.loads(pickle.dumps(forest))])
+def test_copies_are_equal_and_read_only(copied: Callable[[Forest], Forest]) -> None:
+    forest = Forest.from_sequences(SHAPES["prefixes of each other"])
+    twin = copied(forest)
+    for field in fields(Forest):
+        assert getattr(twin, field.name).tolist() == getattr(forest, field.name).tolist()
+        assert not getattr(twin, field.name).flags.writeable
+
+
 @pytest.mark.parametrize(
     ("sequences", "message"),
     [
@@ -138,6 +150,8 @@ def test_arrays_are_int32_and_read_only() -> None:
         ([[2**31]], "id 2147483648 is out of range"),
         ([[2**70]], "integer token ids"),
         ("abc", "iterable of integer sequences, got str"),
+        (5, "iterable of integer sequences, got int"),
+        (None, "iterable of integer sequences, got NoneType"),
     ],
 )
 def test_bad_sequences_are_refused_with_their_place(sequences: object, message: str) -> None:

@@ -44,6 +44,19 @@ def test_first_fit_fills_micro_batches() -> None:
     assert [batch.branches.tolist() for batch in plan.micro_batches] == [[0, 2], [1]]
 
 
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 20))
+def test_packing_is_first_fit_by_falling_size(sizes: list[int], capacity: int) -> None:
+    bins: list[list[int]] = []
+    for tree in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fitting = [members for members in bins if sum(sizes[i] for i in members) + sizes[tree] <= capacity]
+        if fitting:
+            fitting[0].append(tree)
+        else:
+            bins.append([tree])
+    plan = plan_batch([Forest.from_sequences([[1] * size]) for size in sizes], capacity)
+    assert [batch.branches.tolist() for batch in plan.micro_batches] == sorted(sorted(members) for members in bins)
+
+
 def test_no_budget_means_one_micro_batch_and_nothing_means_none() -> None:
     forests = [Forest.from_sequences([[1, 2]]), Forest.from_sequences([]), Forest.from_sequences([[1, 2]])]
     assert [batch.branches.tolist() for batch in plan_batch(forests).micro_batches] == [[0, 1]]
@@ -55,5 +68,5 @@ def test_a_tree_over_the_budget_is_refused_with_the_budget_it_needs() -> None:
     forests = [Forest.from_sequences([[1]]), Forest.from_sequences([[1, 2, 3, 4], [1, 5]])]
     with pytest.raises(InputError, match=r"tree 1 has 5 distinct tokens.*max_tokens=4.*at least 5"):
         plan_batch(forests, 4)
-    with pytest.raises(InputError, match="at least 1, got 0"):
+    with pytest.raises(InputError, match="at least 1, or None, got 0"):
         plan_batch(forests, 0)

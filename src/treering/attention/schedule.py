@@ -28,6 +28,10 @@ MAX_WASTED_PAIRS = 2048
 """Steps of a staircase are merged under a mask while this many computed pairs are wasted at most: about one call."""
 
 
+MAX_STEP_ENTRIES = 2**14
+"""A merged step's mask has at most this many entries, so that all masks together stay O(N)."""
+
+
 class Visibility(Enum):
     """Which pairs of a call are visible."""
 
@@ -139,7 +143,7 @@ def _staircase(first_row: int, ends: Int64Array) -> list[_Step]:
         tread = _Step(row_start=row, row_stop=end, num_seen=seen, num_seen_by_all=seen)
         row = end
         more = (tread.row_stop - tread.row_start) * (steps[-1].num_seen - seen) if steps else 0
-        if steps and wasted + more <= MAX_WASTED_PAIRS:
+        if steps and wasted + more <= MAX_WASTED_PAIRS and _entries(steps[-1], end) <= MAX_STEP_ENTRIES:
             wasted += more
             steps[-1] = _Step(
                 row_start=steps[-1].row_start, row_stop=end, num_seen=steps[-1].num_seen, num_seen_by_all=seen
@@ -148,6 +152,10 @@ def _staircase(first_row: int, ends: Int64Array) -> list[_Step]:
         wasted = 0
         steps.append(tread)
     return steps
+
+
+def _entries(step: _Step, row_stop: int) -> int:
+    return (row_stop - step.row_start) * step.num_seen
 
 
 def _step_call(step: _Step, open_keys: Int64Array) -> Call:

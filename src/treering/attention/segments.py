@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from treering.attention.kernels import Kernel, Part, choose_kernel
 from treering.attention.layout import TreeLayout
@@ -46,6 +47,7 @@ class _SegmentAttention(torch.autograd.Function):
         return whole.out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grads = _attend_backward(grad_outputs[0], query, key, value, Part(out, lse), ctx.layout, ctx.scale, ctx.kernel)

@@ -5,6 +5,7 @@ its forest, and the checkpointing functions. The layout travels to the layers as
 by any other attention implementation fails loudly (see `TreeLayout.__torch_function__`) instead of using a wrong mask.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from treering.errors import StateError
 from treering.model.families import ModelParts, check_no_dropout, find_parts
 
 _PREFIX = "treering_"
+_OWNER = "_tree_attention_owner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +55,12 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         'segments'
     """
     parts = find_parts(model)
-    if is_active(parts):
-        raise StateError("the model is inside tree_attention already: leave that block before entering another one")
     check_no_dropout(model)
     choice = choose_backend(backend)
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
+        undo.enter_context(_owned(parts))
         undo.enter_context(_implementation(parts.config, name))
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_hand_over_layout, with_kwargs=True)
@@ -69,8 +70,34 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
 
 
 def is_active(parts: ModelParts) -> bool:
-    """Whether the model is inside a `tree_attention` block."""
-    return str(parts.config._attn_implementation).startswith(_PREFIX)
+    """Whether the model is inside a `tree_attention` block of this thread.
+
+    Raises:
+        StateError: it is inside a block of another thread, which could leave it at any moment.
+    """
+    owner = parts.decoder.__dict__.get(_OWNER)
+    if owner is None:
+        return False
+    if owner.thread != threading.get_ident():
+        raise StateError("the model is inside tree_attention in another thread: use one thread, or a copy of the model")
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Owner:
+    thread: int
+
+
+@contextmanager
+def _owned(parts: ModelParts) -> Iterator[None]:
+    """Marks the model as patched by this block; `setdefault` lets exactly one of several threads win."""
+    mine = _Owner(thread=threading.get_ident())
+    if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
+        raise StateError("the model is inside tree_attention already: leave that block before entering another one")
+    try:
+        yield
+    finally:
+        del parts.decoder.__dict__[_OWNER]
 
 
 @contextmanager
@@ -132,6 +159,7 @@ def _register_backends() -> None:
         AttentionInterface.register(_PREFIX + backend, partial(_attention, backend=backend))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -148,7 +176,11 @@ def _attention(
     `host_options` are what hosts pass to every implementation (position ids, dropout, a window); those that would
     change the result were refused when the context was entered.
     """
-    assert isinstance(attention_mask, TreeLayout)
+    if not isinstance(attention_mask, TreeLayout):
+        raise StateError(
+            "a model outside tree_attention shares its configuration object with one inside: give each model its own, "
+            "with copy.deepcopy(config)"
+        )
     # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend)

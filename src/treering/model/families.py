@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from treering.errors import UnsupportedError
 
@@ -28,7 +28,7 @@ class ModelParts:
         embedding: token embedding.
         head: hidden state to logits.
         config: the configuration object that the attention modules read their implementation from.
-        vocab_size: rows of the embedding; token ids must be smaller.
+        vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
     """
 
     decoder: nn.Module
@@ -49,6 +49,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     config = causal_lm.config
     _check_family(config)
     _check_positions(config)
+    _check_output(causal_lm)
     head = causal_lm.get_output_embeddings()
     _check_head(head, config)
     decoder = causal_lm.get_decoder()
@@ -59,7 +60,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         embedding=embedding,
         head=head,
         config=config,
-        vocab_size=config.vocab_size,
+        vocab_size=min(_num_rows(embedding), _num_rows(head)),
     )
 
 
@@ -122,9 +123,31 @@ def _check_positions(config: PreTrainedConfig) -> None:
         )
 
 
+def _check_output(causal_lm: PreTrainedModel) -> None:
+    """Logits are computed here from hidden states, so what a model does to them in its own `forward` would be lost."""
+    name = type(causal_lm).__name__
+    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_lm.config)]
+    if type(causal_lm).forward is not stock.forward:
+        raise UnsupportedError(
+            f"{name} has a forward of its own, whose output transform would be left out: use {stock.__name__}"
+        )
+    if causal_lm._forward_hooks or causal_lm._forward_pre_hooks:
+        raise UnsupportedError(
+            f"{name} has a forward hook, which would not run on a forest: remove it, or hook its decoder or its head"
+        )
+
+
+def _num_rows(table: nn.Module) -> int:
+    return int(_inner(table).weight.shape[0])
+
+
+def _inner(module: nn.Module) -> Any:
+    """The module that an adapter of PEFT stands before (LoRA, or a trained copy), or the module itself."""
+    return getattr(module, "base_layer", getattr(module, "original_module", module))
+
+
 def _check_head(head: nn.Module, config: PreTrainedConfig) -> None:
-    matrix = getattr(head, "base_layer", head)
-    if not isinstance(matrix, nn.Linear):
+    if not isinstance(_inner(head), nn.Linear):
         raise UnsupportedError(
             f"output head {type(head).__name__} of model type {config.model_type!r} is not a plain linear layer"
         )

@@ -7,6 +7,7 @@ Knows models, positions and vocabularies; knows no losses.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.attention import TreeLayout
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import edge_table, score_edges
 from treering.model.families import ModelParts, find_parts
@@ -68,7 +69,11 @@ def forward(
         >>> out.logprobs[forest.path(1)]      # log-probs of [5, 6, 8]     # doctest: +SKIP
     """
     parts = find_parts(model)
-    _check(forest, parts, temperature, wanted)
+    check_forest(forest, parts)
+    check_temperature(temperature)
+    wanted = None if wanted is None else _as_wanted(wanted, forest)
+    if entropy_of not in get_args(EntropyOf):
+        raise ConfigError(f"entropy_of is one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
     with nullcontext() if is_active(parts) else tree_attention(model, backend):
         hidden = _hidden_states(parts, forest)
     logprobs, entropy = score_edges(
@@ -92,19 +97,40 @@ def _hidden_states(parts: ModelParts, forest: Forest) -> Float[Tensor, "N C"]:
         input_ids=tokens.long(),
         position_ids=positions.long(),
         use_cache=False,
+        return_dict=True,
         tree_layout=TreeLayout(forest, weight.device),
     )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def _check(forest: Forest, parts: ModelParts, temperature: float, wanted: NDArray[np.bool_] | None) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature must be positive, got {temperature}")
-    if wanted is not None and wanted.shape != (forest.num_tokens,):
-        raise InputError(f"wanted must have one entry per token ({forest.num_tokens}), got shape {wanted.shape}")
+def check_forest(forest: Forest, parts: ModelParts) -> None:
+    """Refuses what is no forest, and tokens that the model does not know.
+
+    Raises:
+        InputError: says which token is out of range.
+    """
+    if not isinstance(forest, Forest):
+        raise InputError(f"expected a Forest, got {type(forest).__name__}: make one with Forest.from_sequences")
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
         at = int(forest.tokens.argmax())
         raise InputError(
             f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
             f"{parts.vocab_size}: is this the tokenizer of another model?"
         )
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuses a temperature that is not a positive, finite number.
+
+    Raises:
+        InputError: with the value.
+    """
+    if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+        raise InputError(f"temperature must be a positive number, got {temperature!r}")
+
+
+def _as_wanted(wanted: NDArray[np.bool_], forest: Forest) -> NDArray[np.bool_]:
+    array = np.asarray(wanted).astype(bool)
+    if array.shape != (forest.num_tokens,):
+        raise InputError(f"wanted must have one entry per token ({forest.num_tokens}), got shape {array.shape}")
+    return array

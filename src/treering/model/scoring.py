@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 MAX_LOGIT_ENTRIES = 2**24
@@ -136,6 +137,7 @@ class _LogitScores(torch.autograd.Function):
         return logits[target_row, targets] - lse[target_row], entropy[target_row]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         logits, lse, entropy, targets, target_row = ctx.saved_tensors
         return _logit_gradient(logits - lse[:, None], entropy, targets, target_row, *grads), None, None, None
@@ -170,6 +172,7 @@ class _LinearScores(torch.autograd.Function):
         return torch.cat(logprobs), entropy[target_row]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets, target_row, lse, entropy = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -4,6 +4,7 @@ Knows weights, optimiser state and torch's random state, and which folder is the
 at one time is `atomic`'s; what is trained, and when to save, is the run's.
 """
 
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _PREFIX = "step-"
+# Anything else in the folder is the user's, such as a copy that is called step-000123-best.
+_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
 """What makes two runs the same run: setting name to value, in JSON's types."""
@@ -109,7 +112,8 @@ class CheckpointStore:
         return None
 
     def _newest_first(self) -> list[Path]:
-        return sorted((path for path in self.folder.glob(f"{_PREFIX}*") if path.is_dir()), key=_step_of, reverse=True)
+        own = (path for path in self.folder.glob(f"{_PREFIX}*") if path.is_dir() and _NAME.fullmatch(path.name))
+        return sorted(own, key=_step_of, reverse=True)
 
     def _warn(self, damaged: list[str], used: Path) -> None:
         if damaged:
@@ -151,8 +155,7 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
 
 
 def _step_of(path: Path) -> int:
-    number = path.name.removeprefix(_PREFIX)
-    return int(number) if number.isdecimal() else -1
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def _restore(checkpoint: Path, loop: SftLoop) -> None:

@@ -21,6 +21,10 @@ from treering.train.weights import Normalizer, Shared, Weighting
 
 Clip = tuple[float, float]
 
+MAX_LOG_RATIO = 60.0
+"""Log-ratios are clamped here, where the ratio (1e26) is still finite in float32: an infinite one would make gradients
+NaN even where the clip cuts them."""
+
 Number = bool | int | float
 BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
 """What one branch carries: a number, or one per token."""
@@ -76,16 +80,25 @@ class Objective:
         """
         if self.loss_masks is None:
             return [np.ones(length, bool) for length in branch_length]
-        _check_count("loss_masks", len(self.loss_masks), branch_length)
+        _check_count("loss_masks", self.loss_masks, branch_length)
         return [_as_mask(i, mask, int(branch_length[i])) for i, mask in enumerate(self.loss_masks)]
 
-    def flat_values(self, branch_length: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+    def flat_values(
+        self, branch_length: NDArray[np.int64], *, trained: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.float64]]:
         """The per-branch data spread to entries: float64 [F] by name.
 
+        Args:
+            branch_length: int64 [K].
+            trained: bool [F]; elsewhere values may be anything, NaN included, as hosts leave them.
+
         Raises:
-            InputError: a list or an item of the wrong length, or a value that is not finite.
+            InputError: a list or an item of the wrong length, or a trained value that is not finite.
         """
-        return {name: _flatten(name, items, branch_length) for name, items in self.values.items()}
+        flat = {name: _flatten(name, items, branch_length) for name, items in self.values.items()}
+        for name, values in flat.items():
+            _check_finite(name, values, trained, branch_length)
+        return flat
 
 
 def sft(
@@ -183,9 +196,7 @@ def _policy_objective(
 ) -> Objective:
     if loss_masks is None:
         raise InputError(f"{name} needs loss_masks: which tokens did the policy sample?")
-    low, high = clip
-    if not (0 <= low <= 1 and high >= 0):
-        raise ConfigError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
+    _check_clip(clip)
     values: dict[str, BranchValues] = {"advantages": advantages}
     if old_logprobs is not None:
         values["old_logprobs"] = old_logprobs
@@ -206,7 +217,7 @@ def clipped_surrogate(
     Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low and clip_high, the share of
     entries whose gradient the lower or upper clip cuts.
     """
-    log_ratio = logprobs - old_logprobs
+    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     low, high = clip
     clipped = ratio.clamp(1 - low, 1 + high)
@@ -225,7 +236,11 @@ def _sft_terms(entries: Entries) -> Terms:
     return Terms(loss=-entries.logprobs, metrics={})
 
 
-def _check_count(name: str, count: int, branch_length: NDArray[np.int64]) -> None:
+def _check_count(name: str, items: object, branch_length: NDArray[np.int64]) -> None:
+    try:
+        count = len(items)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InputError(f"{name} must be a list with one item per branch, got {type(items).__name__}") from error
     if count != branch_length.size:
         raise InputError(
             f"{name} needs one item per branch, forests in order, then sequences: "
@@ -233,29 +248,54 @@ def _check_count(name: str, count: int, branch_length: NDArray[np.int64]) -> Non
         )
 
 
+def _check_clip(clip: Clip) -> None:
+    is_pair = isinstance(clip, tuple | list) and len(clip) == 2 and all(isinstance(x, int | float) for x in clip)
+    if not is_pair or not (0 <= clip[0] <= 1 and 0 <= clip[1] < float("inf")):
+        raise ConfigError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip!r}")
+
+
+def _check_finite(
+    name: str, values: NDArray[np.float64], trained: NDArray[np.bool_], branch_length: NDArray[np.int64]
+) -> None:
+    bad = np.flatnonzero(trained & ~np.isfinite(values))
+    if bad.size:
+        ends = np.cumsum(branch_length)
+        branch = int(np.searchsorted(ends, bad[0], side="right"))
+        at = int(bad[0] - ends[branch] + branch_length[branch])
+        raise InputError(
+            f"{name}[{branch}] must be finite where a token is trained, got {values[bad[0]]} at token {at}"
+        )
+
+
 def _as_mask(branch: int, mask: BranchValue, length: int) -> NDArray[np.bool_]:
-    array = _as_array(mask)
+    array = _as_array(f"loss mask {branch}", mask)
     if array.shape != (length,):
         raise InputError(f"loss mask {branch} needs one entry per token ({length}), got shape {array.shape}")
-    if array.dtype != bool and not np.isin(array, (0, 1)).all():
-        raise InputError(f"loss mask {branch} must hold 0 and 1 only, got {array[~np.isin(array, (0, 1))][0]}")
+    is_binary = (array == 0) | (array == 1)
+    if not is_binary.all():
+        raise InputError(f"loss mask {branch} must hold 0 and 1 only, got {array[~is_binary][0]}")
     return array.astype(bool)
 
 
-def _as_array(value: BranchValue) -> NDArray[Any]:
-    return value.detach().to("cpu", torch.float64).numpy() if isinstance(value, Tensor) else np.asarray(value)
+def _as_array(name: str, value: BranchValue) -> NDArray[Any]:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", torch.float64).numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InputError(f"{name} must be a number or a flat list of numbers; it is ragged ({error})") from error
+    if array.dtype.kind not in "biuf":
+        raise InputError(f"{name} must be a number or a flat list of numbers, got {array.dtype}")
+    return array
 
 
 def _flatten(name: str, items: BranchValues, branch_length: NDArray[np.int64]) -> NDArray[np.float64]:
-    _check_count(name, len(items), branch_length)
+    _check_count(name, items, branch_length)
     parts = [np.zeros(0)]
     for branch, item in enumerate(items):
-        array = _as_array(item).astype(np.float64)
+        array = _as_array(f"{name}[{branch}]", item).astype(np.float64)
         length = int(branch_length[branch])
         if array.shape not in ((), (length,)):
             raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
-        # The first entry has no edge: hosts leave anything there, NaN included.
-        if not np.isfinite(array if array.ndim == 0 else array[1:]).all():
-            raise InputError(f"{name}[{branch}] must be finite, got {array if array.ndim == 0 else array[1:]}")
         parts.append(np.broadcast_to(array, (length,)))
     return np.concatenate(parts)

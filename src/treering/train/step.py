@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from treering.errors import InputError, StateError
 from treering.model.context import is_active, tree_attention
-from treering.model.families import find_parts
-from treering.model.forward import forward
+from treering.model.families import check_no_dropout, find_parts
+from treering.model.forward import check_forest, check_temperature, forward
 from treering.train.objectives import Entries, Objective
 from treering.train.weights import SumOverRanks, entry_counts, entry_weights
 from treering.tree.forest import Forest
@@ -69,7 +70,8 @@ def backward(
 
     Raises:
         InputError: per-branch values that do not fit the branches, a tree over the budget, a token outside the
-            vocabulary.
+            vocabulary. No gradient has been added then.
+        StateError: gradients are switched off, or no parameter takes any.
         UnsupportedError: a model that would not be exact, by name.
 
     Example:
@@ -79,6 +81,8 @@ def backward(
         (4, 0.333)
     """
     forests = [forests] if isinstance(forests, Forest) else list(forests)
+    # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
+    _check_inputs(model, forests, objective, temperature)
     plan = plan_batch(forests, max_tokens)
     batch = _flat_batch(forests, objective, sum_over_ranks or _on_one_rank)
     totals = _Totals()
@@ -86,6 +90,20 @@ def backward(
         for micro_batch in plan.micro_batches:
             _run(model, micro_batch, objective, batch, temperature, totals)
     return BackwardResult(loss=totals.loss, metrics=totals.metrics(batch, plan), plan=plan)
+
+
+def _check_inputs(model: nn.Module, forests: list[Forest], objective: Objective, temperature: float) -> None:
+    parts = find_parts(model)
+    check_no_dropout(model)
+    check_temperature(temperature)
+    for forest in forests:
+        check_forest(forest, parts)
+    if not isinstance(objective, Objective):
+        raise InputError(f"expected an objective, got {objective!r}: call one, such as treering.objectives.sft()")
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise StateError("backward needs gradients, and they are switched off here: leave no_grad or inference_mode")
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise StateError("backward needs a parameter with requires_grad=True, and all are frozen: unfreeze some")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,6 +150,7 @@ def _flat_batch(forests: list[Forest], objective: Objective, sum_over_ranks: Sum
     tree_offsets = np.cumsum([0, *(forest.num_trees for forest in forests)])
     branch_tree = [forest.branch_tree + first for forest, first in zip(forests, tree_offsets, strict=False)]
     counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
+    values = objective.flat_values(branch_length, trained=counts > 0)
     weights = entry_weights(
         counts,
         branch_length=branch_length,
@@ -140,7 +159,7 @@ def _flat_batch(forests: list[Forest], objective: Objective, sum_over_ranks: Sum
         sum_over_ranks=sum_over_ranks,
     )
     offsets = np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64)
-    return _FlatBatch(offsets=offsets, counts=counts, weights=weights, values=objective.flat_values(branch_length))
+    return _FlatBatch(offsets=offsets, counts=counts, weights=weights, values=values)
 
 
 def _run(

@@ -55,8 +55,8 @@ class Weighting:
             raise ConfigError(
                 f"divisor belongs to normalizer 'constant' and only to it, got {self.normalizer!r} and {self.divisor}"
             )
-        if self.divisor is not None and not self.divisor > 0:
-            raise ConfigError(f"divisor must be positive, got {self.divisor}")
+        if self.divisor is not None and not (isinstance(self.divisor, int | float) and 0 < self.divisor < np.inf):
+            raise ConfigError(f"divisor must be a positive number, got {self.divisor!r}")
 
 
 def entry_counts(forests: Sequence[Forest], masks: Sequence[NDArray[np.bool_]], shared: Shared) -> Float64Array:

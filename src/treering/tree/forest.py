@@ -75,7 +75,7 @@ class Forest:
         Raises:
             InputError: an empty or ragged sequence, an entry that is no integer, an id out of range.
         """
-        _refuse_text(sequences)
+        _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
@@ -106,6 +106,10 @@ class Forest:
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
         )
+
+    def __reduce__(self) -> tuple[Any, tuple[Int32Array, ...]]:
+        # Through the constructor, so that copies are read-only too.
+        return _rebuild, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def num_tokens(self) -> int:
@@ -215,8 +219,12 @@ class Forest:
         )
 
 
-def _refuse_text(sequences: object) -> None:
-    if isinstance(sequences, str | bytes):
+def _rebuild(*arrays: Int32Array) -> Forest:
+    return Forest(**{field.name: array for field, array in zip(fields(Forest), arrays, strict=True)})
+
+
+def _check_iterable(sequences: object) -> None:
+    if isinstance(sequences, str | bytes) or not hasattr(sequences, "__iter__"):
         raise InputError(f"sequences must be an iterable of integer sequences, got {type(sequences).__name__}")
 
 
@@ -224,7 +232,7 @@ def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]
     """One sequence as int32 [length], or an `InputError` that names it."""
     try:
         ids = np.asarray(sequence)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InputError(
             f"sequence {index} must be a flat list of token ids; it is ragged or no list ({error})"
         ) from error

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
@@ -74,8 +75,8 @@ def plan_batch(forests: Sequence[Forest], max_tokens: int | None = None) -> Plan
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"max_tokens must be at least 1, got {max_tokens}")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+        raise InputError(f"max_tokens must be an integer of at least 1, or None, got {max_tokens!r}")
     trees, branches = _trees(forests)
     sizes = [tree.num_tokens for tree in trees]
     _check_sizes(sizes, max_tokens)
@@ -114,15 +115,26 @@ def _check_sizes(sizes: Sequence[int], max_tokens: int | None) -> None:
 
 def _first_fit(sizes: Sequence[int], max_tokens: int | None) -> list[list[int]]:
     """Bins of tree numbers, members and bins in input order."""
+    if not sizes:
+        return []
     if max_tokens is None:
-        return [list(range(len(sizes)))] if sizes else []
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for tree in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = next((i for i, free in enumerate(room) if free >= sizes[tree]), len(bins))
-        if at == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[at].append(tree)
-        room[at] -= sizes[tree]
-    return sorted(sorted(members) for members in bins)
+        return [list(range(len(sizes)))]
+    by_size = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
+    bin_of = np.empty(len(sizes), np.int64)
+    bin_of[by_size] = _first_fit_bins(np.asarray(sizes, np.int64)[by_size], max_tokens)
+    members = np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of))[:-1])
+    return sorted(trees.tolist() for trees in members)
+
+
+@njit(cache=True)
+def _first_fit_bins(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The bin that each size goes into: the first with room for it, or a new one."""
+    bins = np.empty(sizes.size, np.int64)
+    room = np.full(sizes.size, capacity, np.int64)
+    for i in range(sizes.size):
+        at = 0
+        while room[at] < sizes[i]:
+            at += 1
+        bins[i] = at
+        room[at] -= sizes[i]
+    return bins
