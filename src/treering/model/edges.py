@@ -15,7 +15,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from treering.model.scoring import EntropyOf, Scores, score_rows
+from treering.model.logits import EntropyOf
+from treering.model.scoring import Scores, score_rows
 from treering.tree.forest import Forest
 
 

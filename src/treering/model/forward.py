@@ -20,7 +20,7 @@ from treering.errors import ConfigError, InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import edge_table, score_edges
 from treering.model.families import ModelParts, find_parts
-from treering.model.scoring import EntropyOf
+from treering.model.logits import EntropyOf
 from treering.tree.forest import Forest
 
 

@@ -1,0 +1,122 @@
+"""Scores from a linear head in chunks of rows, with few logits at one time and one gradient of the weight.
+
+Logits are computed again in the backward; nothing of size [R, V] and no second [V, C] is ever held.
+
+    R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from treering.model.logits import EntropyOf, consume_logits, logit_gradient
+
+
+class Chunk(NamedTuple):
+    """Some rows, the targets that they score, and each target's row counted from the chunk's first one."""
+
+    rows: slice
+    targets: slice
+    own_rows: Tensor
+
+
+def chunks(num_rows: int, target_row: Tensor, max_rows: int) -> Iterator[Chunk]:
+    """Cuts rows into runs of `max_rows`, targets along with them; `target_row` is ascending.
+
+    Example: 3 rows by 2 with target_row [0, 1, 1, 2] are rows 0:2 with targets 0:3, and row 2:3 with target 3:4.
+    """
+    starts = torch.arange(0, num_rows + max_rows, max_rows, device=target_row.device)
+    bounds = torch.searchsorted(target_row, starts).tolist()
+    for i, start in enumerate(range(0, num_rows, max_rows)):
+        targets = slice(bounds[i], bounds[i + 1])
+        yield Chunk(slice(start, min(start + max_rows, num_rows)), targets, target_row[targets] - start)
+
+
+class LinearScores(torch.autograd.Function):
+    """Scores from a linear head in chunks of rows; nothing of size [R, V] or a second [V, C] is ever held."""
+
+    @staticmethod
+    def forward(  # noqa: D102 - torch calls it
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        target_row: Tensor,
+        temperature: float,
+        entropy_of: EntropyOf,
+        max_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.max_rows = temperature, max_rows
+        head = _BufferedHead(weight, bias, temperature=temperature, max_rows=max_rows)
+        logprobs, lses, entropies = [], [], []
+        for chunk in chunks(rows.shape[0], target_row, max_rows):
+            logits = head.logits(rows[chunk.rows])
+            picked = logits[chunk.own_rows, targets[chunk.targets]]
+            lse, entropy = consume_logits(logits, entropy_of)
+            lses.append(lse)
+            entropies.append(entropy)
+            logprobs.append(picked - lse[chunk.own_rows])
+        lse, entropy = torch.cat(lses), torch.cat(entropies)
+        ctx.save_for_backward(rows, weight, bias, targets, target_row, lse, entropy)
+        return torch.cat(logprobs), entropy[target_row]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102 - torch calls it
+        rows, weight, bias, targets, target_row, lse, entropy = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        head = _BufferedHead(weight, bias, temperature=ctx.temperature, max_rows=ctx.max_rows)
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
+        for chunk in chunks(rows.shape[0], target_row, ctx.max_rows):
+            log_weights = head.logits(rows[chunk.rows]).sub_(lse[chunk.rows, None])
+            own = [None if grad is None else grad[chunk.targets] for grad in grads]
+            upstream = logit_gradient(log_weights, entropy[chunk.rows], targets[chunk.targets], chunk.own_rows, *own)
+            upstream = head.unscaled(upstream)
+            if grad_rows is not None:
+                grad_rows[chunk.rows] = upstream @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, upstream.mT, rows[chunk.rows])
+            if grad_bias is not None:
+                grad_bias += upstream.sum(0)
+        in_dtype = [None if grad is None else grad.to(rows.dtype) for grad in (grad_rows, grad_weight, grad_bias)]
+        return (*in_dtype, None, None, None, None, None)
+
+
+class _BufferedHead:
+    """A linear head whose logits overwrite each other: a new array per chunk costs as much in page faults as in work."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, temperature: float, max_rows: int) -> None:
+        self._weight, self._bias, self._temperature = weight, bias, temperature
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._computed = torch.empty(max_rows, weight.shape[0], dtype=weight.dtype, device=weight.device)
+        self._wide = self._computed if wide == weight.dtype else torch.empty_like(self._computed, dtype=wide)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Scaled logits [rows, V], float32 or wider, valid until the next call; the caller may overwrite them."""
+        computed, logits = self._computed[: rows.shape[0]], self._wide[: rows.shape[0]]
+        torch.mm(rows, self._weight.mT, out=computed)
+        if self._bias is not None:
+            computed += self._bias
+        if logits.dtype != computed.dtype:
+            logits.copy_(computed)
+        return logits if self._temperature == 1.0 else logits.div_(self._temperature)
+
+    def unscaled(self, grad_logits: Tensor) -> Tensor:
+        """The gradient before the temperature, in the dtype of the weight; overwrites its input."""
+        grad = grad_logits if self._temperature == 1.0 else grad_logits.div_(self._temperature)
+        return grad.to(self._weight.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to `total`, in place where the dtypes allow it; `total` may be wider than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    total += left @ right
