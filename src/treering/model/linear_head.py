@@ -90,7 +90,7 @@ class LinearScores(torch.autograd.Function):
 
 
 class _BufferedHead:
-    """A linear head whose logits overwrite each other: a new array per chunk costs as much in page faults as in work."""
+    """A linear head whose logits overwrite each other: a new array per chunk costs as much in page faults as work."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, temperature: float, max_rows: int) -> None:
         self._weight, self._bias, self._temperature = weight, bias, temperature
