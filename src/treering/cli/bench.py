@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -67,11 +68,10 @@ def as_table(report: dict[str, Any]) -> Table:
     """The cases of a report, a row each."""
     facts = report["environment"]
     title = f"one forward and backward on {facts['cpu']}, {facts['threads']} thread, median of {facts['runs']}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("case")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("case", no_wrap=True)
     for name in ("flat tokens", "unique", "FLOP bound", "baseline s", "tree s", "speedup", "of bound", "grad error"):
         table.add_column(name, justify="right")
-    table.add_column("peers")
     for case in report["cases"]:
         table.add_row(*_cells(case))
     return table
@@ -85,7 +85,6 @@ def _check_arguments(runs: int, out: Path | None) -> None:
 
 
 def _cells(case: dict[str, Any]) -> list[str]:
-    peers = [f"{name} {peer['speedup']:.2f}x in {peer['seconds']:.3f} s" for name, peer in case["peers"].items()]
     return [
         case["case"],
         f"{case['flat_tokens']:,}",
@@ -96,7 +95,6 @@ def _cells(case: dict[str, Any]) -> list[str]:
         f"{case['speedup']:.2f}x",
         f"{case['speedup'] / case['flop_bound']:.0%}",
         f"{case['grad_error']:.0e}",
-        "\n".join(peers) or "-",
     ]
 
 
@@ -104,4 +102,6 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(as_table(report))
     for case in report["cases"]:
         seconds = ", ".join(f"{name} {value:.3f} s" for name, value in case["baselines"].items())
-        console.print(f"{case['case']}: {seconds}; the baseline is {case['baseline']}")
+        console.print(f"{case['case']}: {seconds}; the baseline is {case['baseline']}", soft_wrap=True)
+        for name, peer in case["peers"].items():
+            console.print(f"  {name}: {peer['speedup']:.2f}x in {peer['seconds']:.3f} s", soft_wrap=True)
