@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1'
 demo: $(STAMP)
-	$(BIN)/treering demo
+	$(BIN)/treering demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "$(MARKS)" tests

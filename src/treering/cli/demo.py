@@ -5,11 +5,15 @@ plain path with its best settings: the same budget of tokens, no padding, the he
 """
 
 import json
+import os
+import platform
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -56,6 +60,9 @@ class DemoResult:
     last_loss: float
     largest_loss_difference: float
     """Over all steps; the two runs differ by rounding only."""
+    machine: str
+    num_threads: int
+    versions: dict[str, str]
 
 
 def run(out: Path | None, seed: int, json_output: bool) -> None:
@@ -216,6 +223,9 @@ def _result(corpus: Corpus, tree: _Side, packed: _Side, bounds: Bounds) -> DemoR
         share_of_flop_bound=speedup / bounds.flop_bound,
         first_loss=tree.reports[0].loss,
         last_loss=tree.reports[-1].loss,
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        num_threads=torch.get_num_threads(),
+        versions={name: version(name) for name in ("torch", "transformers", "numpy")},
         largest_loss_difference=max(abs(ours.loss - plain.loss) for ours, plain in losses),
     )
 
