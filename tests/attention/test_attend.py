@@ -161,16 +161,16 @@ def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
 
 
 def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:
+    """A query of 24 levels adds up 24 parts; added up in bfloat16 its error would be 1.5 times that of one dense call."""
     layout = layout_of([[1] * 40 * depth + [2 + depth] * 40 for depth in range(1, 25)])
-    exact = random_inputs(layout.forest.num_tokens)
-    low = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-    dense = [tensor.detach().clone().requires_grad_() for tensor in low]
-    upstream = torch.linspace(-1, 1, exact[0].numel()).reshape(exact[0].shape)
-    expected = torch.autograd.grad(IMPLEMENTATIONS["reference"](*exact, layout), exact, upstream.double())
-    ours = torch.autograd.grad(IMPLEMENTATIONS["segments"](*low, layout), low, upstream.bfloat16())
-    plain = torch.autograd.grad(dense_in_its_own_dtype(*dense, layout), dense, upstream.bfloat16())
-    for got, other, wanted in zip(ours, plain, expected, strict=True):
-        assert float((got.double() - wanted).norm()) <= 1.2 * float((other.double() - wanted).norm())
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in random_inputs(layout.forest.num_tokens)]
+    same = [tensor.detach().double().requires_grad_() for tensor in low]
+    upstream = torch.linspace(-1, 1, low[0].numel()).reshape(low[0].shape).bfloat16()
+    expected = torch.autograd.grad(IMPLEMENTATIONS["reference"](*same, layout), same, upstream.double())
+    ours = torch.autograd.grad(IMPLEMENTATIONS["segments"](*low, layout), low, upstream)
+    dense = torch.autograd.grad(dense_in_its_own_dtype(*low, layout), low, upstream)
+    for got, other, wanted in zip(ours, dense, expected, strict=True):
+        assert float((got.double() - wanted).norm()) <= 1.25 * float((other.double() - wanted).norm())
 
 
 def test_second_derivatives_are_refused() -> None:
