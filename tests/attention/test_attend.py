@@ -161,7 +161,7 @@ def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
 
 
 def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:
-    """A query of 24 levels adds up 24 parts; added up in bfloat16 its error would be 1.5 times that of one dense call."""
+    """A query of 24 levels adds up 24 parts; in bfloat16 that would cost 1.5 times the error of one dense call."""
     layout = layout_of([[1] * 40 * depth + [2 + depth] * 40 for depth in range(1, 25)])
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in random_inputs(layout.forest.num_tokens)]
     same = [tensor.detach().double().requires_grad_() for tensor in low]
