@@ -6,9 +6,8 @@ per-entry terms. It knows nothing of forests, models or micro-batches; denominat
     K branches, numbered through all forests in order   F flat entries: tokens of branches, branches one after another
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.errors import ConfigError, InputError
+from treering.train.branch_values import BranchValues, as_masks, flatten
 from treering.train.weights import Normalizer, Shared, Weighting
 
 Clip = tuple[float, float]
@@ -24,13 +24,6 @@ Clip = tuple[float, float]
 MAX_LOG_RATIO = 60.0
 """Log-ratios are clamped here, where the ratio (1e26) is still finite in float32: an infinite one would make gradients
 NaN even where the clip cuts them."""
-
-Number = bool | int | float
-BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
-"""What one branch carries: a number, or one per token."""
-
-BranchValues = Sequence[BranchValue] | NDArray[Any] | Tensor
-"""One item per branch: forests in order, then sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,8 +73,7 @@ class Objective:
         """
         if self.loss_masks is None:
             return [np.ones(length, bool) for length in branch_length]
-        _check_count("loss_masks", self.loss_masks, branch_length)
-        return [_as_mask(i, mask, int(branch_length[i])) for i, mask in enumerate(self.loss_masks)]
+        return as_masks(self.loss_masks, branch_length)
 
     def flat_values(
         self, branch_length: NDArray[np.int64], *, trained: NDArray[np.bool_]
@@ -95,10 +87,7 @@ class Objective:
         Raises:
             InputError: a list or an item of the wrong length, or a trained value that is not finite.
         """
-        flat = {name: _flatten(name, items, branch_length) for name, items in self.values.items()}
-        for name, values in flat.items():
-            _check_finite(name, values, trained, branch_length)
-        return flat
+        return {name: flatten(name, items, branch_length, trained=trained) for name, items in self.values.items()}
 
 
 def sft(
@@ -236,66 +225,7 @@ def _sft_terms(entries: Entries) -> Terms:
     return Terms(loss=-entries.logprobs, metrics={})
 
 
-def _check_count(name: str, items: object, branch_length: NDArray[np.int64]) -> None:
-    try:
-        count = len(items)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InputError(f"{name} must be a list with one item per branch, got {type(items).__name__}") from error
-    if count != branch_length.size:
-        raise InputError(
-            f"{name} needs one item per branch, forests in order, then sequences: "
-            f"got {count} for {branch_length.size} branches"
-        )
-
-
 def _check_clip(clip: Clip) -> None:
     is_pair = isinstance(clip, tuple | list) and len(clip) == 2 and all(isinstance(x, int | float) for x in clip)
     if not is_pair or not (0 <= clip[0] <= 1 and 0 <= clip[1] < float("inf")):
         raise ConfigError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip!r}")
-
-
-def _check_finite(
-    name: str, values: NDArray[np.float64], trained: NDArray[np.bool_], branch_length: NDArray[np.int64]
-) -> None:
-    bad = np.flatnonzero(trained & ~np.isfinite(values))
-    if bad.size:
-        ends = np.cumsum(branch_length)
-        branch = int(np.searchsorted(ends, bad[0], side="right"))
-        at = int(bad[0] - ends[branch] + branch_length[branch])
-        raise InputError(
-            f"{name}[{branch}] must be finite where a token is trained, got {values[bad[0]]} at token {at}"
-        )
-
-
-def _as_mask(branch: int, mask: BranchValue, length: int) -> NDArray[np.bool_]:
-    array = _as_array(f"loss mask {branch}", mask)
-    if array.shape != (length,):
-        raise InputError(f"loss mask {branch} needs one entry per token ({length}), got shape {array.shape}")
-    is_binary = (array == 0) | (array == 1)
-    if not is_binary.all():
-        raise InputError(f"loss mask {branch} must hold 0 and 1 only, got {array[~is_binary][0]}")
-    return array.astype(bool)
-
-
-def _as_array(name: str, value: BranchValue) -> NDArray[Any]:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", torch.float64).numpy()
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise InputError(f"{name} must be a number or a flat list of numbers; it is ragged ({error})") from error
-    if array.dtype.kind not in "biuf":
-        raise InputError(f"{name} must be a number or a flat list of numbers, got {array.dtype}")
-    return array
-
-
-def _flatten(name: str, items: BranchValues, branch_length: NDArray[np.int64]) -> NDArray[np.float64]:
-    _check_count(name, items, branch_length)
-    parts = [np.zeros(0)]
-    for branch, item in enumerate(items):
-        array = _as_array(f"{name}[{branch}]", item).astype(np.float64)
-        length = int(branch_length[branch])
-        if array.shape not in ((), (length,)):
-            raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
-        parts.append(np.broadcast_to(array, (length,)))
-    return np.concatenate(parts)
