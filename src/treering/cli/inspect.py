@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
-from treering.data import RenderedTrajectory, Renderer, read_trajectories
+from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
 from treering.tree.forest import Forest
 from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
 from treering.types import ModelShape, find_shape
@@ -94,7 +94,7 @@ def inspect_files(
 
 def measure(file: str, trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> FileReport:
     """The report of rendered trajectories, one or more, under the name `file`."""
-    tasks = _by_task(trajectories)
+    tasks = by_task(trajectories)
     forests = [Forest.from_sequences([t.tokens for t in task]) for task in tasks]
     flat, tree = flat_work(_lengths(trajectories)), tree_work(forests)
     bounds = work_bounds(flat, tree, shape)
@@ -146,13 +146,6 @@ def run(
     console = Console()
     for table in as_tables(reports, model_shape):
         console.print(table)
-
-
-def _by_task(trajectories: Sequence[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
-    tasks: dict[Any, list[RenderedTrajectory]] = {}
-    for trajectory in trajectories:
-        tasks.setdefault(trajectory.task_id, []).append(trajectory)
-    return list(tasks.values())
 
 
 def _lengths(trajectories: Sequence[RenderedTrajectory]) -> np.ndarray[Any, np.dtype[np.int64]]:

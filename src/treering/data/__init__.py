@@ -3,7 +3,7 @@
 from treering.data.files import read_trajectories, write_trajectories
 from treering.data.generate import AgentSpec, generate_trajectories
 from treering.data.locate import DATA_VARIABLE, data_folder
-from treering.data.render import RenderedTrajectory, Renderer, Template, render
+from treering.data.render import RenderedTrajectory, Renderer, Template, by_task, render
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Template",
     "ToolCall",
     "Trajectory",
+    "by_task",
     "data_folder",
     "generate_trajectories",
     "read_trajectories",

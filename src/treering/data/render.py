@@ -4,7 +4,7 @@ Knows which form a trajectory takes: its own tokens, raw text, the plain chat fo
 nothing of trees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -108,6 +108,17 @@ def render(
     Example: user "2+2=" and assistant "4" of format "raw" are the tokens of "2+2=4", and only that of "4" is trained.
     """
     return Renderer(tokenizer=tokenizer, template=template).render(trajectories)
+
+
+def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
+    """Trajectories of equal `task_id` together, tasks and trajectories in the order in which they first appear.
+
+    Example: trajectories of the tasks a, b, a give two groups: the two of a, then that of b.
+    """
+    tasks: dict[TaskId, list[RenderedTrajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault(trajectory.task_id, []).append(trajectory)
+    return list(tasks.values())
 
 
 def _given(trajectory: Trajectory) -> EncodedScript:

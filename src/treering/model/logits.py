@@ -24,8 +24,7 @@ class LogitScores(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, target_row: Tensor, entropy_of: EntropyOf
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        lse = logits.logsumexp(-1)
-        entropy = row_entropy(logits, lse, entropy_of)
+        lse, entropy = consume_logits(logits.clone(), entropy_of)
         ctx.save_for_backward(logits, lse, entropy, targets, target_row)
         return logits[target_row, targets] - lse[target_row], entropy[target_row]
 
@@ -34,18 +33,6 @@ class LogitScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:  # noqa: D102 - torch calls it
         logits, lse, entropy, targets, target_row = ctx.saved_tensors
         return logit_gradient(logits - lse[:, None], entropy, targets, target_row, *grads), None, None, None
-
-
-def row_entropy(logits: Float[Tensor, "R V"], lse: Float[Tensor, " R"], entropy_of: EntropyOf) -> Float[Tensor, " R"]:
-    """Entropy of each row's softmax in nats, zeros where none is wanted.
-
-    Example: logits [0, 0] have entropy log 2 = 0.693.
-    """
-    if entropy_of == "none":
-        return torch.zeros_like(lse)
-    log_weights = logits - lse[:, None]
-    # A hidden token (logit -inf) has weight 0 and adds nothing: 0 * -inf must count as 0.
-    return -(log_weights.exp() * log_weights.nan_to_num_(neginf=0.0)).sum(-1)
 
 
 def logit_gradient(

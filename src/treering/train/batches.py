@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.data.render import RenderedTrajectory
+from treering.data.render import RenderedTrajectory, by_task
 from treering.data.trajectory import TaskId
 from treering.errors import InputError
 from treering.tree.forest import Forest
@@ -62,16 +62,13 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[Task]:
 
     Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
     """
-    members: dict[TaskId, list[RenderedTrajectory]] = {}
-    for trajectory in trajectories:
-        members.setdefault(trajectory.task_id, []).append(trajectory)
     return [
         Task(
-            task_id=task_id,
+            task_id=group[0].task_id,
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
         )
-        for task_id, group in members.items()
+        for group in by_task(trajectories)
     ]
 
 

@@ -23,9 +23,6 @@ from treering.train.weights import Normalizer, Shared, Weighting
 GradientCheckpointing = Literal["none", "reentrant", "non_reentrant"]
 Autocast = Literal["none", "bfloat16"]
 
-# The report has these from the plan.
-_PLAN_METRICS = frozenset({"num_trained_tokens", "sharing", "num_micro_batches"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
@@ -113,7 +110,6 @@ class SftLoop:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._num_steps_done = step
-        own = {name: value for name, value in result.metrics.items() if name not in _PLAN_METRICS}
         return StepReport(
             step=step,
             epoch=self.plan.epoch_of(step),
@@ -122,13 +118,13 @@ class SftLoop:
             learning_rate=rate,
             num_trees=self.plan.tasks_of(step).size,
             num_branches=result.plan.num_branches,
-            num_loss_tokens=result.metrics["num_trained_tokens"],
+            num_loss_tokens=result.num_trained_tokens,
             num_branch_tokens=result.plan.num_branch_tokens,
             num_tokens=result.plan.num_tokens,
             num_micro_batches=len(result.plan.micro_batches),
             seconds=time.perf_counter() - started,
             peak_memory_bytes=_peak_memory_bytes(self.model),
-            metrics=own,
+            metrics=result.averages,
         )
 
     def state(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from treering.errors import InputError, StateError
 from treering.model.context import is_active, tree_attention
-from treering.model.families import check_no_dropout, find_parts
+from treering.model.families import find_parts
 from treering.model.forward import check_forest, check_temperature, forward
 from treering.train.objectives import Entries, Objective
 from treering.train.weights import SumOverRanks, entry_counts, entry_weights
@@ -33,14 +33,25 @@ class BackwardResult:
 
     Attributes:
         loss: the objective over the whole batch (this rank's share, if ranks share denominators).
-        metrics: averages over trained entries of the objective's metrics; `num_trained_tokens`, `sharing`,
-            `num_micro_batches`.
+        num_trained_tokens: entries that were trained, counted by branches; under `once` a shared one counts once.
+        averages: the objective's own metrics, averaged over trained entries.
         plan: the micro-batches that were run.
     """
 
     loss: float
-    metrics: dict[str, float]
+    num_trained_tokens: float
+    averages: dict[str, float]
     plan: Plan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All figures for a log: the averages, `num_trained_tokens`, `sharing` and `num_micro_batches`."""
+        return {
+            **self.averages,
+            "num_trained_tokens": self.num_trained_tokens,
+            "sharing": self.plan.sharing,
+            "num_micro_batches": float(len(self.plan.micro_batches)),
+        }
 
 
 def backward(
@@ -84,17 +95,19 @@ def backward(
     # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
     _check_inputs(model, forests, objective, temperature)
     plan = plan_batch(forests, max_tokens)
-    batch = _flat_batch(forests, objective, sum_over_ranks or _on_one_rank)
     totals = _Totals()
     with nullcontext() if is_active(find_parts(model)) else tree_attention(model, backend):
+        batch = _flat_batch(forests, objective, sum_over_ranks or _on_one_rank)
         for micro_batch in plan.micro_batches:
             _run(model, micro_batch, objective, batch, temperature, totals)
-    return BackwardResult(loss=totals.loss, metrics=totals.metrics(batch, plan), plan=plan)
+    num_trained = float(batch.counts.sum())
+    return BackwardResult(
+        loss=totals.loss, num_trained_tokens=num_trained, averages=totals.averages(num_trained), plan=plan
+    )
 
 
 def _check_inputs(model: nn.Module, forests: list[Forest], objective: Objective, temperature: float) -> None:
     parts = find_parts(model)
-    check_no_dropout(model)
     check_temperature(temperature)
     for forest in forests:
         check_forest(forest, parts)
@@ -133,15 +146,8 @@ class _Totals:
         for name, value in metrics.items():
             self._metric_sums[name] = self._metric_sums.get(name, 0.0) + float(value)
 
-    def metrics(self, batch: _FlatBatch, plan: Plan) -> dict[str, float]:
-        num_trained = float(batch.counts.sum())
-        means = {name: value / max(num_trained, 1e-300) for name, value in self._metric_sums.items()}
-        return {
-            **means,
-            "num_trained_tokens": num_trained,
-            "sharing": plan.sharing,
-            "num_micro_batches": float(len(plan.micro_batches)),
-        }
+    def averages(self, num_trained: float) -> dict[str, float]:
+        return {name: value / max(num_trained, 1e-300) for name, value in self._metric_sums.items()}
 
 
 def _flat_batch(forests: list[Forest], objective: Objective, sum_over_ranks: SumOverRanks) -> _FlatBatch:

@@ -31,7 +31,7 @@ class RadixTree(NamedTuple):
     table_nodes: Int64Array
 
 
-class Layout(NamedTuple):
+class ForestArrays(NamedTuple):
     """The forest in depth-first pre-order; the fields are those of `Forest`."""
 
     tokens: Int32Array  # [N]
@@ -145,7 +145,7 @@ def _pre_order(tree: RadixTree) -> Int64Array:
 
 
 @njit(cache=True)
-def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> Layout:
+def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> ForestArrays:
     """Writes the radix tree in depth-first pre-order and finds the packed index of each sequence's last token."""
     order = _pre_order(tree)
     num_tokens = tree.length.sum()
@@ -190,7 +190,7 @@ def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> Layout:
                 break
             at += tree.length[node]
         branch_end[i] = packed_start[node] + (stop - at) - 1
-    return Layout(tokens, parent, position, subtree_end, segment_start, segment_parent, branch_end)
+    return ForestArrays(tokens, parent, position, subtree_end, segment_start, segment_parent, branch_end)
 
 
 @njit(cache=True)

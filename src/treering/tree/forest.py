@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.tree import build
+from treering.types import MAX_TOKEN_ID
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
-
-MAX_TOKEN = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,8 +79,8 @@ class Forest:
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        layout = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
-        return cls(**layout._asdict())
+        arrays = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
+        return cls(**arrays._asdict())
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
@@ -242,12 +241,12 @@ def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]
         raise InputError(f"sequence {index} is empty: a sequence needs at least one token; drop it")
     if ids.dtype.kind not in "iu":
         raise InputError(f"sequence {index} must hold integer token ids, got dtype {ids.dtype} (first: {ids[0]!r})")
-    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN)) if _out_of_range(ids) else ids[:0]
+    bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID)) if _out_of_range(ids) else ids[:0]
     if bad.size:
         at = int(bad[0])
-        raise InputError(f"sequence {index}, token {at}: id {int(ids[at])} is out of range [0, {MAX_TOKEN}]")
+        raise InputError(f"sequence {index}, token {at}: id {int(ids[at])} is out of range [0, {MAX_TOKEN_ID}]")
     return ids.astype(np.int32, copy=False)
 
 
 def _out_of_range(ids: NDArray[np.integer[Any]]) -> bool:
-    return int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN
+    return int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID
