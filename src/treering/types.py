@@ -1,4 +1,4 @@
-"""Value types shared by every room: token id arrays and the shape of a decoder as far as its cost needs it.
+"""Value types shared by every room: token ids, prompt ids and the shape of a decoder as far as its cost needs it.
 
 Knows how many parameters one token passes through. Knows nothing of weights, of torch or of how a model is run.
 """
@@ -21,6 +21,9 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 LossMask: TypeAlias = npt.NDArray[np.bool_]
 """True where a token is trained, one entry per token."""
+
+PromptId: TypeAlias = str | int
+"""Names a prompt: a dataset key, else a hash of its token ids; the same in every epoch."""
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 """Largest id that a forest can hold."""

@@ -1,0 +1,1 @@
+"""Engines: rollouts of a policy, behind one protocol."""

@@ -1,0 +1,97 @@
+"""What an engine is asked for: a prompt, its key, how to sample, and how far an earlier engine had come.
+
+Knows which values fit together. Knows nothing of models, of batches or of when a request runs.
+"""
+
+from dataclasses import dataclass
+
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import ConfigError, InputError
+from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn, and when a rollout ends.
+
+    The distribution is the softmax of the logits over `temperature`, cut to the `top_k` likeliest tokens, then to the
+    fewest likeliest tokens whose mass reaches `top_p`, and renormalised.
+
+    Example: logits [2, 1, 0] at temperature 1 have the probabilities [0.665, 0.245, 0.090]; top_p=0.7 keeps the first
+    two as [0.731, 0.269], top_k=1 the first alone.
+    """
+
+    max_tokens: int
+    """Tokens of a rollout at most, those that an environment wrote included."""
+    temperature: float = 1.0
+    """Divides the logits; > 0. For the likeliest token always, set top_k=1."""
+    top_k: int | None = None
+    """Tokens that can be drawn; None is all."""
+    top_p: float = 1.0
+    """Mass that can be drawn, in (0, 1]."""
+    stop_tokens: tuple[int, ...] = ()
+    """Any of these ends a rollout and stays its last token."""
+    stop_strings: tuple[str, ...] = ()
+    """A rollout ends with the token that completes one of these; needs an engine with a tokenizer."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"a rollout has room for at least one token, got max_tokens={self.max_tokens}; raise it")
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is a positive number, got {self.temperature}; for the likeliest token set top_k=1"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is at least 1, got {self.top_k}; None keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p lies in (0, 1], got {self.top_p}; 1.0 keeps all tokens")
+        if "" in self.stop_strings:
+            raise ConfigError('a stop string holds at least one character, got ""; remove it')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One rollout to sample.
+
+    (prompt_id, draw, sample) keys its noise, with the engine's seed and the position of each token, so it names the
+    rollout: no two requests of an engine may share it at one time. Requests with equal prompts share its keys and
+    values; requests of equal prompt_id and draw are siblings.
+
+    Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
+    """
+
+    prompt_id: PromptId
+    """See `PromptId`."""
+    prompt: TokenIds
+    """int32 [P], P >= 1."""
+    sampling: Sampling
+    """How to draw."""
+    draw: int = 0
+    """How many times the run has scheduled this prompt before."""
+    sample: int = 0
+    """Number of the rollout within its group."""
+    so_far: Rollout | None = None
+    """A rollout of the same key to continue: after an observation, an abort or a move from another engine."""
+
+    def __post_init__(self) -> None:
+        if self.prompt.ndim != 1 or self.prompt.size == 0:
+            raise InputError(f"a prompt holds at least one token, got shape {self.prompt.shape}; drop the request")
+        if int(self.prompt.min()) < 0 or int(self.prompt.max()) > MAX_TOKEN_ID:
+            raise InputError(f"token ids lie in [0, {MAX_TOKEN_ID}]; correct the prompt of {self.prompt_id!r}")
+        if self.draw < 0 or self.sample < 0:
+            raise InputError(f"draw and sample count from 0, got {self.draw} and {self.sample}; correct them")
+        if self.so_far is not None and self.so_far.key != self.key:
+            raise InputError(
+                f"a request continues the rollout of its own key, got {self.key} and a rollout of {self.so_far.key}; "
+                "take key and prompt from the request before"
+            )
+        if self.so_far is not None and self.so_far.num_tokens >= self.sampling.max_tokens:
+            raise InputError(
+                f"a rollout of {self.so_far.num_tokens} tokens has no room to go on below max_tokens="
+                f"{self.sampling.max_tokens}; raise max_tokens, or keep the rollout as it is"
+            )
+
+    @property
+    def key(self) -> RolloutKey:
+        """(prompt_id, draw, sample)."""
+        return (self.prompt_id, self.draw, self.sample)

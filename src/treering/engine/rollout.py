@@ -1,0 +1,86 @@
+"""A rollout as an engine returns it: tokens, with what is known about each of them.
+
+Knows which arrays fit together and how rollouts are continued. Knows nothing of engines and tasks.
+
+    R tokens of the rollout, those of an environment included
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.types import LossMask, PromptId, TokenIds
+
+RolloutKey: TypeAlias = tuple[PromptId, int, int]
+"""(prompt_id, draw, sample): with an engine's seed and a token's position, the key of its noise."""
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: somebody asked for it."""
+
+Logprobs: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One continuation of a prompt.
+
+    Example: a calculator rollout "2+3=" -> tool says "5" -> "." has loss_mask [1, 1, 1, 1, 0, 1].
+    """
+
+    prompt_id: PromptId
+    """The prompt that it continues."""
+    draw: int
+    """How many times the run had scheduled the prompt before."""
+    sample: int
+    """Its number within the group."""
+    tokens: TokenIds
+    """int32 [R], without the prompt; a stop token that ended it is the last one."""
+    logprobs: Logprobs
+    """float64 [R], of the distribution that was sampled (after temperature, top-k, top-p); 0 where nothing was."""
+    policy_logprobs: Logprobs
+    """float64 [R], at the temperature alone; 0 where nothing was sampled."""
+    loss_mask: LossMask
+    """bool [R], True where the policy sampled the token."""
+    versions: NDArray[np.int32]
+    """int32 [R], policy version that sampled each token, or that read it."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    reward: float | None = None
+    """What a task gave for it; None until then."""
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "policy_logprobs", "loss_mask", "versions"):
+            values = getattr(self, name)
+            if values.shape != self.tokens.shape:
+                raise InputError(
+                    f"{name} has one entry per token: tokens {self.tokens.shape}, {name} {values.shape}; align them"
+                )
+
+    @property
+    def key(self) -> RolloutKey:
+        """(prompt_id, draw, sample)."""
+        return (self.prompt_id, self.draw, self.sample)
+
+    @property
+    def num_tokens(self) -> int:
+        """R."""
+        return int(self.tokens.size)
+
+    def observe(self, tokens: TokenIds) -> "Rollout":
+        """The rollout with tokens of an environment behind it, masked out.
+
+        Example: a rollout [7, 8] observing [9] has tokens [7, 8, 9] and loss_mask [1, 1, 0].
+        """
+        num_new = tokens.size
+        version = self.versions[-1:].repeat(num_new) if self.num_tokens else np.zeros(num_new, np.int32)
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            logprobs=np.concatenate([self.logprobs, np.zeros(num_new)]),
+            policy_logprobs=np.concatenate([self.policy_logprobs, np.zeros(num_new)]),
+            loss_mask=np.concatenate([self.loss_mask, np.zeros(num_new, bool)]),
+            versions=np.concatenate([self.versions, version]).astype(np.int32),
+        )
