@@ -26,7 +26,26 @@ NUM_TOKENS: Final = "train/num_tokens"
 NUM_BRANCH_TOKENS: Final = "train/num_branch_tokens"
 NUM_LOSS_TOKENS: Final = "train/num_loss_tokens"
 SHARING: Final = "train/sharing"
+REWARD_MEAN: Final = "reward/mean"
+REWARD_STD: Final = "reward/std"
+NUM_REWARD_ERRORS: Final = "reward/num_errors"
+ZERO_VARIANCE_SHARE: Final = "reward/zero_variance_share"
+NUM_ROLLOUTS: Final = "rollout/num_rollouts"
+NUM_EMPTY: Final = "rollout/num_empty"
+NUM_EMPTY_GROUPS: Final = "rollout/num_empty_groups"
+NUM_OVERLONG: Final = "rollout/num_overlong"
+NUM_TURNS: Final = "rollout/num_turns"
+NUM_SAMPLED: Final = "rollout/num_sampled"
+LENGTH_MEAN: Final = "rollout/length_mean"
+VERSION: Final = "rollout/version"
+TOKENS_PER_FORWARD: Final = "rollout/tokens_per_forward"
+NUM_DRAFTED: Final = "rollout/num_drafted"
+ACCEPTANCE: Final = "rollout/acceptance"
 STEP_S: Final = "time/step_s"
+ROLLOUT_S: Final = "time/rollout_s"
+TRAIN_S: Final = "time/train_s"
+UPDATE_S: Final = "time/update_s"
+SAMPLED_PER_S: Final = "time/sampled_per_s"
 TOKENS_PER_S: Final = "time/tokens_per_s"
 PEAK_MEMORY_BYTES: Final = "memory/peak_bytes"
 
@@ -63,7 +82,7 @@ class JsonlSink:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and path.exists():
-            os.truncate(path, _num_bytes_until(path, resume_step))
+            cut_rows(path, resume_step)
         if resume_step is None and path.exists() and path.stat().st_size > 0:
             raise StateError(
                 f"a new run starts with an empty metrics file, and {path} holds rows of another run; choose another "
@@ -164,6 +183,14 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def cut_rows(path: Path, last_step: int) -> None:
+    """Cuts a JSONL file after the rows of steps up to `last_step`; a line that a kill left half written goes too.
+
+    Example: a file with rows of steps 1, 1, 2 and 3 cut at 2 holds those of 1, 1 and 2.
+    """
+    os.truncate(path, _num_bytes_until(path, last_step))
 
 
 def _num_bytes_until(path: Path, last_step: int) -> int:

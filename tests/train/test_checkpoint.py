@@ -13,10 +13,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.models import build
-from tests.train.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop
+from tests.train.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
 from treering.errors import StateError, UnsupportedError
 from treering.train.atomic import MANIFEST, read_facts, write_folder
 from treering.train.checkpoint import STATE_FILE, checkpoint_path
+from treering.train.loop import LoopOptions, SftLoop
+from treering.train.optim import OptimOptions
 from treering.train.run import METRICS_FILE, open_run
 
 WEIGHTS = "model.safetensors"
@@ -241,3 +243,50 @@ def test_a_folder_with_foreign_metrics_is_refused_every_time(tmp_path: Path) -> 
         with pytest.raises(StateError, match=r"metrics.jsonl holds rows of another run"):
             open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
     assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1}\n'
+
+
+class Hinting(SftLoop):
+    """A loop with hints: the number of its step, as text."""
+
+    hint: str | None = None
+
+    def save_hints(self, file: Path) -> None:
+        file.write_text(str(self.num_steps_done))
+
+    def load_hints(self, file: Path) -> None:
+        self.hint = file.read_text() if file.exists() else "lost"
+
+
+def hinting_loop() -> Hinting:
+    options = LoopOptions(trees_per_step=2)
+    return Hinting(build(), tiny_tasks(), optim=OptimOptions(learning_rate=1e-2), options=options)
+
+
+def test_hints_lie_apart_one_file_per_checkpoint_that_is_kept(tmp_path: Path) -> None:
+    checkpoints = store(tmp_path / "checkpoints", keep=2, hints=tmp_path / "hints")
+    loop = hinting_loop()
+    (tmp_path / "hints").mkdir()
+    (tmp_path / "hints" / "notes").write_text("mine")
+    (tmp_path / "hints" / ".unfinished-step-000001").write_text("half")
+    for _ in range(3):
+        loop.step()
+        checkpoints.save(loop)
+    assert names_in(tmp_path / "hints") == ["notes", "step-000002", "step-000003"]
+    other = hinting_loop()
+    checkpoints.restore_newest(other)
+    assert (other.num_steps_done, other.hint) == (3, "3")
+
+
+def test_hints_are_there_before_their_checkpoint_and_lost_ones_are_no_damage(tmp_path: Path) -> None:
+    checkpoints = store(tmp_path / "checkpoints", keep=1, hints=tmp_path / "hints")
+    loop = hinting_loop()
+    for _ in range(2):
+        loop.step()
+        newest = checkpoints.save(loop)
+    # A kill between the two leaves hints without a checkpoint; the next start removes them.
+    (tmp_path / "hints" / "step-000009").write_text("9")
+    (tmp_path / "hints" / newest.name).unlink()
+    other = hinting_loop()
+    assert checkpoints.restore_newest(other) == 2
+    assert other.hint == "lost"
+    assert names_in(tmp_path / "hints") == []

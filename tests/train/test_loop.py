@@ -12,7 +12,8 @@ from tests.train.runs import tiny_loop, tiny_tasks
 from treering import metrics
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.train.batches import Task
-from treering.train.loop import LoopOptions, SftLoop, enable_gradient_checkpointing
+from treering.train.compute import enable_gradient_checkpointing
+from treering.train.loop import LoopOptions, SftLoop
 from treering.train.optim import OptimOptions
 
 EXACT = 1e-10
@@ -52,9 +53,9 @@ def test_steps_are_those_of_plain_flat_training() -> None:
         assert norm > 0.5
         optimizer.step()
         report = loop.step()
-        assert (report.step, report.learning_rate) == (step, 1e-2)
-        assert report.loss == pytest.approx(loss.item(), rel=EXACT)
-        assert report.grad_norm == pytest.approx(norm.item(), rel=EXACT)
+        assert (report.step, report.update.learning_rate) == (step, 1e-2)
+        assert report.update.loss == pytest.approx(loss.item(), rel=EXACT)
+        assert report.update.grad_norm == pytest.approx(norm.item(), rel=EXACT)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(loop.model.get_parameter(name), weight, rtol=0, atol=EXACT)
 
@@ -66,7 +67,7 @@ def test_both_layouts_give_the_same_gradients() -> None:
 @pytest.mark.parametrize(("layout", "max_tokens"), [("tree", 110), ("packed", 90)])
 def test_micro_batches_change_no_gradient(layout: str, max_tokens: int) -> None:
     loop = tiny_loop(build_float64(), layout=layout, max_tokens=max_tokens)
-    assert loop.step().num_micro_batches > 1
+    assert loop.step().update.num_micro_batches > 1
     small = gradients_after_a_step(layout=layout, max_tokens=max_tokens)
     assert_gradients_equal(small, gradients_after_a_step(layout=layout), EXACT)
 
@@ -87,7 +88,7 @@ def test_gradient_checkpointing_is_refused_for_a_model_without_it() -> None:
 
 def test_autocast_computes_in_bfloat16_over_float32_weights() -> None:
     narrow, wide = tiny_loop(autocast="bfloat16"), tiny_loop()
-    losses = narrow.step().loss, wide.step().loss
+    losses = narrow.step().update.loss, wide.step().update.loss
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
     assert {weight.dtype for weight in narrow.model.parameters()} == {torch.float32}
@@ -102,7 +103,7 @@ def test_a_report_counts_the_tasks_of_its_step(layout: str) -> None:
     loop, tasks = tiny_loop(layout=layout), tiny_tasks()
     reports = [loop.step() for _ in range(4)]
     # 5 tasks, 2 per step: 2, 2, 1, and the next epoch.
-    assert [(report.step, report.epoch, report.num_trees) for report in reports] == [
+    assert [(report.step, report.epoch, report.update.num_trees) for report in reports] == [
         (1, 0, 2),
         (2, 0, 2),
         (3, 0, 1),
@@ -113,19 +114,19 @@ def test_a_report_counts_the_tasks_of_its_step(layout: str) -> None:
     prefixes = {sequence[: i + 1] for sequence in flat for i in range(len(sequence))}
     num_tokens = len(prefixes) if layout == "tree" else sum(map(len, flat))
     report = reports[2]
-    assert (report.num_branches, report.num_branch_tokens) == (3, sum(map(len, flat)))
-    assert report.num_tokens == num_tokens
-    assert report.sharing == pytest.approx(1 - num_tokens / sum(map(len, flat)))
-    assert report.num_loss_tokens == sum(task.num_trained_tokens for task in trained)
-    assert report.peak_memory_bytes is None
+    assert (report.update.num_branches, report.update.num_branch_tokens) == (3, sum(map(len, flat)))
+    assert report.update.num_tokens == num_tokens
+    assert report.update.sharing == pytest.approx(1 - num_tokens / sum(map(len, flat)))
+    assert report.update.num_loss_tokens == sum(task.num_trained_tokens for task in trained)
+    assert report.update.peak_memory_bytes is None
     assert loop.num_steps_done == 4
 
 
 def test_a_report_is_logged_under_the_names_of_metrics() -> None:
     report = tiny_loop().step()
     values = report.values()
-    assert values[metrics.LOSS] == report.loss
-    assert values[metrics.TOKENS_PER_S] == report.num_branch_tokens / report.seconds
+    assert values[metrics.LOSS] == report.update.loss
+    assert values[metrics.TOKENS_PER_S] == report.update.num_branch_tokens / report.seconds
     names = {getattr(metrics, name) for name in dir(metrics) if name.isupper()}
     assert values.keys() <= names
     assert metrics.PEAK_MEMORY_BYTES not in values
@@ -134,7 +135,7 @@ def test_a_report_is_logged_under_the_names_of_metrics() -> None:
 def test_the_warm_up_reaches_the_update() -> None:
     loop = tiny_loop(optim=OptimOptions(learning_rate=1e-2, warmup_steps=4))
     before = {name: weight.detach().clone() for name, weight in loop.model.named_parameters()}
-    rates = [loop.step().learning_rate for _ in range(2)]
+    rates = [loop.step().update.learning_rate for _ in range(2)]
     assert rates == [0.0025, 0.005]
     moved = max(float((w.detach() - before[name]).abs().max()) for name, w in loop.model.named_parameters())
     # AdamW moves a weight by at most about its rate.

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import build_float64
+from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, InputError
+from treering.train.importance import importance_weights
 from treering.train.objectives import Objective, clipped_surrogate, dapo, grpo, sft
 from treering.train.step import backward
 from treering.tree.forest import Forest
@@ -140,3 +141,90 @@ def test_defaults_are_those_of_the_papers() -> None:
         "token_mean",
     )
     assert sft().weighting.shared == "sum"
+
+
+@pytest.mark.parametrize(
+    ("target", "behaviour", "cap", "expected"),
+    [
+        (-1.0, -1.5, 2.0, math.exp(0.5)),
+        (-1.0, -3.0, 2.0, 2.0),
+        (-3.0, -1.0, 2.0, math.exp(-2.0)),
+        (-1.0, -1.0, 0.5, 0.5),
+        (-1.0, -3.0, math.inf, math.exp(2.0)),
+        (-1.0, -1e30, 3.0, 3.0),
+        (-1e30, -1.0, 3.0, math.exp(-20.0)),
+    ],
+)
+def test_importance_weights_by_hand(target: float, behaviour: float, cap: float, expected: float) -> None:
+    logprobs = torch.tensor([target], dtype=torch.float64, requires_grad=True)
+    weights = importance_weights(logprobs, torch.tensor([behaviour], dtype=torch.float64), max_importance=cap)
+    assert weights.tolist() == pytest.approx([expected], rel=1e-12)
+    assert not weights.requires_grad
+
+
+MASKS = [[0, 1, 1], [0, 0, 1], [0]]
+OLD = [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]]
+BEHAVIOUR = [[math.nan, -3.0, -3.2], [0.0, math.nan, -6.0], [math.nan]]
+ADVANTAGES = [2.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("make", [grpo, dapo])
+@pytest.mark.parametrize("with_old", [True, False])
+def test_each_term_is_weighted_by_its_truncated_importance(make: Callable[..., Objective], with_old: bool) -> None:
+    cap = 1.5
+    result = backward(
+        MODEL,
+        FOREST,
+        make(
+            ADVANTAGES,
+            MASKS,
+            OLD if with_old else None,
+            behaviour_logprobs=BEHAVIOUR,
+            max_importance=cap,
+            normalizer="sum",
+        ),
+    )
+    actual = take_gradients(MODEL)
+    weights, terms = [], []
+    for branch, sequence in enumerate([[5, 6, 7], [5, 6, 8]]):
+        logprobs = flat_logprobs(MODEL, sequence)[0]
+        for t in (t for t in range(1, 3) if MASKS[branch][t]):
+            target = OLD[branch][t] if with_old else logprobs[t - 1].item()
+            weights.append(min(math.exp(target - BEHAVIOUR[branch][t]), cap))
+            ratio = torch.exp(logprobs[t - 1] - target)
+            clipped = ratio.clamp(0.8, 1.2 if make is grpo else 1.28)
+            terms.append(-weights[-1] * torch.min(ratio * ADVANTAGES[branch], clipped * ADVANTAGES[branch]))
+    loss = torch.stack(terms).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert result.metrics["importance"] == pytest.approx(sum(weights) / 3, rel=1e-12)
+    assert_gradients_equal(actual, take_gradients(MODEL), 1e-10)
+
+
+def test_without_a_cap_nothing_is_weighted() -> None:
+    assert "importance" not in backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD)).metrics
+    MODEL.zero_grad(set_to_none=True)
+
+
+def test_sampling_from_the_trained_distribution_is_no_correction() -> None:
+    plain = backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD))
+    expected = take_gradients(MODEL)
+    same = backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD, behaviour_logprobs=OLD, max_importance=2.0))
+    assert (same.loss, same.metrics["importance"]) == (plain.loss, 1.0)
+    assert_gradients_equal(take_gradients(MODEL), expected, 0.0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_importance_sampling_needs_both_of_its_settings() -> None:
+    for settings, message in [
+        ({"behaviour_logprobs": BEHAVIOUR}, "got no max_importance"),
+        ({"max_importance": 2.0}, "got no behaviour_logprobs"),
+        ({"behaviour_logprobs": BEHAVIOUR, "max_importance": 0.0}, "max_importance is a positive number, got 0.0"),
+        ({"behaviour_logprobs": BEHAVIOUR, "max_importance": math.nan}, "positive number, got nan"),
+        ({"behaviour_logprobs": BEHAVIOUR, "max_importance": "2"}, "positive number, got '2'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            dapo(ADVANTAGES, MASKS, **settings)  # type: ignore[arg-type]
+    objective = grpo(ADVANTAGES, MASKS, behaviour_logprobs=[[0, math.inf, -1], [0, 0, -1], [0]], max_importance=2.0)
+    with pytest.raises(InputError, match=r"behaviour_logprobs\[0\] must be finite where a token is trained, got inf"):
+        backward(MODEL, FOREST, objective)

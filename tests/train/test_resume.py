@@ -1,30 +1,23 @@
 """Law 8: a run killed at any moment and started again ends with bitwise the weights of one that was not."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.train.killed_runs import NUM_MOMENTS, NUM_STEPS
+from tests.killing import NUM_MOMENTS, reports_of
+from tests.train.killed_runs import NUM_STEPS
 from tests.train.runs import store, tiny_loop
 from treering.metrics import JsonlSink, Metrics
 from treering.train.run import METRICS_FILE, open_run, run_steps
-
-ROOT = Path(__file__).parents[2]
+from treering.train.step_report import StepReport
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What `killed_runs` says: the run that was left alone, then those that were killed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    command = [sys.executable, "-m", "tests.train.killed_runs", str(tmp_path_factory.mktemp("runs"))]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return reports_of("tests.train.killed_runs", tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.slow
@@ -71,7 +64,20 @@ def train(folder: Path, *, num_steps: int, stop_after: int | None = None) -> lis
     with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
         steps = run_steps(loop, num_steps=num_steps, save_every=2, checkpoints=checkpoints, metrics=metrics)
         for report in steps:
-            losses.append(report.loss)
+            losses.append(report.update.loss)
             if report.step == stop_after:
                 break
     return losses
+
+
+def test_a_step_is_logged_before_it_is_saved(tmp_path: Path) -> None:
+    loop, checkpoints, seen = tiny_loop(), store(tmp_path / "checkpoints"), []
+    opened = open_run(tmp_path, loop, checkpoints)
+
+    def on_step(report: StepReport) -> None:
+        rows = (tmp_path / METRICS_FILE).read_text().splitlines()
+        seen.append((report.step, len(rows), (tmp_path / "checkpoints" / f"step-{report.step:06d}").exists()))
+
+    with Metrics([JsonlSink(tmp_path / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        list(run_steps(loop, num_steps=2, save_every=1, checkpoints=checkpoints, metrics=metrics, on_step=on_step))
+    assert seen == [(1, 1, False), (2, 2, False)]

@@ -20,7 +20,8 @@ from rich.table import Table
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress
-from treering.config.sft import DataConfig, ModelConfig, StandInConfig
+from treering.config.model import ModelConfig
+from treering.config.sft import DataConfig, StandInConfig
 from treering.data import data_folder
 from treering.errors import InputError
 from treering.metrics import JsonlSink, Metrics
@@ -156,7 +157,7 @@ class _Side:
     @property
     def tokens_per_s(self) -> float:
         seconds = sum(report.seconds for report in self.reports)
-        return sum(report.num_branch_tokens for report in self.reports) / seconds
+        return sum(report.update.num_branch_tokens for report in self.reports) / seconds
 
     def step(self) -> None:
         report = self.loop.step()
@@ -174,7 +175,7 @@ def _side(layout: Layout, corpus: Corpus, seed: int, out: Path | None, open_sink
 
 
 def _standing(tree: _Side, packed: _Side) -> str:
-    loss = f"loss {tree.reports[-1].loss:.3f} as trees, {packed.reports[-1].loss:.3f} packed"
+    loss = f"loss {tree.reports[-1].update.loss:.3f} as trees, {packed.reports[-1].update.loss:.3f} packed"
     speedup = packed.timed_s / tree.timed_s if tree.timed_s else 1.0
     return f"{loss}; {tree.tokens_per_s:,.0f} and {packed.tokens_per_s:,.0f} flat tokens/s ({speedup:.2f}x)"
 
@@ -203,8 +204,8 @@ def _shape(corpus: Corpus) -> ModelShape:
 
 
 def _result(corpus: Corpus, tree: _Side, packed: _Side, bounds: Bounds) -> DemoResult:
-    flat = sum(report.num_branch_tokens for report in tree.reports[1:])
-    unique = sum(report.num_tokens for report in tree.reports[1:])
+    flat = sum(report.update.num_branch_tokens for report in tree.reports[1:])
+    unique = sum(report.update.num_tokens for report in tree.reports[1:])
     speedup = packed.timed_s / tree.timed_s
     losses = zip(tree.reports, packed.reports, strict=True)
     return DemoResult(
@@ -221,12 +222,12 @@ def _result(corpus: Corpus, tree: _Side, packed: _Side, bounds: Bounds) -> DemoR
         token_bound=bounds.token_bound,
         flop_bound=bounds.flop_bound,
         share_of_flop_bound=speedup / bounds.flop_bound,
-        first_loss=tree.reports[0].loss,
-        last_loss=tree.reports[-1].loss,
+        first_loss=tree.reports[0].update.loss,
+        last_loss=tree.reports[-1].update.loss,
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
         versions={name: version(name) for name in ("torch", "transformers", "numpy")},
-        largest_loss_difference=max(abs(ours.loss - plain.loss) for ours, plain in losses),
+        largest_loss_difference=max(abs(ours.update.loss - plain.update.loss) for ours, plain in losses),
     )
 
 

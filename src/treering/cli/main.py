@@ -24,7 +24,8 @@ app = typer.Typer(
     help="""Train language models on trees of trajectories: every shared token is trained once.
 
     Start with `treering inspect FILES` to see what your trajectories share, and how much faster a tree can train at
-    best. Then `treering sft CONFIG` trains on them. `treering demo` shows both on a small model in a few minutes.
+    best. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy on rollouts of its own,
+    with rewards. `treering demo` shows both on a small model in a few minutes.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,
@@ -111,6 +112,27 @@ def sft(
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
     from treering.cli.sft import run
+
+    run(config_path=config, overrides=overrides or [], json_output=json_output)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="TOML file with [rl], and [task], [model], [history] and others.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
+
+    Example: treering train config.toml rl.group_size=16 run.dir=runs/try
+
+    A run that was stopped goes on from its last checkpoint when it is started again.
+    """
+    from treering.cli.train import run
 
     run(config_path=config, overrides=overrides or [], json_output=json_output)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from treering.config.sft import ModelConfig
+from treering.config.model import ModelConfig
 from treering.errors import ConfigError, InputError
 
 

@@ -45,8 +45,8 @@ class StepProgress:
 
     def show(self, report: StepReport) -> None:
         """Shows one more step; rates are averages since the start of this process's training."""
-        self._num_flat += report.num_branch_tokens
-        self._num_unique += report.num_tokens
+        self._num_flat += report.update.num_branch_tokens
+        self._num_unique += report.update.num_tokens
         self.tell(report.step, self._text(report))
 
     def tell(self, step: int, text: str) -> None:
@@ -62,7 +62,7 @@ class StepProgress:
         seconds = time.perf_counter() - self._started
         sharing = 1.0 - self._num_unique / self._num_flat
         rates = f"{self._num_flat / seconds:,.0f} flat {self._num_unique / seconds:,.0f} unique"
-        return f"loss {report.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
+        return f"loss {report.update.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -67,12 +67,12 @@ def totals(reports: Sequence[StepReport]) -> Totals:
     Example: steps of 10 and 20 flat and 5 and 10 computed tokens have 30 flat tokens and a sharing of 0.5.
     """
     return Totals(
-        first_loss=reports[0].loss if reports else None,
-        last_loss=reports[-1].loss if reports else None,
+        first_loss=reports[0].update.loss if reports else None,
+        last_loss=reports[-1].update.loss if reports else None,
         seconds=sum(report.seconds for report in reports),
-        flat_tokens=sum(report.num_branch_tokens for report in reports),
-        unique_tokens=sum(report.num_tokens for report in reports),
-        num_micro_batches=sum(report.num_micro_batches for report in reports),
+        flat_tokens=sum(report.update.num_branch_tokens for report in reports),
+        unique_tokens=sum(report.update.num_tokens for report in reports),
+        num_micro_batches=sum(report.update.num_micro_batches for report in reports),
     )
 
 

@@ -3,9 +3,7 @@
 Translates nothing (`sft_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -15,16 +13,17 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress
-from treering.cli.sft_settings import count_steps, identity, loop_options, optim_options
+from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.settings import count_steps, optim_options
+from treering.cli.sft_settings import identity, loop_options
 from treering.cli.sft_summary import SftSummary, totals
 from treering.config import SftConfig
-from treering.metrics import JsonlSink, Metrics, Sink, TensorBoardSink
+from treering.metrics import Metrics
+from treering.train.batches import StepPlan
 from treering.train.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop import SftLoop
-from treering.train.run import CHECKPOINTS_FOLDER, METRICS_FILE, Opened, open_run, run_steps
+from treering.train.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 from treering.train.step_report import StepReport
-
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
@@ -34,18 +33,21 @@ def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
     corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
-    num_steps = count_steps(config.train, num_tasks=len(corpus.tasks))
-    loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=loop_options(config))
+    options = loop_options(config)
+    plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
+    num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
+    loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=options)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, corpus, model),
         keep=config.run.keep,
         tokenizer=corpus.tokenizer,
     )
-    with _told_on(console):
+    with told_on(console):
         opened = open_run(config.run.dir, loop, checkpoints)
+    write_settings(config, config.run)
     _announce(console, config, corpus, model, opened, num_steps)
-    with Metrics(_sinks(config, opened)) as metrics:
+    with Metrics(open_sinks(config.run, opened)) as metrics:
         steps = run_steps(
             loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
         )
@@ -60,25 +62,6 @@ def _show_each(steps: Iterator[StepReport], progress: StepProgress) -> list[Step
         progress.show(report)
         reports.append(report)
     return reports
-
-
-@contextmanager
-def _told_on(console: Console) -> Iterator[None]:
-    """Warnings of the block as plain lines; those of damaged checkpoints are for the user, not for a log of code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
-
-
-def _sinks(config: SftConfig, opened: Opened) -> list[Sink]:
-    sinks: list[Sink] = []
-    if "jsonl" in config.run.log:
-        sinks.append(JsonlSink(config.run.dir / METRICS_FILE, resume_step=opened.resume_step))
-    if "tensorboard" in config.run.log:
-        sinks.append(TensorBoardSink(config.run.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
-    return sinks
 
 
 def _announce(

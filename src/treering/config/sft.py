@@ -4,59 +4,17 @@ This file knows the settings, their units and which of them contradict each othe
 setting names, to build anything, and to import torch.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
+from treering.config.loss import check_divisor, check_packed
+from treering.config.model import ModelConfig
+from treering.config.optim import OptimConfig, check_end, check_warmup
+from treering.config.run import RunConfig
+from treering.config.values import Count, FilePath, Positive, Seed
 from treering.errors import ConfigError
-
-# TOML has strings and arrays only; every other type stays strict.
-FilePath = Annotated[Path, Field(strict=False)]
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class ModelConfig(Config):
-    """A pre-trained model from a folder, or a small random one of the given shape."""
-
-    path: FilePath | None = Field(
-        default=None, description="Hugging Face model folder; none: a random model of this shape."
-    )
-    family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
-    vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
-    hidden_size: Count = Field(default=128, description="Width of the residual stream.")
-    num_layers: Count = Field(default=4, description="Number of decoder layers.")
-    num_heads: Count = Field(default=4, description="Number of query heads.")
-    num_kv_heads: Count = Field(default=2, description="Number of key and value heads; divides num_heads.")
-    head_size: Annotated[int, Field(ge=2, multiple_of=2)] = Field(
-        default=32, description="Width of a head; even, for RoPE."
-    )
-    intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
-    tie_embeddings: bool = Field(default=True, description="Whether the output head is the embedding matrix.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type that the model computes in.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to train; auto: cuda if there is one."
-    )
-
-    @model_validator(mode="after")
-    def _check_shape(self) -> Self:
-        shape = sorted(self.model_fields_set - {"path", "dtype", "device"})
-        if self.path is not None and shape:
-            raise ConfigError(
-                f"a model from a folder has its own shape, and path = {str(self.path)!r} stands beside "
-                f"{', '.join(shape)}; remove these, or remove path for a random model"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads divides num_heads, and {self.num_kv_heads} does not divide {self.num_heads}; set "
-                f"num_kv_heads to 1 or to {self.num_heads}, for example"
-            )
-        return self
 
 
 class StandInConfig(Config):
@@ -116,7 +74,7 @@ class DataConfig(Config):
         return self
 
 
-class TrainConfig(Config):
+class TrainConfig(OptimConfig):
     """The optimisation: AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
 
     num_epochs: Count | None = Field(default=None, description="Passes over the tasks; none: until num_steps.")
@@ -127,22 +85,6 @@ class TrainConfig(Config):
     max_tokens: Count = Field(
         default=16384, description="Unique tokens per micro-batch, at most; the largest tree must fit."
     )
-    learning_rate: Positive = Field(default=1e-4, description="AdamW's rate after warm-up, per step.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="Steps in which the rate rises linearly from 0."
-    )
-    schedule: Literal["constant", "cosine"] = Field(
-        default="constant", description="The rate after warm-up; cosine falls to min_learning_rate at the last step."
-    )
-    min_learning_rate: NonNegative = Field(default=0.0, description="Where the cosine ends, per step.")
-    weight_decay: NonNegative = Field(
-        default=0.0, description="Decay of matrices, times the rate; vectors never decay."
-    )
-    max_grad_norm: NonNegative = Field(default=1.0, description="Clip the gradient's global L2 norm; 0: never clip.")
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment."
-    )
-    eps: Positive = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
     normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )
@@ -161,65 +103,19 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
-        if self.num_epochs is None and self.num_steps is None:
-            raise ConfigError("training needs an end, and neither num_epochs nor num_steps is set; set one, or both")
-        if self.num_steps is not None and self.warmup_steps >= self.num_steps:
-            raise ConfigError(
-                f"warm-up ends before training does, and warmup_steps = {self.warmup_steps} is not below num_steps = "
-                f"{self.num_steps}; lower warmup_steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
-        if self.schedule == "constant" and "min_learning_rate" in self.model_fields_set:
-            raise ConfigError(
-                f'min_learning_rate is where a cosine ends, and schedule = "constant" with min_learning_rate = '
-                f'{self.min_learning_rate}; set schedule = "cosine", or remove min_learning_rate'
-            )
-        if self.min_learning_rate > self.learning_rate:
-            raise ConfigError(
-                f"a cosine falls, and min_learning_rate = {self.min_learning_rate} is above learning_rate = "
-                f"{self.learning_rate}; lower min_learning_rate"
-            )
+        check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
+        check_warmup(warmup_steps=self.warmup_steps, num_steps=self.num_steps)
         return self
 
     @model_validator(mode="after")
     def _check_loss(self) -> Self:
-        if (self.normalizer == "constant") != (self.divisor is not None):
-            raise ConfigError(
-                f'divisor belongs to normalizer = "constant", and here normalizer = "{self.normalizer}" with divisor = '
-                f"{self.divisor}; set both, or neither"
-            )
+        check_divisor(normalizer=self.normalizer, divisor=self.divisor)
+        check_packed(layout=self.layout, normalizer=self.normalizer)
         if self.layout == "packed" and self.shared == "once":
             raise ConfigError(
                 'layout = "packed" trains every sequence by itself, so a shared token counts in each, and shared = '
                 '"once" cannot hold; set shared = "sum", or layout = "tree"'
             )
-        if self.layout == "packed" and self.normalizer == "tree_mean":
-            raise ConfigError(
-                'layout = "packed" has no trees, and normalizer = "tree_mean" averages over them; set another '
-                'normalizer, or layout = "tree"'
-            )
-        return self
-
-
-class RunConfig(Config):
-    """Where a run writes, and how often."""
-
-    dir: FilePath = Field(
-        default=Path("runs/sft"), description="Run folder: checkpoints, metrics.jsonl, TensorBoard files."
-    )
-    save_every: Count | None = Field(default=None, description="Steps between checkpoints; none: one at the end.")
-    keep: Count = Field(default=2, description="Checkpoints to keep, the newest ones.")
-    log: Annotated[tuple[Literal["jsonl", "tensorboard"], ...], Field(strict=False)] = Field(
-        default=("jsonl",), description="Where metrics go, each sink at most once."
-    )
-
-    @model_validator(mode="after")
-    def _check_log(self) -> Self:
-        if len(set(self.log)) < len(self.log):
-            raise ConfigError(f"a sink is named once, and log = {list(self.log)} repeats one; remove the repetition")
         return self
 
 

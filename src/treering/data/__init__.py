@@ -1,6 +1,6 @@
 """Trajectories: records, files, rendering to tokens and masks, and generated stand-ins. No torch."""
 
-from treering.data.files import read_trajectories, write_trajectories
+from treering.data.files import append_trajectories, read_trajectories, write_trajectories
 from treering.data.generate import AgentSpec, generate_trajectories
 from treering.data.locate import DATA_VARIABLE, data_folder
 from treering.data.render import RenderedTrajectory, Renderer, Template, by_task, render
@@ -16,6 +16,7 @@ __all__ = [
     "Template",
     "ToolCall",
     "Trajectory",
+    "append_trajectories",
     "by_task",
     "data_folder",
     "generate_trajectories",

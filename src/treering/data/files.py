@@ -41,7 +41,7 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
     `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
     """
     file = Path(path)
-    lines = (json.dumps(encode(t), ensure_ascii=False, allow_nan=False).encode() + b"\n" for t in trajectories)
+    lines = (_line(trajectory) for trajectory in trajectories)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
@@ -53,6 +53,26 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
         raise InputError(f"{file}: cannot be written ({error.strerror}); check folder and free space") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Adds lines to a plain file, which is made with its folder where it is absent.
+
+    Once it returns, a killed process does not lose them; a kill half-way may leave the last line half written.
+
+    Example: two calls with one trajectory each leave a file of two lines.
+    """
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab") as stream:
+            stream.writelines(_line(trajectory) for trajectory in trajectories)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror}); check folder and free space") from error
+
+
+def _line(trajectory: Trajectory) -> bytes:
+    return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:

@@ -3,7 +3,9 @@
 Knows which values fit together. Knows nothing of models, of batches or of when a request runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError
@@ -95,3 +97,19 @@ class Request:
     def key(self) -> RolloutKey:
         """(prompt_id, draw, sample)."""
         return (self.prompt_id, self.draw, self.sample)
+
+    def unstarted(self) -> Rollout:
+        """What is left of a request that was taken out before it ran: the tokens that it came with."""
+        if self.so_far is not None:
+            return replace(self.so_far, finish_reason="abort")
+        return Rollout(
+            prompt_id=self.prompt_id,
+            draw=self.draw,
+            sample=self.sample,
+            tokens=np.zeros(0, np.int32),
+            logprobs=np.zeros(0),
+            policy_logprobs=np.zeros(0),
+            loss_mask=np.zeros(0, bool),
+            versions=np.zeros(0, np.int32),
+            finish_reason="abort",
+        )

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from treering.data.render import RenderedTrajectory, by_task
 from treering.data.trajectory import TaskId
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
+from treering.train.weights import Normalizer, Shared
 from treering.tree.forest import Forest
 from treering.types import LossMask, TokenIds
 
@@ -53,6 +54,7 @@ class Task:
 class StepBatch:
     """The forests of one optimizer step and their masks: one mask per branch, forests in order, then sequences."""
 
+    num_tasks: int
     forests: list[Forest]
     loss_masks: list[LossMask]
 
@@ -131,9 +133,23 @@ def make_batch(tasks: Sequence[Task], layout: Layout) -> StepBatch:
     if layout == "packed":
         groups = [(sequence,) for group in groups for sequence in group]
     return StepBatch(
+        num_tasks=len(tasks),
         forests=[Forest.from_sequences(group) for group in groups],
         loss_masks=[mask for task in tasks for mask in task.loss_masks],
     )
+
+
+def check_layout(layout: Layout, *, normalizer: Normalizer, shared: Shared) -> None:
+    """Refuses what needs trees where there are none.
+
+    Raises:
+        ConfigError: "packed" with a convention or a mean of trees.
+    """
+    if layout == "packed" and (shared == "once" or normalizer == "tree_mean"):
+        raise ConfigError(
+            f'layout "packed" has no trees to share or to average over, got shared={shared!r} and '
+            f'normalizer={normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
+        )
 
 
 def check_fits(tasks: Sequence[Task], *, layout: Layout, max_tokens: int | None) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from treering.errors import StateError, UnsupportedError
 from treering.train.atomic import clear_unfinished, read_facts, remove_folder, write_folder
-from treering.train.loop import SftLoop
+from treering.train.resumable import ReportT, Resumable
 
 STATE_FILE = "training_state.pt"
 TOKENIZER_FILES = (
@@ -49,6 +49,8 @@ class CheckpointStore:
         identity: of the run; a checkpoint of another one is refused.
         keep: checkpoints that stay, the newest ones; at least 1.
         tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
+        hints: folder of one file per checkpoint with what the loop may lose (`Resumable`), apart from the checkpoints
+            so that damage to it damages none; None keeps no hints.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
     """
@@ -57,8 +59,9 @@ class CheckpointStore:
     identity: Identity
     keep: int = 2
     tokenizer: Path | None = None
+    hints: Path | None = None
 
-    def save(self, loop: SftLoop) -> Path:
+    def save(self, loop: Resumable[ReportT]) -> Path:
         """Writes the loop as it is now and removes what is beyond `keep`; returns the checkpoint's folder.
 
         Raises:
@@ -77,13 +80,17 @@ class CheckpointStore:
             torch.save({"loop": loop.state(), "random": _random_state()}, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
 
+        # First, so that a whole checkpoint has its hints whenever this process is killed.
+        if self.hints is not None:
+            self.hints.mkdir(parents=True, exist_ok=True)
+            loop.save_hints(self.hints / target.name)
         write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
         # Later ones were damaged, or this run would have gone on from them.
         self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
         self._tidy(loop.num_steps_done)
         return target
 
-    def restore_newest(self, loop: SftLoop) -> int | None:
+    def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
         """Puts the newest whole checkpoint into the loop, bit by bit; damaged ones are named in one warning.
 
         Returns:
@@ -102,6 +109,8 @@ class CheckpointStore:
             self._warn(damaged, checkpoint)
             check_identity(facts["identity"], self.identity, where=checkpoint)
             _restore(checkpoint, loop)
+            if self.hints is not None:
+                loop.load_hints(self.hints / checkpoint.name)
             self._tidy(loop.num_steps_done)
             return loop.num_steps_done
         if damaged:
@@ -112,18 +121,24 @@ class CheckpointStore:
         return None
 
     def _newest_first(self) -> list[Path]:
-        own = (path for path in self.folder.glob(f"{_PREFIX}*") if path.is_dir() and _NAME.fullmatch(path.name))
-        return sorted(own, key=_step_of, reverse=True)
+        return sorted((path for path in _named(self.folder) if path.is_dir()), key=_step_of, reverse=True)
 
     def _warn(self, damaged: list[str], used: Path) -> None:
         if damaged:
             warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
 
     def _tidy(self, step: int) -> None:
-        """Removes what a kill left half done, and whole checkpoints before `step` beyond `keep`."""
+        """Removes what a kill left half done, whole checkpoints before `step` beyond `keep`, and hints of none."""
         clear_unfinished(self.folder)
         kept = [path for path in self._newest_first() if _step_of(path) <= step]
         self._remove(kept[self.keep :])
+        if self.hints is None:
+            return
+        left = {path.name for path in self._newest_first()}
+        # A hidden one is a draft of a killed writer.
+        for hint in [*_named(self.hints), *self.hints.glob(f".*{_PREFIX}*")]:
+            if hint.name not in left:
+                hint.unlink()
 
     def _remove(self, checkpoints: Iterable[Path]) -> None:
         for path in list(checkpoints):
@@ -154,11 +169,15 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
         )
 
 
+def _named(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
+
+
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
-def _restore(checkpoint: Path, loop: SftLoop) -> None:
+def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
     state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
     _load_weights(loop.model, checkpoint)
     loop.load_state(state["loop"])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from treering.errors import ConfigError, InputError
 from treering.train.branch_values import BranchValues, as_masks, flatten
+from treering.train.importance import check_importance, importance_weights
 from treering.train.weights import Normalizer, Shared, Weighting
 
 Clip = tuple[float, float]
@@ -118,6 +119,8 @@ def grpo(
     old_logprobs: BranchValues | None = None,
     clip: Clip = (0.2, 0.2),
     *,
+    behaviour_logprobs: BranchValues | None = None,
+    max_importance: float | None = None,
     normalizer: Normalizer = "sequence_mean",
     shared: Shared = "sum",
     divisor: float | None = None,
@@ -133,6 +136,12 @@ def grpo(
         old_logprobs: K lists with one log-probability per token, of the policy that sampled; None takes the current
             policy's own (r = 1, so nothing is clipped).
         clip: (low, high), both >= 0.
+        behaviour_logprobs: K lists with one log-probability per token, of the distribution that was sampled, where an
+            engine's top-p, top-k or rounding made it another than the trainer's; None trusts that it was the same.
+        max_importance: with them, each term is weighted by min(exp(logp_old - behaviour_logp), max_importance), held
+            constant: truncated importance sampling per token (TRL's `token_truncate`, verl's token-level
+            `rollout_is`). logp_old is `old_logprobs`, the trainer's own log-prob of the policy that sampled, or the
+            current log-prob where these are None.
         normalizer: see `Weighting`.
         shared: see `Weighting`.
         divisor: of the constant normaliser.
@@ -145,6 +154,7 @@ def grpo(
         loss_masks,
         old_logprobs,
         clip,
+        (behaviour_logprobs, max_importance),
         Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
     )
 
@@ -155,6 +165,8 @@ def dapo(
     old_logprobs: BranchValues | None = None,
     clip: Clip = (0.2, 0.28),
     *,
+    behaviour_logprobs: BranchValues | None = None,
+    max_importance: float | None = None,
     normalizer: Normalizer = "token_mean",
     shared: Shared = "sum",
     divisor: float | None = None,
@@ -171,6 +183,7 @@ def dapo(
         loss_masks,
         old_logprobs,
         clip,
+        (behaviour_logprobs, max_importance),
         Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
     )
 
@@ -181,19 +194,24 @@ def _policy_objective(
     loss_masks: BranchValues,
     old_logprobs: BranchValues | None,
     clip: Clip,
+    importance: tuple[BranchValues | None, float | None],
     weighting: Weighting,
 ) -> Objective:
     if loss_masks is None:
         raise InputError(f"{name} needs loss_masks: which tokens did the policy sample?")
     _check_clip(clip)
-    values: dict[str, BranchValues] = {"advantages": advantages}
-    if old_logprobs is not None:
-        values["old_logprobs"] = old_logprobs
+    behaviour_logprobs, max_importance = importance
+    check_importance(behaviour_logprobs, max_importance)
+    named = {"advantages": advantages, "old_logprobs": old_logprobs, "behaviour_logprobs": behaviour_logprobs}
+    values = {key: items for key, items in named.items() if items is not None}
 
     def terms(entries: Entries) -> Terms:
-        logprobs = entries.logprobs
-        old = entries.values.get("old_logprobs", logprobs.detach())
-        return clipped_surrogate(logprobs, old, entries.values["advantages"], clip=clip)
+        old = entries.values.get("old_logprobs", entries.logprobs.detach())
+        unweighted = clipped_surrogate(entries.logprobs, old, entries.values["advantages"], clip=clip)
+        if max_importance is None:
+            return unweighted
+        weights = importance_weights(old, entries.values["behaviour_logprobs"], max_importance=max_importance)
+        return Terms(loss=weights * unweighted.loss, metrics={**unweighted.metrics, "importance": weights})
 
     return Objective(name=name, weighting=weighting, terms=terms, loss_masks=loss_masks, values=values)
 

@@ -5,15 +5,14 @@ Knows the order in which a step is trained, logged and saved. Knows nothing of c
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from treering.errors import StateError
 from treering.metrics import Metrics
 from treering.train.checkpoint import CheckpointStore, check_identity
-from treering.train.loop import SftLoop
-from treering.train.step_report import StepReport
+from treering.train.resumable import ReportT, Resumable
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -38,7 +37,7 @@ class Opened:
         return None if self.is_new else self.step
 
 
-def open_run(folder: Path, loop: SftLoop, checkpoints: CheckpointStore) -> Opened:
+def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStore) -> Opened:
     """Makes the folder of a new run, or puts the newest checkpoint of the run that lives there into the loop.
 
     Raises:
@@ -53,14 +52,20 @@ def open_run(folder: Path, loop: SftLoop, checkpoints: CheckpointStore) -> Opene
         _check_free(folder)
     if is_new:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(file, dict(checkpoints.identity))
+        write_json(file, dict(checkpoints.identity))
     return Opened(is_new=is_new and step is None, step=step or 0)
 
 
 def run_steps(
-    loop: SftLoop, *, num_steps: int, save_every: int | None, checkpoints: CheckpointStore, metrics: Metrics
-) -> Iterator[StepReport]:
-    """Trains up to step `num_steps` and yields each step's report after it has been logged and, if due, saved.
+    loop: Resumable[ReportT],
+    *,
+    num_steps: int,
+    save_every: int | None,
+    checkpoints: CheckpointStore,
+    metrics: Metrics,
+    on_step: Callable[[ReportT], None] | None = None,
+) -> Iterator[ReportT]:
+    """Does steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
 
     Args:
         loop: as `open_run` left it.
@@ -68,12 +73,15 @@ def run_steps(
         save_every: steps between checkpoints; None saves the last one only.
         checkpoints: where to.
         metrics: opened with `Opened.resume_step`.
+        on_step: logs what is no metric; called before the step is saved, so that no checkpoint is ahead of a log.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
     while loop.num_steps_done < num_steps:
         report = loop.step()
         metrics.log(report.step, report.values())
+        if on_step is not None:
+            on_step(report)
         if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
             checkpoints.save(loop)
         yield report
@@ -89,10 +97,14 @@ def _check_free(folder: Path) -> None:
         )
 
 
-def _write(file: Path, identity: dict[str, object]) -> None:
+def write_json(file: Path, content: Mapping[str, object]) -> None:
+    """Puts a JSON object into a file, whole or not at all.
+
+    Example: `write_json(Path("run.json"), {"seed": 0})` writes a `run.json` of three lines.
+    """
     draft = file.with_name(f".{file.name}.unfinished")
     with draft.open("w", encoding="utf-8") as stream:
-        json.dump(identity, stream, indent=1)
+        json.dump(dict(content), stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(draft, file)

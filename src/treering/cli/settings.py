@@ -1,0 +1,68 @@
+"""Settings that every training subcommand has, as the records that training takes, and as parts of a run's identity.
+
+Knows both spellings of them. Reads no file and builds no model.
+"""
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedModel
+
+from treering.config import Config
+from treering.config.model import ModelConfig
+from treering.config.optim import OptimConfig
+from treering.train.batches import StepPlan
+from treering.train.optim import OptimOptions
+
+Scalar = str | int | float | bool | None
+
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+
+
+def count_steps(plan: StepPlan, *, num_steps: int | None, num_epochs: int | None) -> int:
+    """Steps of the whole run: `num_steps` or `num_epochs` passes, whichever ends earlier; at least one is set.
+
+    Example: 5 tasks, 2 trees per step and 2 epochs are 6 steps.
+    """
+    limits = [num_steps, None if num_epochs is None else num_epochs * plan.steps_per_epoch]
+    return min(limit for limit in limits if limit is not None)
+
+
+def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
+    """The optimiser's record for a run of `num_steps` steps."""
+    return OptimOptions(
+        learning_rate=config.learning_rate,
+        schedule=config.schedule,
+        warmup_steps=config.warmup_steps,
+        num_steps=num_steps if config.schedule == "cosine" else None,
+        min_learning_rate=config.min_learning_rate,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run's model must have in common with the one that began."""
+    shape = {f"model.{key}": getattr(model.config, key, None) for key in _SHAPE}
+    path = None if config.path is None else str(config.path)
+    return {**shape, "model.path": path, "model.dtype": config.dtype}
+
+
+def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:
+    """The settings of a section by dotted name, without those that are free to change.
+
+    Example: the section `[train]` with seed 3 has "train.seed": 3.
+    """
+    settings = section.model_dump(mode="json", exclude=set(free))
+    return {f"{name}.{key}": str(value) if isinstance(value, list | dict) else value for key, value in settings.items()}

@@ -1,0 +1,126 @@
+"""The training of `treering train`: task, model, loop, run folder and sinks, put together as a configuration says.
+
+Translates nothing (`train_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.corpus import locate, search_places
+from treering.cli.models import build_model
+from treering.cli.progress import StepProgress
+from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.settings import count_steps, optim_options
+from treering.cli.train_progress import RlProgress
+from treering.cli.train_settings import engine_factory, identity, make_drafting, rl_options
+from treering.cli.train_summary import TrainSummary, totals
+from treering.cli.train_task import TaskSource, load_task
+from treering.cli.train_warmup import warm_up
+from treering.config import RlConfig
+from treering.metrics import Metrics
+from treering.rl.loop import RlLoop
+from treering.rl.rollout_log import RolloutLog
+from treering.rl.step_report import RlStepReport
+from treering.train.batches import StepPlan
+from treering.train.checkpoint import CheckpointStore, checkpoint_path
+from treering.train.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+
+HISTORY_FOLDER = "history"
+ROLLOUTS_FOLDER = "rollouts"
+
+
+def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
+    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
+    # Its bars for files of a second would flicker through ours.
+    transformers_logging.disable_progress_bar()
+    source = load_task(config.task, beside=beside)
+    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
+    model = build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
+    num_steps = _count_steps(config, source)
+    loop = RlLoop(
+        model,
+        source.task,
+        engine_factory(config, model, source),
+        optim=optim_options(config.optim, num_steps),
+        options=rl_options(config, source),
+        drafting=make_drafting(config),
+    )
+    checkpoints = CheckpointStore(
+        folder=config.run.dir / CHECKPOINTS_FOLDER,
+        identity=identity(config, source, model),
+        keep=config.run.keep,
+        tokenizer=source.tokenizer,
+        hints=config.run.dir / HISTORY_FOLDER,
+    )
+    with told_on(console):
+        opened = open_run(config.run.dir, loop, checkpoints)
+    write_settings(config, config.run)
+    _announce(console, config, source, model, opened, num_steps)
+    if opened.step == 0:
+        warm_up(config, model, console)
+    with Metrics(open_sinks(config.run, opened)) as metrics:
+        steps = run_steps(
+            loop,
+            num_steps=num_steps,
+            save_every=config.run.save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=_rollout_log(config, loop, opened),
+        )
+        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
+            reports = _show_each(steps, RlProgress(progress), console)
+    last_step = reports[-1].step if reports else opened.step
+    return TrainSummary(
+        run_dir=str(config.run.dir),
+        task=source.kind,
+        num_prompts=len(source.task.prompts),
+        num_parameters=model.num_parameters(),
+        resumed_from_step=opened.resume_step,
+        num_steps=last_step,
+        total=totals(reports),
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+    )
+
+
+def _count_steps(config: RlConfig, source: TaskSource) -> int:
+    rl = config.rl
+    plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
+    return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
+
+
+def _rollout_log(config: RlConfig, loop: RlLoop, opened: Opened) -> Callable[[RlStepReport], None] | None:
+    if config.run.rollouts == "off":
+        return None
+    log = RolloutLog(config.run.dir / ROLLOUTS_FOLDER, resume_step=opened.resume_step)
+    return lambda report: log.write(report.epoch, loop.latest)
+
+
+def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Console) -> list[RlStepReport]:
+    reports = []
+    for report in steps:
+        progress.show(report)
+        for message in report.rollouts.reward_errors[:1]:
+            count = report.rollouts.num_reward_errors
+            console.print(f"warning: step {report.step}: {count} rewards raised; {message}", soft_wrap=True)
+        reports.append(report)
+    return reports
+
+
+def _announce(
+    console: Console, config: RlConfig, source: TaskSource, model: PreTrainedModel, opened: Opened, num_steps: int
+) -> None:
+    for note in source.notes:
+        console.print(note, soft_wrap=True)
+    device = next(model.parameters()).device
+    console.print(
+        f"{len(source.task.prompts)} prompts of {source.kind}; {model.num_parameters():,} parameters on {device} in "
+        f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
+        f"into {config.run.dir}",
+        soft_wrap=True,
+    )
+    if not opened.is_new:
+        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)

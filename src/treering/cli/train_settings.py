@@ -1,0 +1,124 @@
+"""The settings of `treering train` as the records that training takes, and as what makes a run the same run.
+
+Knows both spellings of every setting. Reads no file and builds no model.
+"""
+
+from transformers import PreTrainedModel
+
+from treering.cli.settings import Scalar, model_identity, section_identity
+from treering.cli.train_task import TaskSource
+from treering.config import RlConfig
+from treering.engine.request import Sampling
+from treering.engine.torch_engine import TorchEngine
+from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.loop import EngineFactory
+from treering.rl.options import RlOptions
+from treering.train.loop import LoopOptions
+from treering.train.optim import OptimOptions
+
+# Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
+# [history]: what a rollout says does not depend on them.
+_FREE_TO_CHANGE = frozenset({"max_tokens", "gradient_checkpointing", "num_train_threads"})
+_LENGTH = frozenset({"num_steps", "num_epochs"})
+
+
+def rl_options(config: RlConfig, source: TaskSource) -> RlOptions:
+    """The loop's record."""
+    rl = config.rl
+    return RlOptions(
+        prompts_per_step=rl.prompts_per_step,
+        group_size=rl.group_size,
+        sampling=Sampling(**config.sampling.model_dump()),
+        max_turns=source.max_turns if rl.max_turns is None else rl.max_turns,
+        estimator=rl.estimator,
+        objective=rl.objective,
+        clip=rl.clip,
+        normalizer=rl.normalizer,
+        divisor=rl.divisor,
+        max_importance=rl.max_importance,
+        layout=rl.layout,
+        max_tokens=rl.max_tokens,
+        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
+        gradient_checkpointing=rl.gradient_checkpointing,
+        num_train_threads=rl.num_train_threads,
+        seed=rl.seed,
+    )
+
+
+def make_drafting(config: RlConfig) -> Drafting | None:
+    """The run's memory; None where drafts are off."""
+    if config.history.drafts == "off":
+        return None
+    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts"})))
+
+
+def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
+    """Makes engines of this model; without `max_tokens` one holds `max_batch` rollouts of the longest prompt."""
+    engine = config.engine
+    longest = source.longest_prompt + config.sampling.max_tokens
+    return lambda drafter, version: TorchEngine(
+        model,
+        drafter,
+        max_batch=engine.max_batch,
+        max_tokens=engine.max_tokens or engine.max_batch * longest,
+        max_prefill=engine.max_prefill,
+        seed=engine.seed,
+        version=version,
+        decode=source.decode,
+        num_threads=engine.num_threads,
+        backend=engine.backend,
+    )
+
+
+def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
+    """Records of the supervised start."""
+    warmup = config.warmup
+    optim = OptimOptions(
+        learning_rate=warmup.learning_rate,
+        schedule="cosine",
+        num_steps=warmup.num_steps,
+        min_learning_rate=warmup.learning_rate / 10,
+        weight_decay=config.optim.weight_decay,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        max_grad_norm=config.optim.max_grad_norm,
+    )
+    options = LoopOptions(
+        trees_per_step=warmup.prompts_per_step,
+        max_tokens=config.rl.max_tokens,
+        layout=config.rl.layout,
+        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
+        gradient_checkpointing=config.rl.gradient_checkpointing,
+        seed=config.rl.seed,
+    )
+    return optim, options
+
+
+def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run must have in common with the one that began.
+
+    Length, with a constant rate, is no part of it: a finished run may be trained on with a larger num_steps.
+    """
+    free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
+    return {
+        **model_identity(config.model, model),
+        "task": source.digest,
+        "task.kind": config.task.kind,
+        "task.reward": config.task.reward,
+        "engine.seed": config.engine.seed,
+        **section_identity("warmup", config.warmup),
+        **section_identity("sampling", config.sampling),
+        **section_identity("rl", config.rl, free=free),
+        **section_identity("optim", config.optim),
+    }
+
+
+def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed warm-up must have in common with the one that began."""
+    return {
+        **model_identity(config.model, model),
+        **section_identity("task", config.task),
+        **section_identity("warmup", config.warmup),
+        "rl.seed": config.rl.seed,
+        "rl.layout": config.rl.layout,
+    }

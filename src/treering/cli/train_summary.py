@@ -1,0 +1,145 @@
+"""What a call of `treering train` leaves to be read: its summary, for machines as fields and for people as a table.
+
+Knows step reports. Knows nothing of how they came about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from treering.rl.step_report import RlStepReport, total_stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums and means over the steps of one call; all 0, and no rewards, where there was none."""
+
+    first_reward: float | None
+    """Mean over the rollouts of the first epoch that this call trained in; None where there was none."""
+    last_reward: float | None
+    """Mean over the rollouts of the last one."""
+    num_updates: int
+    """Steps that moved the weights."""
+    num_groups: int
+    num_zero_variance: int
+    """Groups whose rollouts all had one reward."""
+    num_reward_errors: int
+    num_empty: int
+    num_overlong: int
+    seconds: float
+    rollout_s: float
+    train_s: float
+    update_s: float
+    num_rollouts: int
+    num_sampled: int
+    sampled_per_s: float
+    """Sampled tokens per second of rollout."""
+    tokens_per_forward: float
+    num_drafted: int
+    acceptance: float
+    flat_tokens: int
+    """Tokens that were trained as prompts and rollouts."""
+    unique_tokens: int
+    """Tokens that were computed for it."""
+    sharing: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """What a call of `treering train` did; figures cover the steps of this call, not those it resumed from."""
+
+    run_dir: str
+    task: str
+    num_prompts: int
+    num_parameters: int
+    resumed_from_step: int | None
+    """Steps that an earlier call had done; None for a new run."""
+    num_steps: int
+    """Steps of the whole run."""
+    total: Totals
+    checkpoint: str
+    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+
+
+def totals(reports: Sequence[RlStepReport]) -> Totals:
+    """Adds up step reports.
+
+    Example: two epochs whose rewards average 0.4 and 0.6 have the rewards 0.4 and 0.6.
+    """
+    engine = total_stats(report.engine for report in reports)
+    updates = [report.update for report in reports if report.update is not None]
+    rollouts = [report.rollouts for report in reports]
+    rollout_s = sum(report.phases.rollout_s for report in reports)
+    flat, unique = sum(u.num_branch_tokens for u in updates), sum(u.num_tokens for u in updates)
+    return Totals(
+        first_reward=_reward_of_epoch(reports, reports[0].epoch) if reports else None,
+        last_reward=_reward_of_epoch(reports, reports[-1].epoch) if reports else None,
+        num_updates=len(updates),
+        num_groups=sum(part.num_groups for part in rollouts),
+        num_zero_variance=sum(part.num_zero_variance for part in rollouts),
+        num_reward_errors=sum(part.num_reward_errors for part in rollouts),
+        num_empty=sum(part.num_empty for part in rollouts),
+        num_overlong=sum(part.num_overlong for part in rollouts),
+        seconds=sum(report.phases.step_s for report in reports),
+        rollout_s=rollout_s,
+        train_s=sum(report.phases.train_s for report in reports),
+        update_s=sum(report.phases.update_s for report in reports),
+        num_rollouts=sum(part.num_rollouts for part in rollouts),
+        num_sampled=engine.num_sampled,
+        sampled_per_s=engine.num_sampled / rollout_s if rollout_s else 0.0,
+        tokens_per_forward=engine.tokens_per_forward,
+        num_drafted=engine.num_drafted,
+        acceptance=engine.acceptance,
+        flat_tokens=flat,
+        unique_tokens=unique,
+        sharing=1.0 - unique / flat if flat else 0.0,
+    )
+
+
+def as_table(summary: TrainSummary) -> Table:
+    """The summary for a terminal."""
+    total = summary.total
+    table = Table(title=f"treering train: {summary.run_dir}", title_justify="left", show_header=False)
+    rows = {
+        "task": f"{summary.task}, {summary.num_prompts} prompts",
+        "model": f"{summary.num_parameters:,} parameters",
+        "steps": _steps_cell(summary),
+        "reward": _reward_cell(total),
+        "groups": f"{total.num_groups:,}, of one reward {total.num_zero_variance:,}",
+        "rollouts": _rollouts_cell(total),
+        "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
+        f"update {total.update_s:,.1f}",
+        "sampled tokens": f"{total.num_sampled:,} ({total.sampled_per_s:,.0f} per second)",
+        "tokens per forward": f"{total.tokens_per_forward:.2f}",
+        "drafted tokens": f"{total.num_drafted:,}, accepted {total.acceptance:.0%}",
+        "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
+        "sharing": f"{total.sharing:.3f}",
+        "checkpoint": summary.checkpoint,
+    }
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, cell in rows.items():
+        table.add_row(name, cell)
+    return table
+
+
+def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:
+    parts = [report.rollouts for report in reports if report.epoch == epoch and report.rollouts.reward_mean is not None]
+    count = sum(part.num_rollouts for part in parts)
+    return sum(part.num_rollouts * (part.reward_mean or 0.0) for part in parts) / count if count else None
+
+
+def _steps_cell(summary: TrainSummary) -> str:
+    updates = f"{summary.num_steps}, updates {summary.total.num_updates}"
+    return updates if summary.resumed_from_step is None else f"{updates}, resumed after {summary.resumed_from_step}"
+
+
+def _reward_cell(total: Totals) -> str:
+    first, last = ("-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward))
+    return f"{first} -> {last} (first and last epoch)"
+
+
+def _rollouts_cell(total: Totals) -> str:
+    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
+    return ", ".join([f"{total.num_rollouts:,}", *(f"{name} {count:,}" for name, count in troubles.items() if count)])

@@ -1,0 +1,50 @@
+"""The [model] section, of every subcommand that trains.
+
+This file knows which shapes are possible; it refuses to open a folder, to build anything, and to import torch.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.values import Count, FilePath
+from treering.errors import ConfigError
+
+
+class ModelConfig(Config):
+    """A pre-trained model from a folder, or a small random one of the given shape."""
+
+    path: FilePath | None = Field(
+        default=None, description="Hugging Face model folder; none: a random model of this shape."
+    )
+    family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
+    vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
+    hidden_size: Count = Field(default=128, description="Width of the residual stream.")
+    num_layers: Count = Field(default=4, description="Number of decoder layers.")
+    num_heads: Count = Field(default=4, description="Number of query heads.")
+    num_kv_heads: Count = Field(default=2, description="Number of key and value heads; divides num_heads.")
+    head_size: Annotated[int, Field(ge=2, multiple_of=2)] = Field(
+        default=32, description="Width of a head; even, for RoPE."
+    )
+    intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
+    tie_embeddings: bool = Field(default=True, description="Whether the output head is the embedding matrix.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type that the model computes in.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to train; auto: cuda if there is one."
+    )
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        shape = sorted(self.model_fields_set - {"path", "dtype", "device"})
+        if self.path is not None and shape:
+            raise ConfigError(
+                f"a model from a folder has its own shape, and path = {str(self.path)!r} stands beside "
+                f"{', '.join(shape)}; remove these, or remove path for a random model"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads divides num_heads, and {self.num_kv_heads} does not divide {self.num_heads}; set "
+                f"num_kv_heads to 1 or to {self.num_heads}, for example"
+            )
+        return self

@@ -1,0 +1,62 @@
+"""The optimisation, of every subcommand that trains: AdamW, its schedule and clipping.
+
+This file knows the settings and which of them contradict each other; it refuses to import torch.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.values import Fraction, NonNegative, Positive
+from treering.errors import ConfigError
+
+
+class OptimConfig(Config):
+    """AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
+
+    learning_rate: Positive = Field(default=1e-4, description="AdamW's rate after warm-up, per step.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Steps in which the rate rises linearly from 0."
+    )
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="The rate after warm-up; cosine falls to min_learning_rate at the last step."
+    )
+    min_learning_rate: NonNegative = Field(default=0.0, description="Where the cosine ends, per step.")
+    weight_decay: NonNegative = Field(
+        default=0.0, description="Decay of matrices, times the rate; vectors never decay."
+    )
+    max_grad_norm: NonNegative = Field(default=1.0, description="Clip the gradient's global L2 norm; 0: never clip.")
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment."
+    )
+    eps: Positive = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "constant" and "min_learning_rate" in self.model_fields_set:
+            raise ConfigError(
+                f'min_learning_rate is where a cosine ends, and schedule = "constant" with min_learning_rate = '
+                f'{self.min_learning_rate}; set schedule = "cosine", or remove min_learning_rate'
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise ConfigError(
+                f"a cosine falls, and min_learning_rate = {self.min_learning_rate} is above learning_rate = "
+                f"{self.learning_rate}; lower min_learning_rate"
+            )
+        return self
+
+
+def check_warmup(*, warmup_steps: int, num_steps: int | None) -> None:
+    """Refuses a warm-up that is longer than the training; `num_steps` None has no known end."""
+    if num_steps is not None and warmup_steps >= num_steps:
+        raise ConfigError(
+            f"warm-up ends before training does, and warmup_steps = {warmup_steps} is not below num_steps = "
+            f"{num_steps}; lower warmup_steps"
+        )
+
+
+def check_end(*, num_epochs: int | None, num_steps: int | None) -> None:
+    """Refuses a training without an end."""
+    if num_epochs is None and num_steps is None:
+        raise ConfigError("training needs an end, and neither num_epochs nor num_steps is set; set one, or both")

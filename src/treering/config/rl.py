@@ -1,0 +1,175 @@
+"""The configuration of `treering train`: which model, which task, how to sample, how to train, where to write.
+
+This file knows the settings, their units and which of them contradict each other; it refuses to open any file that a
+setting names, to build anything, and to import torch.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.loss import check_divisor, check_packed
+from treering.config.model import ModelConfig
+from treering.config.optim import OptimConfig, check_end, check_warmup
+from treering.config.rl_task import TaskConfig, WarmupConfig
+from treering.config.run import RunConfig
+from treering.config.values import Count, FilePath, NonNegative, Positive, Seed
+from treering.errors import ConfigError
+
+_UnitInterval = Annotated[float, Field(ge=0, le=1)]
+_Bytes = Annotated[int, Field(ge=1)]
+
+
+class SamplingConfig(Config):
+    """How tokens of a rollout are drawn."""
+
+    max_tokens: Count = Field(default=256, description="Tokens of a rollout, at most; those of an environment count.")
+    temperature: Positive = Field(default=1.0, description="Divides the logits, in training too.")
+    top_k: Count | None = Field(default=None, description="Tokens that can be drawn; none: all.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Mass that can be drawn.")
+
+
+class LoopConfig(Config):
+    """Steps, groups, advantages and the loss."""
+
+    num_epochs: Count | None = Field(default=None, description="Passes over the prompts; none: until num_steps.")
+    num_steps: Count | None = Field(default=None, description="Steps; none: until num_epochs. The earlier one ends.")
+    prompts_per_step: Count = Field(default=8, description="Prompts, each one group and one tree, per step.")
+    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="Rollouts per prompt and step.")
+    max_turns: Count | None = Field(
+        default=None, description="Turns of a rollout; none: 8 for the calculator, 1 for tasks that do not answer."
+    )
+    estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(
+        default="grpo",
+        description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
+        "deviation. rloo: less the mean of the others.",
+    )
+    objective: Literal["grpo", "dapo"] = Field(default="grpo", description="The loss.")
+    clip: Annotated[tuple[_UnitInterval, NonNegative] | None, Field(strict=False)] = Field(
+        default=None, description="Lower and upper clip of the ratio; none: the objective's own."
+    )
+    normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] | None = Field(
+        default=None, description="What the summed loss of a step is divided by; none: the objective's own."
+    )
+    divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')
+    max_importance: Positive | None = Field(
+        default=None, description="Cap of the importance weights that correct top_k and top_p; none: no weights."
+    )
+    layout: Literal["tree", "packed"] = Field(
+        default="tree",
+        description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
+    )
+    max_tokens: Count = Field(
+        default=16384, description="Unique tokens per micro-batch, at most; the largest tree must fit."
+    )
+    gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
+        default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
+    )
+    num_train_threads: Count | None = Field(
+        default=None, description="Threads while training on the CPU; none: as many as torch takes."
+    )
+    seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the prompts.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
+        check_divisor(normalizer=self.normalizer, divisor=self.divisor)
+        check_packed(layout=self.layout, normalizer=self.normalizer)
+        return self
+
+
+class EngineConfig(Config):
+    """The engine that samples."""
+
+    max_batch: Count = Field(default=16, description="Rollouts that run at one time.")
+    max_tokens: Count | None = Field(
+        default=None, description="Tokens that it can hold keys and values of; none: max_batch of the longest."
+    )
+    max_prefill: Count = Field(default=512, description="Prompt and observed tokens per forward pass, at most.")
+    num_threads: Count | None = Field(
+        default=None,
+        description="Threads while sampling on the CPU; none: as many as torch takes. One suits small models.",
+    )
+    backend: Literal["auto", "fused", "plain"] = Field(
+        default="auto",
+        description="fused: the CPU path. plain: torch operations (off-switch). auto: fused where it can.",
+    )
+    seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
+
+
+class HistoryConfig(Config):
+    """What is remembered of earlier rollouts, and how tokens are drafted from it. Changes speed, never a token."""
+
+    drafts: Literal["on", "off"] = Field(
+        default="on", description="off: one token per rollout and forward pass (off-switch)."
+    )
+    max_bytes: _Bytes = Field(default=1 << 30, description="Memory of the history, its index included, in bytes.")
+    max_epochs: Count = Field(default=2, description="Policy versions that are kept of each prompt.")
+    max_draft: Count = Field(default=8, description="Tokens per draft, at most.")
+    min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.4, description="A draft ends where the chance of its acceptance falls below."
+    )
+    sources: Annotated[tuple[Literal["history", "siblings", "own"], ...], Field(strict=False)] = Field(
+        default=("history", "siblings", "own"),
+        description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself.",
+    )
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if self.drafts == "on" and not self.sources:
+            raise ConfigError('drafts = "on" needs a source, and sources is empty; name one, or set drafts = "off"')
+        if len(set(self.sources)) < len(self.sources):
+            raise ConfigError(
+                f"a source is named once, and sources = {list(self.sources)} repeats one; remove the repetition"
+            )
+        return self
+
+
+class RlRunConfig(RunConfig):
+    """Where a run writes, and how often."""
+
+    dir: FilePath = Field(
+        default=Path("runs/train"),
+        description="Run folder: config.json, metrics.jsonl, checkpoints, history, rollouts, TensorBoard files.",
+    )
+    rollouts: Literal["on", "off"] = Field(
+        default="on", description="on: every rollout goes into a trajectory file of its epoch."
+    )
+
+
+class RlConfig(Config):
+    """Everything that `treering train CONFIG` reads.
+
+    Example: `[rl]` with `num_steps = 20` is a complete file; it trains a random Qwen3 of 4 layers on 64 chained sums.
+    """
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
+    task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
+    warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are drawn.")
+    rl: LoopConfig = Field(description="Steps, groups, advantages and the loss.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
+    history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
+    run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.rl.num_steps)
+        if self.task.kind == "prompts" and self.warmup.num_steps > 0:
+            raise ConfigError(
+                'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
+                "from a model that `treering sft` has trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        if self.task.kind != "calculator" and (self.rl.max_turns or 1) > 1:
+            raise ConfigError(
+                f'task.kind = "{self.task.kind}" never answers the policy, and rl.max_turns is {self.rl.max_turns}; '
+                "remove rl.max_turns"
+            )
+        return self

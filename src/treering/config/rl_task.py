@@ -1,0 +1,78 @@
+"""The [task] and [warmup] sections of `treering train`: which prompts, which rewards, and a supervised start.
+
+This file knows which settings belong to which kind of task; it refuses to open any file, and to import torch.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.values import Count, FilePath, Positive, Seed
+from treering.errors import ConfigError
+
+_GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
+_FROM_FILE = ("file", "tokenizer", "template", "reward", "max_prompts", "max_prompt_tokens")
+
+
+class TaskConfig(Config):
+    """Prompts and what a rollout is worth."""
+
+    kind: Literal["sums", "calculator", "prompts"] = Field(
+        default="sums",
+        description="sums: chained sums in one turn. calculator: the same with a tool, in several turns. prompts: a "
+        "file of prompts.",
+    )
+    num_prompts: Count = Field(default=64, description="Sums: distinct ones to draw.")
+    seed: Seed = Field(default=0, description="Sums: which ones are drawn.")
+    min_terms: Annotated[int, Field(ge=2)] = Field(default=3, description="Sums: numbers of a sum, at least.")
+    max_terms: Annotated[int, Field(ge=2)] = Field(default=5, description="Sums: numbers of a sum, at most.")
+    max_number: Count = Field(default=99, description="Sums: the largest number.")
+    file: FilePath | None = Field(
+        default=None,
+        description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up beside the "
+        "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
+    )
+    tokenizer: FilePath | None = Field(default=None, description="Prompts: Hugging Face tokenizer folder.")
+    template: Literal["plain", "hf", "raw"] = Field(
+        default="plain",
+        description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "
+        "raw: as they stand.",
+    )
+    reward: str = Field(
+        default="exact_answer",
+        description="Prompts: exact_answer, contains_answer, or package.module:function of a prompt and a text.",
+    )
+    max_prompts: Count | None = Field(
+        default=None, description="Prompts to keep from the start of the file; none: all."
+    )
+    max_prompt_tokens: Count | None = Field(
+        default=None, description="Prompts with more tokens are left out and counted; none: none is."
+    )
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        foreign = sorted(self.model_fields_set & set(_GENERATED if self.kind == "prompts" else _FROM_FILE))
+        if foreign:
+            other = "sums and calculator" if self.kind == "prompts" else '"prompts"'
+            raise ConfigError(
+                f'kind = "{self.kind}" has no {", ".join(foreign)}, which belong to {other}; remove them, or set '
+                "another kind"
+            )
+        missing = [name for name in ("file", "tokenizer") if self.kind == "prompts" and getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f'kind = "prompts" needs {" and ".join(missing)}; set task.{missing[0]}, for one')
+        if self.min_terms > self.max_terms:
+            raise ConfigError(
+                f"min_terms is at most max_terms, and here they are {self.min_terms} and {self.max_terms}; swap them"
+            )
+        return self
+
+
+class WarmupConfig(Config):
+    """Supervised training on right solutions before the first rollout; the prompts are others than the task's."""
+
+    num_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="Optimizer steps; 0: none.")
+    num_prompts: Count = Field(default=4096, description="Solved prompts to draw, none of them the task's.")
+    prompts_per_step: Count = Field(default=64, description="Solutions per step.")
+    learning_rate: Positive = Field(default=1e-3, description="AdamW's rate, falling to a tenth over these steps.")

@@ -1,0 +1,17 @@
+"""Types of single settings, shared by every section: paths, counts, fractions, seeds.
+
+This file knows ranges; it refuses to know what a setting means.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+# TOML has strings and arrays only; every other type stays strict.
+FilePath = Annotated[Path, Field(strict=False)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -1,0 +1,105 @@
+"""Keyed noise: one uniform number for every (rollout, position, token), computed from their names alone.
+
+Knows keys and bits: a counter-based hash, so no number depends on what else was drawn, in which batch, or when. Knows
+nothing of logits or of how a token is chosen. `uniforms` is the specification; every other form gives the same bits.
+
+    M rows   V vocabulary
+"""
+
+import json
+import operator
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.types import PromptId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Changing any of these changes every rollout of every run. The steps are odd, so that no two counters share a state;
+# they differ, so that neighbouring positions are not shifted copies of each other.
+POSITION_STEP = 0x9E3779B97F4A7C15
+TOKEN_STEP = 0xD1B54A32D192ED03
+# Finaliser of splitmix64.
+MIX_SHIFTS = (30, 27, 31)
+MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# 52 bits k become (k + 1/2) / 2**52: exact in float64, and never 0 or 1.
+NUM_DROPPED_BITS = 12
+
+_MASK = 2**64 - 1
+
+
+def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int) -> int:
+    """The key of a rollout's noise: 64 bits of a hash, signed, so that it fits int64 arrays.
+
+    The same on every machine and in every process. A prompt id that is a number differs from its digits as a string.
+
+    Example:
+        >>> row_key(0, "q1", 0, 3), row_key(0, "1", 0, 0) == row_key(0, 1, 0, 0)
+        (8783102507430300984, False)
+    """
+    name = prompt_id if isinstance(prompt_id, str) else operator.index(prompt_id)
+    encoded = json.dumps([operator.index(seed), name, operator.index(draw), operator.index(sample)]).encode("ascii")
+    return int.from_bytes(blake2b(encoded, digest_size=8).digest(), "little", signed=True)
+
+
+def uniforms(key: int, position: int, vocab_size: int) -> NDArray[np.float64]:
+    """The noise of every token at one position of one rollout: float64 [V], in the open interval (0, 1).
+
+    Args:
+        key: of the rollout, from `row_key`.
+        position: absolute position of the token that is drawn: prompt length + tokens before it.
+        vocab_size: V. The first entries do not depend on it.
+
+    Example:
+        >>> uniforms(7, 0, 3).round(4).tolist()
+        [0.717, 0.5827, 0.8047]
+    """
+    # One-element arrays: numpy's integer arrays wrap, its scalars warn.
+    state = _mix(np.array([(key + position * POSITION_STEP) & _MASK], np.uint64))
+    bits = _mix(state + np.arange(vocab_size, dtype=np.uint64) * np.uint64(TOKEN_STEP))
+    return ((bits >> np.uint64(NUM_DROPPED_BITS)).astype(np.float64) + 0.5) * 2.0 ** (NUM_DROPPED_BITS - 64)
+
+
+def uniforms_torch(keys: "Tensor", positions: "Tensor", vocab_size: int) -> "Tensor":
+    """`uniforms` of many rows, bit for bit, on the device of the keys.
+
+    Args:
+        keys: int64 [M].
+        positions: int64 [M].
+        vocab_size: V.
+
+    Returns:
+        float64 [M, V].
+    """
+    import torch
+
+    state = _mix_torch(keys + positions * _signed(POSITION_STEP))
+    tokens = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
+    bits = _mix_torch(state[:, None] + tokens * _signed(TOKEN_STEP))
+    return (_shift_right(bits, NUM_DROPPED_BITS).double() + 0.5) * 2.0 ** (NUM_DROPPED_BITS - 64)
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    for shift, factor in zip(MIX_SHIFTS, MIX_FACTORS, strict=False):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    return bits ^ (bits >> np.uint64(MIX_SHIFTS[-1]))
+
+
+def _mix_torch(bits: "Tensor") -> "Tensor":
+    for shift, factor in zip(MIX_SHIFTS, MIX_FACTORS, strict=False):
+        bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
+    return bits ^ _shift_right(bits, MIX_SHIFTS[-1])
+
+
+def _shift_right(bits: "Tensor", count: int) -> "Tensor":
+    """Logical shift: torch's own copies the sign bit down."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these 64 bits."""
+    return bits - 2**64 if bits >= 2**63 else bits

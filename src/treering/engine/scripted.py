@@ -1,0 +1,202 @@
+"""An engine that writes what a script says: the protocol in plain Python, and the stand-in of a model in tests.
+
+Knows when requests start, end, wait and are taken out. Knows nothing of models, logits, noise and memory.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+import numpy as np
+
+from treering.engine.protocol import Engine, EngineStats, WhenRunning
+from treering.engine.request import Request
+from treering.engine.rollout import FinishReason, Rollout, RolloutKey
+from treering.errors import ConfigError, InputError
+from treering.types import TokenIds
+
+Script = Callable[[Request], TokenIds | Sequence[int]]
+"""Gives the tokens that come next for a request, after its `so_far`; called once, when the request starts."""
+
+LOGPROB = -1.0
+"""Both log-probabilities of every scripted token."""
+
+
+class ScriptedEngine(Engine):
+    """Rollouts from a script, one token per running rollout and step.
+
+    A rollout ends at a stop token, at max_tokens or, as with a stop string, where its script ends; an empty script
+    gives a rollout of 0 tokens.
+
+    Example: `ScriptedEngine(lambda request: [7, 8, 9])` asked for max_tokens=2 gives the tokens [7, 8] in two steps,
+    with finish reason "length".
+    """
+
+    def __init__(self, script: Script, *, max_batch: int = 8, version: int = 0) -> None:
+        """`max_batch` rollouts run at one time; `version` is the policy version to begin with."""
+        if max_batch < 1:
+            raise ConfigError(f"an engine runs at least one rollout at a time, got max_batch={max_batch}; raise it")
+        self._script = script
+        self._max_batch = max_batch
+        self._version = version
+        self._stats = EngineStats()
+        self._waiting: dict[RolloutKey, Request] = {}
+        self._running: dict[RolloutKey, _Row] = {}
+        self._finished: dict[RolloutKey, Rollout] = {}
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts so far."""
+        return self._stats
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were submitted and have not come out of a step."""
+        return len(self._waiting) + len(self._running) + len(self._finished)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queues requests, in order.
+
+        Raises:
+            InputError: a key that is already there, or stop strings, which need a tokenizer; none of the requests is
+                queued then.
+        """
+        queued: dict[RolloutKey, Request] = {}
+        for request in requests:
+            if request.key in queued or any(request.key in group for group in self._places):
+                raise InputError(
+                    f"an engine holds one request of a key at a time, got {request.key} twice; count draws and samples"
+                )
+            if request.sampling.stop_strings:
+                raise InputError(
+                    f"stop strings need a tokenizer, and this engine has none, got {request.sampling.stop_strings}; "
+                    "use stop_tokens"
+                )
+            queued[request.key] = request
+        self._waiting |= queued
+
+    def step(self) -> list[Rollout]:
+        """Advances running rollouts by one token and returns those that finished; [] when idle."""
+        self._start()
+        self._advance()
+        finished, self._finished = list(self._finished.values()), {}
+        return finished
+
+    def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """Takes requests out, running or waiting, with what they have; unknown keys are ignored."""
+        return [rollout for key in keys if (rollout := self._take(key)) is not None]
+
+    def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
+        """Goes on as `version`.
+
+        Raises:
+            InputError: a version that is not above the present one.
+        """
+        if version <= self._version:
+            raise InputError(f"a version is above the one before, got {version} after {self._version}; count it up")
+        if when_running not in get_args(WhenRunning):
+            raise ConfigError(f"when_running is one of {get_args(WhenRunning)}, got {when_running!r}; choose one")
+        if when_running == "finish":
+            while self._running:
+                self._advance()
+        elif when_running == "abort":
+            self._finished |= {key: row.rollout("abort") for key, row in self._running.items()}
+            self._running.clear()
+        else:
+            self._count(num_prefilled=sum(row.num_read + row.num_written for row in self._running.values()))
+        self._version = version
+
+    @property
+    def _places(self) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _Row]", dict[RolloutKey, Rollout]]:
+        return self._waiting, self._running, self._finished
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch:
+            key, request = next(iter(self._waiting.items()))
+            row = _Row(request=request, script=np.array(self._script(request), np.int32))
+            del self._waiting[key]
+            self._running[key] = row
+            self._count(num_prefilled=row.num_read)
+
+    def _advance(self) -> None:
+        rows = [row for row in self._running.values() if row.finish_reason is None]
+        for row in rows:
+            row.versions.append(self._version)
+        self._count(num_forwards=int(bool(rows)), num_rows=len(rows), num_sampled=len(rows))
+        for key, row in list(self._running.items()):
+            if row.finish_reason is not None:
+                self._finished[key] = row.rollout(row.finish_reason)
+                del self._running[key]
+
+    def _take(self, key: RolloutKey) -> Rollout | None:
+        if key in self._waiting:
+            return _Row(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
+        if key in self._running:
+            return self._running.pop(key).rollout("abort")
+        return self._finished.pop(key, None)
+
+    def _count(self, **more: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + num for name, num in more.items()})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """A request that has started: its script, and the version of each token written so far."""
+
+    request: Request
+    script: TokenIds
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_written(self) -> int:
+        return len(self.versions)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that were there before: the prompt's and those of `so_far`."""
+        return self.request.prompt.size + self._before.num_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        sampling = self.request.sampling
+        if self.num_written and int(self.script[self.num_written - 1]) in sampling.stop_tokens:
+            return "stop"
+        if self._before.num_tokens + self.num_written >= sampling.max_tokens:
+            return "length"
+        return "stop" if self.num_written == self.script.size else None
+
+    def rollout(self, finish_reason: FinishReason) -> Rollout:
+        before, num_new = self._before, self.num_written
+        logprobs = np.full(num_new, LOGPROB)
+        return replace(
+            before,
+            tokens=np.concatenate([before.tokens, self.script[:num_new]]),
+            logprobs=np.concatenate([before.logprobs, logprobs]),
+            policy_logprobs=np.concatenate([before.policy_logprobs, logprobs]),
+            loss_mask=np.concatenate([before.loss_mask, np.ones(num_new, bool)]),
+            versions=np.concatenate([before.versions, np.array(self.versions, np.int32)]),
+            finish_reason=finish_reason,
+            reward=None,
+        )
+
+    @property
+    def _before(self) -> Rollout:
+        if self.request.so_far is not None:
+            return self.request.so_far
+        prompt_id, draw, sample = self.request.key
+        return Rollout(
+            prompt_id=prompt_id,
+            draw=draw,
+            sample=sample,
+            tokens=np.zeros(0, np.int32),
+            logprobs=np.zeros(0),
+            policy_logprobs=np.zeros(0),
+            loss_mask=np.zeros(0, bool),
+            versions=np.zeros(0, np.int32),
+            finish_reason="abort",
+        )

@@ -1,0 +1,51 @@
+"""Advantages of a group: what each rollout is worth against the others of its prompt. Pure formulas on rewards."""
+
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import ConfigError, InputError
+
+Estimator = Literal["grpo", "dr_grpo", "rloo"]
+"""grpo: (r - mean) / (std + 1e-6) (arXiv 2402.03300). dr_grpo: r - mean (arXiv 2503.20783). rloo: r - mean of
+the others (arXiv 2402.14740)."""
+
+EPSILON = 1e-6
+"""Added to the standard deviation; verl's value (TRL adds 1e-4)."""
+
+
+def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDArray[np.float64]:
+    """The advantages of one group, in its order.
+
+    The standard deviation is the sample's, with G - 1 in the denominator, as in TRL and verl. Equal rewards tell
+    nothing apart, and so does a reward without another one: such a group has advantages of exactly 0.
+
+    Args:
+        rewards: float64 [G], finite.
+        estimator: see `Estimator`.
+
+    Returns:
+        float64 [G].
+
+    Raises:
+        ConfigError: an unknown estimator.
+        InputError: rewards that are not a flat list of finite numbers.
+
+    Example: rewards [1, 0, 0, 0] have the mean 0.25 and the standard deviation 0.5: grpo gives [1.5, -0.5, -0.5, -0.5],
+    dr_grpo [0.75, -0.25, -0.25, -0.25] and rloo [1, -1/3, -1/3, -1/3].
+    """
+    if estimator not in get_args(Estimator):
+        raise ConfigError(f"an estimator is one of {', '.join(get_args(Estimator))}, got {estimator!r}; choose one")
+    if rewards.ndim != 1 or not np.isfinite(rewards).all():
+        raise InputError(f"rewards are a flat list of finite numbers, got {rewards}; leave such rollouts out")
+    # Not by the deviation: the mean of equal numbers is often rounded, and the deviation is then a tiny number.
+    if (rewards == rewards[:1]).all():
+        return np.zeros(rewards.size)
+    centred: NDArray[np.float64] = rewards - rewards.mean()
+    if estimator == "grpo":
+        centred /= rewards.std(ddof=1) + EPSILON
+    if estimator == "rloo":
+        # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
+        centred *= rewards.size / (rewards.size - 1)
+    return centred

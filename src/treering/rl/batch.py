@@ -1,0 +1,81 @@
+"""From groups of rollouts to what one update trains on: forests, masks, advantages, log-probs of the sampling policy.
+
+Knows which groups can teach something. Knows nothing of engines, models and optimisers.
+
+    K branches: rollouts of trained groups, groups in order, then rollouts
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.engine.rollout import Logprobs
+from treering.rl.advantages import Estimator, group_advantages
+from treering.rl.collect import Group
+from treering.train.batches import Layout, StepBatch, Task, make_batch
+from treering.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RlBatch:
+    """What one update trains on.
+
+    Groups whose rollouts all have one reward are left out: their advantages are zero, so they add nothing to the
+    gradient. They are left out of the denominators too, so that a step's size does not depend on how many of its
+    prompts are too easy or too hard; with `normalizer="constant"` that makes no difference.
+    """
+
+    trees: StepBatch
+    """Prompt and rollout as one sequence; only tokens that the policy sampled are trained."""
+    advantages: list[float]
+    """K numbers."""
+    group_advantages: list[NDArray[np.float64]]
+    """float64 [G] for each group of the step, those that are not trained included."""
+    old_logprobs: list[Logprobs]
+    """K arrays, float64 [T] each: at the temperature alone, 0 where nothing was sampled."""
+    behaviour_logprobs: list[Logprobs]
+    """K arrays, float64 [T] each: of the distribution that was sampled, 0 where nothing was."""
+    num_zero_variance: int
+    """Groups with rollouts whose rewards are all equal."""
+    num_empty_groups: int
+    """Groups with no rollout at all."""
+
+
+def make_rl_batch(groups: Sequence[Group], *, estimator: Estimator, layout: Layout) -> RlBatch:
+    """The batch of a step's groups.
+
+    Example: groups with rewards [1, 0], [1, 1] and [] train the first; one has zero variance, one is empty.
+    """
+    advantages = [group_advantages(group.rewards, estimator) for group in groups]
+    trained = [group for group, values in zip(groups, advantages, strict=True) if values.any()]
+    num_empty = sum(not group.rollouts for group in groups)
+    rollouts = [(group.prompt.tokens, rollout) for group in trained for rollout in group.rollouts]
+    return RlBatch(
+        trees=make_batch([_as_task(group) for group in trained], layout),
+        advantages=[value for values in advantages if values.any() for value in values.tolist()],
+        group_advantages=advantages,
+        old_logprobs=[_behind(prompt, rollout.policy_logprobs) for prompt, rollout in rollouts],
+        behaviour_logprobs=[_behind(prompt, rollout.logprobs) for prompt, rollout in rollouts],
+        num_zero_variance=len(groups) - len(trained) - num_empty,
+        num_empty_groups=num_empty,
+    )
+
+
+def empty_batch() -> RlBatch:
+    """A batch of no groups."""
+    return make_rl_batch([], estimator="grpo", layout="tree")
+
+
+def _as_task(group: Group) -> Task:
+    prompt = group.prompt.tokens
+    return Task(
+        task_id=group.prompt.prompt_id,
+        sequences=tuple(np.concatenate([prompt, rollout.tokens]) for rollout in group.rollouts),
+        loss_masks=tuple(np.concatenate([np.zeros(prompt.size, bool), r.loss_mask]) for r in group.rollouts),
+    )
+
+
+def _behind(prompt: TokenIds, values: Logprobs) -> Logprobs:
+    return np.concatenate([np.zeros(prompt.size), values])

@@ -1,0 +1,248 @@
+"""Collection: the groups of a step from an engine, turn by turn, with their rewards.
+
+Knows the order of turns and what becomes of rollouts that are empty, over-long or without a reward. Knows nothing of
+training. Results depend on prompts and samples, never on the order in which rollouts finish.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.engine.protocol import Engine
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import ConfigError, InputError, StateError
+from treering.rl.task import Prompt, Task
+from treering.types import PromptId, TokenIds
+
+NUM_MESSAGES = 5
+"""Messages of reward errors that are kept."""
+
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one prompt in one step."""
+
+    prompt: Prompt
+    """What they continue."""
+    rollouts: tuple[Rollout, ...]
+    """Those with a reward, in the order of their samples; () where none is left."""
+
+    def __post_init__(self) -> None:
+        for rollout in self.rollouts:
+            if rollout.reward is None or rollout.prompt_id != self.prompt.prompt_id:
+                raise InputError(
+                    f"a group holds rollouts of its prompt {self.prompt.prompt_id!r} with rewards, got one of "
+                    f"{rollout.prompt_id!r} with reward {rollout.reward}; leave it out"
+                )
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """float64 [G], in the order of the rollouts."""
+        return np.array([rollout.reward for rollout in self.rollouts], np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected:
+    """The groups of a step, and what happened on the way.
+
+    Example: 2 prompts in groups of 4 where one reward raised are groups of 4 and 3 with `num_reward_errors` 1.
+    """
+
+    groups: tuple[Group, ...]
+    """One per prompt, in the order of the prompts."""
+    num_reward_errors: int
+    """Rollouts left out because the task raised on them or gave no finite number."""
+    num_empty: int
+    """Rollouts left out because they have no tokens."""
+    num_overlong: int
+    """Rollouts that ran out of room."""
+    num_turns: int
+    """Turns that the policy took, all rollouts together."""
+    reward_errors: tuple[str, ...]
+    """The first few messages, in the order of prompts and samples."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts in groups."""
+        return sum(len(group.rollouts) for group in self.groups)
+
+
+def collect(
+    engine: Engine,
+    task: Task,
+    prompts: Sequence[Prompt],
+    draws: Mapping[PromptId, int],
+    *,
+    group_size: int,
+    sampling: Sampling,
+    max_turns: int = 1,
+    on_finished: Callable[[Rollout], None] | None = None,
+) -> Collected:
+    """Samples a group for each prompt, lets the task answer between turns, and rewards rollouts as they finish.
+
+    A turn that ended by itself goes on behind what `task.observe` says, until that is None, `max_turns` is reached or
+    no room is left for another token: then the rollout ends before the observation, with finish reason "length".
+    Where the task raises, or its reward is no finite number, the rollout is left out and counted.
+
+    Args:
+        engine: an idle one; idle again afterwards, also after an error.
+        task: observations and rewards.
+        prompts: distinct ones of the task.
+        draws: how many times each prompt has been scheduled before; 0 where it is not listed.
+        group_size: rollouts per prompt, samples 0 to group_size - 1.
+        sampling: of all turns; `max_tokens` bounds a whole rollout. The task's stop tokens belong in it.
+        max_turns: turns of the policy at most.
+        on_finished: called with each rollout at its end, its reward set unless it is left out.
+
+    Raises:
+        ConfigError: a group_size or max_turns below 1.
+        InputError: a prompt twice, or requests that the engine refuses.
+        StateError: an engine that has requests already.
+
+    Example: with group_size=2 and max_turns=1, prompts a and b give the groups (a0, a1) and (b0, b1), however they
+    finish.
+    """
+    if group_size < 1 or max_turns < 1:
+        raise ConfigError(f"group_size and max_turns are at least 1, got {group_size} and {max_turns}; raise them")
+    if engine.num_unfinished > 0:
+        raise StateError(
+            f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
+        )
+    run = _Collection(task, prompts, draws, sampling, max_turns)
+    requests = run.requests(group_size)
+    engine.submit(requests)
+    try:
+        while engine.num_unfinished > 0:
+            for rollout in engine.step():
+                following = run.take(rollout, on_finished)
+                if following is not None:
+                    engine.submit([following])
+    except BaseException:
+        engine.abort([request.key for request in requests])
+        raise
+    return run.result()
+
+
+class _Collection:
+    """What has come out of the engine so far."""
+
+    def __init__(
+        self,
+        task: Task,
+        prompts: Sequence[Prompt],
+        draws: Mapping[PromptId, int],
+        sampling: Sampling,
+        max_turns: int,
+    ) -> None:
+        self._task = task
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._draws = draws
+        self._sampling = sampling
+        self._max_turns = max_turns
+        self._turns: Counter[RolloutKey] = Counter()
+        self._kept: dict[RolloutKey, Rollout] = {}
+        self._errors: dict[RolloutKey, str] = {}
+        self._num_empty = 0
+        self._num_overlong = 0
+        if len(self._prompts) < len(prompts):
+            twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
+            raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
+
+    def requests(self, group_size: int) -> list[Request]:
+        return [self._request(key) for prompt_id in self._prompts for key in self._keys(prompt_id, group_size)]
+
+    def take(self, rollout: Rollout, on_finished: Callable[[Rollout], None] | None) -> Request | None:
+        """Takes what the engine gives; returns the request of the next turn, or None where the rollout is over."""
+        self._turns[rollout.key] += 1
+        try:
+            longer = self._observed(rollout)
+            if longer is not None and longer.num_tokens < self._sampling.max_tokens:
+                return self._request(rollout.key, so_far=longer)
+            rollout = rollout if longer is None else replace(rollout, finish_reason="length")
+            rollout = self._rewarded(rollout)
+        except Exception as error:
+            self._errors[rollout.key] = _message(rollout, error)
+        self._keep(rollout)
+        if on_finished is not None:
+            on_finished(rollout)
+        return None
+
+    def result(self) -> Collected:
+        errors = [self._errors[key] for key in self._in_order(self._errors)]
+        kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
+        for key in self._in_order(self._kept):
+            kept[key[0]].append(self._kept[key])
+        return Collected(
+            groups=tuple(Group(prompt=prompt, rollouts=tuple(kept[i])) for i, prompt in self._prompts.items()),
+            num_reward_errors=len(errors),
+            num_empty=self._num_empty,
+            num_overlong=self._num_overlong,
+            num_turns=self._turns.total(),
+            reward_errors=tuple(errors[:NUM_MESSAGES]),
+        )
+
+    def _keys(self, prompt_id: PromptId, group_size: int) -> list[RolloutKey]:
+        return [(prompt_id, self._draws.get(prompt_id, 0), sample) for sample in range(group_size)]
+
+    def _in_order(self, by_key: Mapping[RolloutKey, object]) -> list[RolloutKey]:
+        rank = {prompt_id: i for i, prompt_id in enumerate(self._prompts)}
+        return sorted(by_key, key=lambda key: (rank[key[0]], key[2]))
+
+    def _request(self, key: RolloutKey, so_far: Rollout | None = None) -> Request:
+        prompt_id, draw, sample = key
+        return Request(
+            prompt_id=prompt_id,
+            prompt=self._prompts[prompt_id].tokens,
+            sampling=self._sampling,
+            draw=draw,
+            sample=sample,
+            so_far=so_far,
+        )
+
+    def _observed(self, rollout: Rollout) -> Rollout | None:
+        """The rollout with the task's answer behind it, or None where it is over."""
+        if rollout.finish_reason != "stop" or rollout.num_tokens == 0:
+            return None
+        if self._turns[rollout.key] == self._max_turns:
+            return None
+        answer = self._task.observe(self._prompts[rollout.prompt_id], rollout)
+        return None if answer is None else rollout.observe(_checked_tokens(answer, self._task.vocab_size))
+
+    def _rewarded(self, rollout: Rollout) -> Rollout:
+        if rollout.num_tokens == 0:
+            return rollout
+        reward = self._task.reward(self._prompts[rollout.prompt_id], rollout)
+        return replace(rollout, reward=_checked_reward(reward))
+
+    def _keep(self, rollout: Rollout) -> None:
+        self._num_empty += rollout.num_tokens == 0
+        self._num_overlong += rollout.finish_reason == "length"
+        if rollout.reward is not None:
+            self._kept[rollout.key] = rollout
+
+
+def _checked_tokens(answer: TokenIds, vocab_size: int) -> TokenIds:
+    tokens = np.asarray(answer)
+    is_flat = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
+    if not is_flat or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size):
+        raise InputError(f"an observation is a flat list of token ids below {vocab_size}, got {answer!r}; correct it")
+    return tokens.astype(np.int32)
+
+
+def _checked_reward(reward: object) -> float:
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise InputError(f"a reward is a finite number, got {reward!r}; correct the reward function")
+    return float(reward)
+
+
+def _message(rollout: Rollout, error: Exception) -> str:
+    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
+    return text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."

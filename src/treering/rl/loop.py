@@ -1,0 +1,232 @@
+"""The loop of reinforcement learning, one synchronous step at a time: sample, reward, train, hand the weights over.
+
+Owns model, optimiser, engine, policy version and draws. Knows nothing of files, displays or how long a run should be.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from treering.data import Trajectory
+from treering.engine.protocol import Engine
+from treering.engine.request import Sampling
+from treering.errors import InputError
+from treering.history.draft import Drafter
+from treering.rl.batch import RlBatch, make_rl_batch
+from treering.rl.collect import Collected, collect
+from treering.rl.drafting import Drafting
+from treering.rl.options import RlOptions
+from treering.rl.step_report import Phases, RlStepReport, rollout_report
+from treering.rl.task import Prompt, Task
+from treering.rl.trajectories import as_trajectories
+from treering.train.batches import StepPlan
+from treering.train.compute import enable_gradient_checkpointing, num_threads
+from treering.train.optim import OptimOptions
+from treering.train.resumable import Resumable
+from treering.train.update import Update, Updater
+from treering.types import PromptId
+
+EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]
+"""Makes an engine with a drafter (None: no speculation) whose weights, the model's present ones, are of a version."""
+
+
+class RlLoop(Resumable[RlStepReport]):
+    """Trains a model on the rewards of its own rollouts.
+
+    The engine is made at the first step, so that it takes the weights that a resumed run has put into the model.
+
+    Example:
+        >>> options = RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))
+        >>> def make_engine(drafter, version):
+        ...     return TorchEngine(model, drafter, version=version)                                 # doctest: +SKIP
+        >>> optim = OptimOptions(learning_rate=1e-5)
+        >>> loop = RlLoop(model, task, make_engine, optim=optim, options=options)                   # doctest: +SKIP
+        >>> [loop.step().rollouts.reward_mean for _ in range(3)]                                    # doctest: +SKIP
+        [0.48, 0.5, 0.53]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        make_engine: EngineFactory,
+        *,
+        optim: OptimOptions,
+        options: RlOptions,
+        drafting: Drafting | None = None,
+    ) -> None:
+        """Puts the model in training mode, with gradient checkpointing as the options say.
+
+        Args:
+            model: what is trained; the engine copies its weights after every update.
+            task: prompts and rewards.
+            make_engine: see `EngineFactory`.
+            optim: the optimiser.
+            options: the rest.
+            drafting: memory of earlier rollouts; None samples without speculation (the off-switch).
+
+        Raises:
+            InputError: no prompt, or two prompts of one id.
+        """
+        self.model = model
+        self._task = task
+        self._make_engine = make_engine
+        self._options = options
+        self._drafting = drafting
+        self._sampling = _with_stops(options.sampling, task)
+        _check_prompts(task)
+        self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        model.train()
+        enable_gradient_checkpointing(model, options.gradient_checkpointing)
+        self._updater = Updater(
+            model, optim, max_tokens=options.max_tokens, autocast=options.autocast, backend=options.backend
+        )
+        self._num_steps_done = 0
+        self._version = 0
+        self._draws: dict[PromptId, int] = {}
+        self._engine: Engine | None = None
+        self._latest: list[Trajectory] = []
+
+    @property
+    def num_steps_done(self) -> int:
+        """Steps since the start of the run, resumed ones included; those that trained nothing count too."""
+        return self._num_steps_done
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights: updates since the start of the run."""
+        return self._version
+
+    @property
+    def latest(self) -> list[Trajectory]:
+        """The rollouts of this process's latest step as trajectories with advantages; none before it."""
+        return self._latest
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, made where there is none yet."""
+        if self._engine is None:
+            self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
+        return self._engine
+
+    def step(self) -> RlStepReport:
+        """Samples the next step's prompts, trains on their rewards, and hands new weights to the engine.
+
+        A step in which no group teaches anything moves no weight and keeps the policy version.
+
+        Raises:
+            InputError: a prompt that the engine cannot hold, or a tree over `max_tokens`; no weight has moved then.
+            StateError: gradients that are not finite; the weights are still those of the last step.
+        """
+        engine, started = self.engine, time.perf_counter()
+        step, version, before = self._num_steps_done + 1, self._version, engine.stats
+        prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
+        collected = self._collect(engine, prompts)
+        sampled = time.perf_counter()
+        batch, update = self._train(step, collected)
+        trained = time.perf_counter()
+        self._hand_over(engine, collected, has_moved=update is not None)
+        self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
+        self._num_steps_done, epoch = step, self.plan.epoch_of(step)
+        self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=batch.group_advantages)
+        ended = time.perf_counter()
+        return RlStepReport(
+            step=step,
+            epoch=epoch,
+            version=version,
+            rollouts=rollout_report(
+                collected, num_zero_variance=batch.num_zero_variance, num_empty_groups=batch.num_empty_groups
+            ),
+            engine=engine.stats.since(before),
+            update=update,
+            phases=Phases(
+                rollout_s=sampled - started, train_s=trained - sampled, update_s=ended - trained, step_s=ended - started
+            ),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Step, version and draws, with the states of optimiser and drafter."""
+        return {
+            "num_steps_done": self._num_steps_done,
+            "version": self._version,
+            "draws": dict(self._draws),
+            "optimizer": self._updater.state(),
+            "drafter": None if self._drafting is None else self._drafting.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state` of a loop over the same parameters, with a new engine.
+
+        Raises:
+            StateError: the state is of a model with other parameters.
+        """
+        self._updater.load_state(state["optimizer"])
+        self._num_steps_done = state["num_steps_done"]
+        self._version = state["version"]
+        self._draws = dict(state["draws"])
+        if self._drafting is not None and state["drafter"] is not None:
+            self._drafting.load_state(state["drafter"])
+        self._engine = None
+
+    def save_hints(self, file: Path) -> None:
+        """Writes the history, if there is one."""
+        if self._drafting is not None:
+            self._drafting.save(file)
+
+    def load_hints(self, file: Path) -> None:
+        """Takes the history of a file; a missing or damaged one costs a warning, and speed."""
+        if self._drafting is not None:
+            self._drafting.load(file)
+        self._engine = None
+
+    def _collect(self, engine: Engine, prompts: list[Prompt]) -> Collected:
+        draws = {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) for prompt in prompts}
+        return collect(
+            engine,
+            self._task,
+            prompts,
+            draws,
+            group_size=self._options.group_size,
+            sampling=self._sampling,
+            max_turns=self._options.max_turns,
+        )
+
+    def _train(self, step: int, collected: Collected) -> tuple[RlBatch, Update | None]:
+        options = self._options
+        batch = make_rl_batch(collected.groups, estimator=options.estimator, layout=options.layout)
+        if batch.trees.num_tasks == 0:
+            return batch, None
+        objective = options.make_objective(batch)
+        with num_threads(options.num_train_threads):
+            update = self._updater.update(step, batch.trees, objective, temperature=self._sampling.temperature)
+        return batch, update
+
+    def _hand_over(self, engine: Engine, collected: Collected, *, has_moved: bool) -> None:
+        if self._drafting is not None:
+            self._drafting.add(collected.groups, self._version)
+        if has_moved:
+            self._version += 1
+            engine.update_weights(self._version)
+
+
+def _with_stops(sampling: Sampling, task: Task) -> Sampling:
+    """The sampling, ending at the task's stops as well."""
+    return replace(
+        sampling,
+        stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
+        stop_strings=tuple(dict.fromkeys([*sampling.stop_strings, *task.stop_strings])),
+    )
+
+
+def _check_prompts(task: Task) -> None:
+    if not task.prompts:
+        raise InputError("training needs at least one prompt, and the task has none; add some")
+    seen: set[PromptId] = set()
+    for prompt in task.prompts:
+        if prompt.prompt_id in seen:
+            raise InputError(f"a prompt id names one prompt, and {prompt.prompt_id!r} names two; rename or drop one")
+        seen.add(prompt.prompt_id)

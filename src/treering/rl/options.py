@@ -1,0 +1,94 @@
+"""What a step of reinforcement learning samples, and how it trains on that.
+
+Knows which options fit together. Knows nothing of engines, models and tasks.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from treering.engine.request import Sampling
+from treering.errors import ConfigError
+from treering.rl.advantages import Estimator
+from treering.rl.batch import RlBatch, empty_batch
+from treering.train import objectives
+from treering.train.batches import Layout, check_layout
+from treering.train.compute import Autocast, GradientCheckpointing
+from treering.train.objectives import Clip, Objective
+from treering.train.weights import Normalizer
+
+ObjectiveName = Literal["grpo", "dapo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlOptions:
+    """Options of a loop; the defaults are GRPO's.
+
+    Dr. GRPO is `estimator="dr_grpo"` with `normalizer="constant"`; DAPO's loss is `objective="dapo"`.
+
+    Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts a step.
+    """
+
+    prompts_per_step: int
+    """Prompts, each one group and one tree, per step."""
+    group_size: int
+    """Rollouts per prompt and step; at least 2, because a group is compared with itself."""
+    sampling: Sampling
+    """How to draw; the loop adds the task's stop tokens and strings."""
+    max_turns: int = 1
+    """Turns of the policy per rollout, in tasks that answer."""
+    estimator: Estimator = "grpo"
+    """Of advantages, see `group_advantages`."""
+    objective: ObjectiveName = "grpo"
+    """The loss."""
+    clip: Clip | None = None
+    """(low, high); None is the objective's own."""
+    normalizer: Normalizer | None = None
+    """Denominator of the loss; None is the objective's own."""
+    divisor: float | None = None
+    """Of the constant normaliser."""
+    max_importance: float | None = None
+    """Cap of truncated importance weights, for sampling with top-k or top-p; None multiplies by none."""
+    layout: Layout = "tree"
+    """"tree", or "packed" to train every sequence by itself (the off-switch)."""
+    max_tokens: int | None = None
+    """Distinct tokens per micro-batch; None trains a step at one time."""
+    autocast: Autocast = "none"
+    """"bfloat16" trains in bfloat16 where torch's autocast allows, over the weights' own dtype."""
+    gradient_checkpointing: GradientCheckpointing = "none"
+    """Recompute activations in the backward, by which of torch's two ways."""
+    backend: str = "auto"
+    """Of the attention in training."""
+    num_train_threads: int | None = None
+    """Threads of torch while it trains; None leaves them as they are. An engine has its own."""
+    seed: int = 0
+    """Of the order of the prompts."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("max_turns", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is at least {least}, got {getattr(self, name)}; raise it")
+        for name in ("max_tokens", "num_train_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is at least 1, got {value}; None sets no limit")
+        for name, allowed in (("objective", ObjectiveName), ("estimator", Estimator)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(
+                    f"{name} is one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}; choose one"
+                )
+        # Wrong clips, divisors and caps are refused by the objective itself, now instead of after the first rollouts.
+        objective = self.make_objective(empty_batch())
+        check_layout(self.layout, normalizer=objective.weighting.normalizer, shared=objective.weighting.shared)
+
+    def make_objective(self, batch: RlBatch) -> Objective:
+        """The loss over the branches of a batch."""
+        own: dict[str, Any] = {"clip": self.clip, "normalizer": self.normalizer, "divisor": self.divisor}
+        if self.max_importance is not None:
+            own |= {"behaviour_logprobs": batch.behaviour_logprobs, "max_importance": self.max_importance}
+        make = objectives.grpo if self.objective == "grpo" else objectives.dapo
+        return make(
+            batch.advantages,
+            batch.trees.loss_masks,
+            batch.old_logprobs,
+            **{name: value for name, value in own.items() if value is not None},
+        )

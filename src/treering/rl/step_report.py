@@ -1,0 +1,152 @@
+"""What one step of reinforcement learning did, as numbers.
+
+Knows the names under which metrics are logged. Knows nothing of sinks, and nothing here is ever read back by a run.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treering import metrics
+from treering.engine.protocol import EngineStats
+from treering.rl.collect import Collected
+from treering.train.update import Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutReport:
+    """What a step's rollouts were, those left out (empty, or with a reward that raised) not averaged over."""
+
+    num_rollouts: int
+    """Rollouts with a reward."""
+    num_tokens: int
+    """Their tokens, those of an environment included."""
+    reward_mean: float | None
+    """None where there is no rollout."""
+    reward_std: float | None
+    """Population standard deviation over all of them; None where there is none."""
+    num_groups: int
+    """Prompts."""
+    num_zero_variance: int
+    """Groups whose rollouts all have one reward: they teach nothing and are not trained."""
+    num_empty_groups: int
+    """Groups with no rollout left."""
+    num_reward_errors: int
+    """Rollouts whose reward or observation raised."""
+    num_empty: int
+    """Rollouts without a token."""
+    num_overlong: int
+    """Rollouts that ran into their length."""
+    num_turns: int
+    """Turns of all rollouts."""
+    reward_errors: tuple[str, ...] = ()
+    """First messages of those that raised."""
+
+    def values(self) -> dict[str, float]:
+        """The report under the names of `treering.metrics`."""
+        found: dict[str, float] = {
+            metrics.NUM_ROLLOUTS: self.num_rollouts,
+            metrics.ZERO_VARIANCE_SHARE: self.num_zero_variance / self.num_groups,
+            metrics.NUM_EMPTY_GROUPS: self.num_empty_groups,
+            metrics.NUM_REWARD_ERRORS: self.num_reward_errors,
+            metrics.NUM_EMPTY: self.num_empty,
+            metrics.NUM_OVERLONG: self.num_overlong,
+            metrics.NUM_TURNS: self.num_turns,
+        }
+        if self.reward_mean is not None and self.reward_std is not None:
+            found[metrics.REWARD_MEAN] = self.reward_mean
+            found[metrics.REWARD_STD] = self.reward_std
+            found[metrics.LENGTH_MEAN] = self.num_tokens / self.num_rollouts
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Wall seconds of a step."""
+
+    rollout_s: float
+    """Sampling, and rewards."""
+    train_s: float
+    """Advantages, forests, gradients and the optimiser."""
+    update_s: float
+    """New weights into the engine, rollouts into the history."""
+    step_s: float
+    """All of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlStepReport:
+    """What one step did.
+
+    Attributes:
+        step: its number, from 1.
+        epoch: passes over the prompts before it.
+        version: policy version that sampled it.
+        rollouts: what was sampled.
+        engine: what the engine counted meanwhile.
+        update: what was trained; None where no group taught anything, and the weights stayed.
+        phases: where the time went.
+    """
+
+    step: int
+    epoch: int
+    version: int
+    rollouts: RolloutReport
+    engine: EngineStats
+    update: Update | None
+    phases: Phases
+
+    @property
+    def sampled_per_s(self) -> float:
+        """Sampled tokens per second of rollout."""
+        return self.engine.num_sampled / self.phases.rollout_s
+
+    def values(self) -> dict[str, float]:
+        """The report under the names of `treering.metrics`; figures of an update only where there was one."""
+        own: dict[str, float] = {
+            metrics.EPOCH: self.epoch,
+            metrics.VERSION: self.version,
+            metrics.NUM_SAMPLED: self.engine.num_sampled,
+            metrics.TOKENS_PER_FORWARD: self.engine.tokens_per_forward,
+            metrics.NUM_DRAFTED: self.engine.num_drafted,
+            metrics.ACCEPTANCE: self.engine.acceptance,
+            metrics.STEP_S: self.phases.step_s,
+            metrics.ROLLOUT_S: self.phases.rollout_s,
+            metrics.TRAIN_S: self.phases.train_s,
+            metrics.UPDATE_S: self.phases.update_s,
+            metrics.SAMPLED_PER_S: self.sampled_per_s,
+        }
+        return own | self.rollouts.values() | ({} if self.update is None else self.update.values())
+
+
+def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_groups: int) -> RolloutReport:
+    """Counts what was collected.
+
+    Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
+    """
+    all_rewards = np.concatenate([np.zeros(0), *(group.rewards for group in collected.groups)])
+    lengths: Sequence[int] = [rollout.num_tokens for group in collected.groups for rollout in group.rollouts]
+    return RolloutReport(
+        num_rollouts=len(lengths),
+        num_tokens=sum(lengths),
+        reward_mean=float(all_rewards.mean()) if lengths else None,
+        reward_std=float(all_rewards.std()) if lengths else None,
+        num_groups=len(collected.groups),
+        num_zero_variance=num_zero_variance,
+        num_empty_groups=num_empty_groups,
+        num_reward_errors=collected.num_reward_errors,
+        num_empty=collected.num_empty,
+        num_overlong=collected.num_overlong,
+        num_turns=collected.num_turns,
+        reward_errors=collected.reward_errors,
+    )
+
+
+def total_stats(parts: Iterable[EngineStats]) -> EngineStats:
+    """Counts of several spans of time together.
+
+    Example: 240 tokens of 80 rows and 60 of 20 are 300 of 100: 3.0 tokens per forward.
+    """
+    found = list(parts)
+    return EngineStats(**{name: sum(getattr(part, name) for part in found) for name in EngineStats.__slots__})

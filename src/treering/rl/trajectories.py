@@ -1,0 +1,67 @@
+"""Groups as trajectory records, for files that inspection, benchmarks and other trainers read.
+
+Knows how a rollout with its prompt becomes one trajectory. Knows nothing of files.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.data.trajectory import Trajectory
+from treering.engine.rollout import Rollout
+from treering.errors import InputError
+from treering.rl.collect import Group
+from treering.rl.task import Prompt
+
+
+def as_trajectories(
+    groups: Sequence[Group],
+    *,
+    epoch: int,
+    step: int,
+    advantages: Sequence[NDArray[np.float64]] | None = None,
+) -> list[Trajectory]:
+    """One trajectory per rollout, groups in order and rollouts within them.
+
+    `task_id` is the prompt's id, `trial` the number of the sample, `version` that of the last token, and `logprobs` are
+    those of the distribution that was sampled: 0.0 on the prompt and on observations.
+
+    Args:
+        groups: of one step.
+        epoch: pass over the prompts.
+        step: optimizer step that they were sampled for.
+        advantages: float64 [G] for each group; None leaves them out.
+
+    Raises:
+        InputError: advantages that do not fit the groups.
+
+    Example: a prompt of 2 tokens with rollouts of 3 and 1 tokens gives trajectories of 5 and 3 tokens, whose masks
+    begin with two zeros.
+    """
+    if advantages is not None and [len(values) for values in advantages] != [len(g.rollouts) for g in groups]:
+        raise InputError(
+            f"advantages have one number per rollout: groups of {[len(g.rollouts) for g in groups]}, advantages of "
+            f"{[len(values) for values in advantages]}; align them"
+        )
+    return [
+        _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else float(advantages[i][j]))
+        for i, group in enumerate(groups)
+        for j, rollout in enumerate(group.rollouts)
+    ]
+
+
+def _trajectory(prompt: Prompt, rollout: Rollout, epoch: int, step: int, advantage: float | None) -> Trajectory:
+    num_prompt = prompt.tokens.size
+    return Trajectory(
+        task_id=prompt.prompt_id,
+        tokens=np.concatenate([prompt.tokens, rollout.tokens]).astype(np.int32),
+        loss_mask=np.concatenate([np.zeros(num_prompt, bool), rollout.loss_mask]),
+        logprobs=np.concatenate([np.zeros(num_prompt), rollout.logprobs]),
+        trial=rollout.sample,
+        reward=rollout.reward,
+        advantage=advantage,
+        step=step,
+        epoch=epoch,
+        version=int(rollout.versions[-1]),
+    )

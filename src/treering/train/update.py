@@ -1,0 +1,155 @@
+"""One optimizer update: gradients of a batch, clipped, at the step's learning rate. What every loop does with a batch.
+
+Owns the optimiser. Knows nothing of where batches come from, of step plans or of files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from treering import metrics
+from treering.errors import StateError
+from treering.train.batches import StepBatch
+from treering.train.compute import Autocast, peak_memory_bytes, precision
+from treering.train.objectives import Objective
+from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.step import backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one update did.
+
+    Attributes:
+        loss: the objective before the update.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: used by the update.
+        num_trees: tasks, each one tree.
+        num_branches: sequences.
+        num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
+        num_branch_tokens: flat tokens.
+        num_tokens: tokens that were computed; with layout "packed" all flat ones.
+        num_micro_batches: forwards.
+        peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
+        metrics: averages of the objective's own metrics.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_trees: int
+    num_branches: int
+    num_loss_tokens: float
+    num_branch_tokens: int
+    num_tokens: int
+    num_micro_batches: int
+    peak_memory_bytes: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sharing(self) -> float:
+        """1 - computed / flat tokens."""
+        return 1.0 - self.num_tokens / self.num_branch_tokens
+
+    def values(self) -> dict[str, float]:
+        """The update under the names of `treering.metrics`."""
+        own: dict[str, float] = {f"train/{name}": value for name, value in self.metrics.items()}
+        if self.peak_memory_bytes is not None:
+            own[metrics.PEAK_MEMORY_BYTES] = self.peak_memory_bytes
+        return own | {
+            metrics.LOSS: self.loss,
+            metrics.GRAD_NORM: self.grad_norm,
+            metrics.LEARNING_RATE: self.learning_rate,
+            metrics.NUM_TREES: self.num_trees,
+            metrics.NUM_BRANCHES: self.num_branches,
+            metrics.NUM_LOSS_TOKENS: self.num_loss_tokens,
+            metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
+            metrics.NUM_TOKENS: self.num_tokens,
+            metrics.SHARING: self.sharing,
+        }
+
+
+class Updater:
+    """A model with its optimiser.
+
+    Example:
+        >>> updater = Updater(model, OptimOptions(learning_rate=1e-4))                       # doctest: +SKIP
+        >>> updater.update(1, make_batch(tasks, "tree"), sft()).loss                         # doctest: +SKIP
+        6.24
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimOptions,
+        *,
+        max_tokens: int | None = None,
+        autocast: Autocast = "none",
+        backend: str = "auto",
+    ) -> None:
+        """`max_tokens`: distinct tokens per micro-batch; None runs a batch at one time.
+
+        Raises:
+            ConfigError: no parameter of the model is trainable.
+        """
+        self._model = model
+        self._optim = optim
+        self._max_tokens = max_tokens
+        self._autocast = autocast
+        self._backend = backend
+        self._optimizer = make_optimizer(model, optim)
+
+    def update(self, step: int, batch: StepBatch, objective: Objective, *, temperature: float = 1.0) -> Update:
+        """Moves the weights once, at the learning rate of `step`.
+
+        Raises:
+            InputError, UnsupportedError: see `backward`.
+            StateError: gradients that are not finite. The weights are as they were after any of these.
+        """
+        rate = learning_rate_at(step, self._optim)
+        self._optimizer.zero_grad(set_to_none=True)
+        with precision(self._model, self._autocast):
+            result = backward(
+                self._model,
+                batch.forests,
+                objective,
+                self._max_tokens,
+                temperature=temperature,
+                backend=self._backend,
+            )
+        norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        return Update(
+            loss=result.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_trees=batch.num_tasks,
+            num_branches=result.plan.num_branches,
+            num_loss_tokens=result.num_trained_tokens,
+            num_branch_tokens=result.plan.num_branch_tokens,
+            num_tokens=result.plan.num_tokens,
+            num_micro_batches=len(result.plan.micro_batches),
+            peak_memory_bytes=peak_memory_bytes(self._model),
+            metrics=result.averages,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The optimiser's state, all tensors and numbers."""
+        return self._optimizer.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from a `state` of an updater over the same parameters.
+
+        Raises:
+            StateError: the state is of a model with other parameters.
+        """
+        try:
+            self._optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise StateError(
+                f"an optimiser state belongs to one set of parameters, and this one does not fit ({error}); resume "
+                "with the model of the checkpoint"
+            ) from error

@@ -1,0 +1,120 @@
+"""The scripted engine keeps the protocol's laws, and writes exactly what its script says."""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.engine.protocol_laws import LAWS, MakeEngine, request_of, run_alone
+from treering.engine.protocol import Engine, EngineStats
+from treering.engine.request import Request, Sampling
+from treering.engine.scripted import ScriptedEngine
+from treering.errors import ConfigError, InputError
+
+
+def keyed_token(request: Request, position: int) -> int:
+    digest = hashlib.sha256(repr((request.key, request.prompt.tolist(), position)).encode()).digest()
+    return 1 + digest[0] % 15
+
+
+def endless(request: Request) -> list[int]:
+    first = 0 if request.so_far is None else request.so_far.num_tokens
+    return [keyed_token(request, position) for position in range(first, 100)]
+
+
+def make_scripted(max_batch: int) -> Engine:
+    return ScriptedEngine(endless, max_batch=max_batch)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_scripted_engine_keeps_the_law(law: Callable[[MakeEngine], None]) -> None:
+    law(make_scripted)
+
+
+def test_every_law_is_listed() -> None:
+    from tests.engine import protocol_laws
+
+    stated = [name for name, value in vars(protocol_laws).items() if callable(value) and is_law(name, value)]
+    assert stated == [law.__name__ for law in LAWS]
+
+
+def is_law(name: str, value: Callable[..., object]) -> bool:
+    arguments = getattr(value, "__annotations__", {})
+    return arguments == {"make": MakeEngine, "return": None} and not name.startswith("_")
+
+
+def test_a_step_gives_every_running_rollout_one_token() -> None:
+    engine = ScriptedEngine(lambda request: [7, 8, 9][: 1 + request.sample], max_batch=2)
+    engine.submit([request_of(i) for i in range(3)])
+    finished = [[rollout.sample for rollout in engine.step()] for _ in range(5)]
+    assert finished == [[0], [1], [], [2], []]
+    prefilled = 3 * request_of(0).prompt.size
+    assert engine.stats == EngineStats(num_forwards=4, num_rows=6, num_sampled=6, num_prefilled=prefilled)
+    assert engine.stats.tokens_per_forward == 1.0
+
+
+def test_a_script_that_ends_ends_its_rollout_as_a_stop() -> None:
+    rollout = run_alone(lambda max_batch: ScriptedEngine(lambda _: [4, 5]), request_of(0))
+    assert (rollout.tokens.tolist(), rollout.finish_reason) == ([4, 5], "stop")
+    assert (rollout.logprobs.tolist(), rollout.policy_logprobs.tolist()) == ([-1.0, -1.0], [-1.0, -1.0])
+
+
+def test_an_empty_script_gives_an_empty_rollout() -> None:
+    engine = ScriptedEngine(lambda _: [])
+    (rollout,) = engine.generate([request_of(0)])
+    assert (rollout.num_tokens, rollout.finish_reason, engine.stats.num_forwards) == (0, "stop", 0)
+
+
+def test_a_script_is_asked_once_when_its_request_starts() -> None:
+    asked: list[int] = []
+
+    def script(request: Request) -> list[int]:
+        asked.append(request.sample)
+        return [1, 2]
+
+    engine = ScriptedEngine(script, max_batch=1)
+    engine.submit([request_of(0), request_of(1)])
+    engine.step()
+    assert asked == [0]
+    engine.update_weights(1, "reprefill")
+    assert len(list(engine.generate([]))) == 2
+    assert asked == [0, 1]
+
+
+def test_a_script_that_raises_loses_no_request() -> None:
+    answers = iter([RuntimeError("not yet"), [6]])
+
+    def script(_: Request) -> list[int]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    engine = ScriptedEngine(script)
+    engine.submit([request_of(0)])
+    with pytest.raises(RuntimeError, match="not yet"):
+        engine.step()
+    assert [rollout.tokens.tolist() for rollout in engine.generate([])] == [[6]]
+
+
+def test_keys_and_values_are_computed_again_under_new_weights() -> None:
+    engine = ScriptedEngine(endless)
+    engine.submit([request_of(0)])
+    engine.step()
+    engine.update_weights(1, "reprefill")
+    assert engine.stats.num_prefilled == 5 + (5 + 1)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got max_batch=0"):
+        ScriptedEngine(endless, max_batch=0)
+    engine = ScriptedEngine(endless, version=4)
+    assert engine.version == 4
+    with pytest.raises(ConfigError, match=r"when_running is one of.*'later'"):
+        engine.update_weights(5, "later")  # type: ignore[arg-type]
+    assert engine.version == 4
+    sampling = Sampling(max_tokens=3, stop_strings=("end",))
+    with pytest.raises(InputError, match=r"need a tokenizer.*\('end',\)"):
+        engine.submit([request_of(0), Request(prompt_id=1, prompt=np.array([1], np.int32), sampling=sampling)])
+    assert engine.num_unfinished == 0

@@ -1,0 +1,220 @@
+"""The store keeps the newest rollouts within its budget, publishes immutable snapshots and saves them whole."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.history.reference import Row, draft_rows, drafted, store_of
+from treering.errors import ConfigError, InputError, StateError
+from treering.history.draft import Drafter
+from treering.history.index import PromptIndex
+from treering.history.store import HistoryStore
+
+ARRAYS = ("text", "suffixes", "versions", "starts")
+ADDS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", 7]),
+        st.integers(0, 5),
+        st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=3),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def contents(store: HistoryStore) -> dict[Any, dict[int, list[int]]]:
+    return {
+        prompt: {version: text.tolist() for version, text in index.texts().items()}
+        for prompt, index in store.snapshot.items()
+    }
+
+
+def assert_equal_snapshots(a: HistoryStore, b: HistoryStore) -> None:
+    assert list(a.snapshot) == list(b.snapshot)
+    for prompt_id in a.snapshot:
+        assert_equal_indexes(a.snapshot[prompt_id], b.snapshot[prompt_id])
+
+
+def assert_equal_indexes(a: PromptIndex, b: PromptIndex) -> None:
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+
+
+def filled(adds: list[Any], **options: int) -> HistoryStore:
+    store = HistoryStore(**options)
+    for prompt_id, version, rollouts, publishes in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+        if publishes:
+            store.publish()
+    return store
+
+
+@given(ADDS, st.integers(1, 3))
+def test_the_newest_versions_of_every_prompt_are_kept_in_the_order_of_adding(adds: list[Any], max_epochs: int) -> None:
+    store = HistoryStore(max_epochs=max_epochs)
+    expected: dict[Any, dict[int, list[int]]] = {}
+    for prompt_id, version, rollouts, _ in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+        store.publish()
+        text = [entry for rollout in rollouts if rollout for entry in (-1, *rollout)]
+        if text:
+            versions = expected.setdefault(prompt_id, {})
+            versions[version] = versions.get(version, []) + text
+            expected[prompt_id] = {v: versions[v] for v in sorted(versions, reverse=True)[:max_epochs]}
+    assert contents(store) == expected
+    assert store.num_prompts == len(expected)
+    assert store.num_tokens == sum(e >= 0 for versions in expected.values() for text in versions.values() for e in text)
+
+
+@given(ADDS, st.integers(1, 400))
+def test_the_budget_holds_and_whatever_was_evicted_is_no_newer_than_what_stays(adds: list[Any], budget: int) -> None:
+    everything = filled(adds, max_epochs=9)
+    everything.publish()
+    store = HistoryStore(max_bytes=budget, max_epochs=9)
+    for prompt_id, version, rollouts, _ in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+    store.publish()
+    assert store.num_bytes == sum(index.num_bytes for index in store.snapshot.values()) <= budget
+    kept = {(p, v) for p, versions in contents(store).items() for v in versions}
+    lost = {(p, v) for p, versions in contents(everything).items() for v in versions} - kept
+    if lost:
+        newest_lost = max(v for _, v in lost)
+        assert all(v >= newest_lost for _, v in kept)
+        # One more would not have fitted.
+        back = [everything.snapshot[p].texts()[v].nbytes * 2 for p, v in lost if v == newest_lost]
+        assert store.num_bytes + max(back) + 24 > budget
+
+
+def test_the_oldest_version_goes_first_whichever_prompt_it_belongs_to() -> None:
+    history = {"a": {1: [[1, 2, 3]], 4: [[1]]}, "b": {2: [[4, 5, 6]], 3: [[4]]}}
+    a4, b3, b2 = {4: [-1, 1]}, {3: [-1, 4]}, {2: [-1, 4, 5, 6]}
+    # 8 bytes an entry, 16 a version and 8 a prompt: 88 for each of the two.
+    assert contents(store_of(history, max_bytes=176)) == contents(store_of(history))
+    assert contents(store_of(history, max_bytes=175)) == {"a": a4, "b": b3 | b2}
+    assert contents(store_of(history, max_bytes=127)) == {"a": a4, "b": b3}
+    assert contents(store_of(history, max_bytes=79)) == {"a": a4}
+    assert contents(store_of(history, max_bytes=39)) == {}
+
+
+def test_a_snapshot_never_changes_and_prompts_that_did_not_change_are_shared() -> None:
+    store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3]]}}, max_epochs=1)
+    before = store.snapshot
+    index = before["a"]
+    copies = {name: getattr(index, name).copy() for name in ARRAYS}
+    store.add("a", [ids(9, 9, 9)], 1)
+    assert store.snapshot is before
+    store.publish()
+    assert before["a"] is index
+    for name, copy in copies.items():
+        np.testing.assert_array_equal(getattr(index, name), copy)
+        assert not getattr(index, name).flags.writeable
+    assert store.snapshot["a"].text.tolist() == [-1, 9, 9, 9]
+    assert store.snapshot["b"] is before["b"]
+    with pytest.raises(TypeError):
+        store.snapshot["c"] = index  # type: ignore[index]
+    unchanged = store.snapshot
+    store.publish()
+    assert store.snapshot is unchanged
+
+
+def test_what_is_added_is_copied() -> None:
+    store, tokens = HistoryStore(), ids(1, 2)
+    store.add("a", [tokens], 0)
+    tokens[:] = 9
+    store.publish()
+    assert store.snapshot["a"].text.tolist() == [-1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", [ids(1), ids(-1)], 0), r"token ids lie in .*-1.*rollout 1"),
+        (("a", [ids(1), np.array([2**31])], 0), r"token ids lie in .*2147483648"),
+        (("a", [ids(1), np.array([0.5])], 0), r"integer token ids, got float64"),
+        (("a", [ids(1), np.array([True])], 0), r"integer token ids, got bool"),
+        (("a", [ids(1), np.zeros((1, 2), np.int32)], 0), r"one dimension.*\(1, 2\)"),
+        (("a", [ids(1), np.zeros((0, 2), np.int32)], 0), r"one dimension.*\(0, 2\)"),
+        (("a", [ids(1), [[1], [1, 2]]], 0), r"rollout 1 of 'a' is ragged"),
+        (("a", [ids(1)], -1), r"version is an integer >= 0, got -1"),
+        (("a", [ids(1)], True), r"version is an integer >= 0, got True"),
+        (("a", [ids(1)], 1.0), r"version is an integer >= 0, got 1.0"),
+        ((("a", 1), [ids(1)], 0), r"prompt_id is a string or an integer, got \('a', 1\)"),
+        ((True, [ids(1)], 0), r"prompt_id is a string or an integer, got True"),
+    ],
+)
+def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str) -> None:
+    store = HistoryStore()
+    with pytest.raises(InputError, match=message):
+        store.add(*arguments)
+    store.publish()
+    assert contents(store) == {}
+
+
+def test_no_rollouts_and_empty_rollouts_are_fine_and_leave_nothing() -> None:
+    store = HistoryStore()
+    store.add("a", [], 0)
+    store.add("a", [ids(), np.array([])], 0)
+    store.add("b", [ids(), ids(4)], 0)
+    store.publish()
+    assert contents(store) == {"b": {0: [-1, 4]}}
+
+
+@pytest.mark.parametrize("option", ["max_bytes", "max_epochs"])
+def test_a_limit_below_one_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option} .* at least 1, got 0"):
+        HistoryStore(**{option: 0})
+
+
+@given(ADDS, st.integers(1, 3), st.sampled_from([100, 10_000]))
+def test_a_loaded_store_equals_the_saved_one_in_all_that_follows(adds: list[Any], epochs: int, budget: int) -> None:
+    store = filled(adds, max_epochs=epochs, max_bytes=budget)
+    with TemporaryDirectory() as folder:
+        store.save(Path(folder, "history.bin"))
+        loaded = HistoryStore.load(Path(folder, "history.bin"), max_epochs=epochs, max_bytes=budget)
+    assert_equal_snapshots(store, loaded)
+    assert loaded.num_bytes == store.num_bytes
+    rows = draft_rows([Row(prompt_id=p, rollout=r) for p in ("a", 7) for r in ((), (1,), (0, 1), (2, 2, 3))])
+    # What was not yet published comes along too.
+    for step in range(2):
+        for each in (store, loaded):
+            each.publish()
+            each.add("a", [ids(0, 1, 2)], 3 + step)
+        assert_equal_snapshots(store, loaded)
+        drafts = [drafted(Drafter(each, min_acceptance=0.01).propose(rows)) for each in (store, loaded)]
+        assert drafts[0] == drafts[1]
+
+
+def test_integers_and_strings_stay_different_prompts(tmp_path: Path) -> None:
+    store = store_of({7: {0: [[1]]}, "7": {0: [[2]]}, 'ü"\n': {0: [[3]]}})
+    store.save(tmp_path / "history.bin")
+    assert contents(HistoryStore.load(tmp_path / "history.bin")) == contents(store)
+
+
+def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tmp_path: Path) -> None:
+    file = tmp_path / "history.bin"
+    store_of({"a": {0: [[1, 2]]}}).save(file)
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 1
+    file.write_bytes(data)
+    for path in (file, tmp_path / "absent.bin", tmp_path):
+        with pytest.warns(UserWarning, match=path.name) as warned:
+            store = HistoryStore.load(path)
+        assert len(warned) == 1
+        assert contents(store) == {}
+        store.add("b", [ids(1)], 0)
+        store.publish()
+        assert contents(store) == {"b": {0: [-1, 1]}}
+
+
+def test_a_save_that_fails_says_how_to_go_on(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"absent.*make its folder or free space"):
+        HistoryStore().save(tmp_path / "absent" / "history.bin")

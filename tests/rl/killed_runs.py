@@ -1,0 +1,46 @@
+"""Runs of reinforcement learning that are killed, with history and drafts on: `python -m tests.rl.killed_runs FOLDER`."""
+
+import hashlib
+from pathlib import Path
+
+from tests.killing import main
+from tests.rl.runs import eager, memory_of, sampling_loop, store
+from tests.train.runs import tensors_of
+from treering.metrics import JsonlSink, Metrics
+from treering.rl.rollout_log import RolloutLog
+from treering.train.run import METRICS_FILE, open_run, run_steps
+
+NUM_STEPS = 7
+"""Two epochs of three steps, and a third of another."""
+SAVE_EVERY = 2
+
+
+def train(folder: Path) -> str:
+    """Trains `NUM_STEPS` steps in `folder`, resuming what is there."""
+    memory = eager()
+    loop = sampling_loop(drafting=memory)
+    checkpoints = store(folder)
+    opened = open_run(folder, loop, checkpoints)
+    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        steps = run_steps(
+            loop,
+            num_steps=NUM_STEPS,
+            save_every=SAVE_EVERY,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=lambda report: log.write(report.epoch, loop.latest),
+        )
+        list(steps)
+    total = hashlib.sha256(repr((loop.version, sorted(loop.state()["draws"].items()))).encode())
+    for name, tensor in sorted({**tensors_of(loop), **memory_of(memory)}.items()):
+        total.update(name.encode() + tensor.numpy().tobytes())
+    for file in sorted((folder / "rollouts").iterdir()):
+        total.update(file.name.encode() + file.read_bytes())
+    for file in sorted((folder / "history").iterdir()):
+        total.update(file.name.encode())
+    return total.hexdigest()
+
+
+if __name__ == "__main__":
+    main(train)

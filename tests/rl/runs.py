@@ -1,0 +1,151 @@
+"""A tiny task, engines and loops that tests of reinforcement learning share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import VOCAB, build
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.scripted import ScriptedEngine
+from treering.engine.torch_engine import TorchEngine
+from treering.history.draft import Drafter
+from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.loop import EngineFactory, RlLoop
+from treering.rl.options import RlOptions
+from treering.rl.task import Prompt, Task
+from treering.train.checkpoint import CheckpointStore
+from treering.train.optim import OptimOptions
+
+STOP = 0
+IDENTITY = {"task": "tiny", "rl.seed": 0}
+SAMPLING = Sampling(max_tokens=12)
+PLAIN = OptimOptions(learning_rate=1e-2, weight_decay=0.1, eps=1e-4, max_grad_norm=0.5)
+Reward = Callable[[Rollout], float]
+
+
+def share_of_even_tokens(rollout: Rollout) -> float:
+    """A reward that differs between rollouts, and that training can raise."""
+    return float((rollout.tokens % 2 == 0).mean())
+
+
+class TinyTask(Task):
+    """Prompts of a few tokens each; the reward is a function of the rollout alone."""
+
+    def __init__(self, num_prompts: int = 5, reward: Reward = share_of_even_tokens, names: Sequence[str] = ()) -> None:
+        self._reward = reward
+        self._prompts = [
+            Prompt(
+                prompt_id=names[i] if names else f"p{i}",
+                tokens=np.array([3 + i, 7, *range(11, 12 + i % 3)], np.int32),
+            )
+            for i in range(num_prompts)
+        ]
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (STOP,)
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        return self._reward(rollout)
+
+
+def script(request: Request) -> list[int]:
+    """Tokens that depend on prompt, draw and sample, and that share a beginning within a group."""
+    seed = [ord(symbol) for symbol in str(request.prompt_id)]
+    common = np.random.default_rng([*seed, request.draw]).integers(1, VOCAB, size=3)
+    own = np.random.default_rng([*seed, request.draw, 1 + request.sample]).integers(1, VOCAB, size=2 + request.sample)
+    return [*common.tolist(), *own.tolist(), STOP]
+
+
+class Uneven(ScriptedEngine):
+    """A scripted engine whose two log-probabilities differ, as top-p makes them."""
+
+    def step(self) -> list[Rollout]:
+        return [
+            replace(
+                rollout,
+                policy_logprobs=-2.0 - (rollout.tokens % 5) / 2,
+                logprobs=-2.0 - (rollout.tokens % 3) / 2,
+            )
+            for rollout in super().step()
+        ]
+
+
+def uneven(drafter: Drafter | None, version: int) -> ScriptedEngine:
+    """Makes a scripted engine; it has no use for a drafter."""
+    return Uneven(script, max_batch=3, version=version)
+
+
+def options(**changes: object) -> RlOptions:
+    """Two prompts per step, groups of four."""
+    return RlOptions(**({"prompts_per_step": 2, "group_size": 4, "sampling": SAMPLING} | changes))  # type: ignore[arg-type]
+
+
+def scripted_loop(
+    model: PreTrainedModel | None = None,
+    task: Task | None = None,
+    optim: OptimOptions = PLAIN,
+    drafting: Drafting | None = None,
+    make_engine: EngineFactory = uneven,
+    **changes: object,
+) -> RlLoop:
+    """A loop whose rollouts a script writes."""
+    return RlLoop(
+        build() if model is None else model,
+        TinyTask() if task is None else task,
+        make_engine,
+        optim=optim,
+        options=options(**changes),
+        drafting=drafting,
+    )
+
+
+def sampling_loop(model: PreTrainedModel | None = None, drafting: Drafting | None = None, **changes: object) -> RlLoop:
+    """A loop whose rollouts the model samples."""
+    model = build() if model is None else model
+
+    def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
+        return TorchEngine(model, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1)
+
+    return RlLoop(
+        model,
+        TinyTask(),
+        make_engine,
+        optim=PLAIN,
+        options=options(**changes),
+        drafting=drafting,
+    )
+
+
+def eager() -> Drafting:
+    """A memory that drafts whatever it finds."""
+    return Drafting(DraftOptions(min_acceptance=0.01))
+
+
+def store(folder: Path, **changes: object) -> CheckpointStore:
+    """A checkpoint store of the run `IDENTITY`, with hints beside it."""
+    chosen = {"folder": folder / "checkpoints", "identity": IDENTITY, "hints": folder / "history"}
+    return CheckpointStore(**(chosen | changes))  # type: ignore[arg-type]
+
+
+def memory_of(drafting: Drafting) -> dict[str, torch.Tensor]:
+    """Everything that a drafter reads: the history's arrays, and what it has learnt."""
+    texts = {
+        f"{prompt_id}.{version}": torch.from_numpy(np.array(text))
+        for prompt_id, index in sorted(drafting.store.snapshot.items())
+        for version, text in sorted(index.texts().items())
+    }
+    return {**texts, **drafting.state()}

@@ -1,0 +1,394 @@
+"""Collection: turns, order, and what becomes of rollouts that went wrong. A scripted engine stands for the policy."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl.rollouts import prompt_of, rollout_of
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.scripted import ScriptedEngine
+from treering.errors import ConfigError, InputError, StateError
+from treering.rl.calculator import Calculator
+from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect
+from treering.rl.sums import ChainedSums
+from treering.rl.task import Prompt, Task
+from treering.types import TokenIds
+
+STOP = 9
+PROMPTS = [prompt_of(1, 2, prompt_id="a"), prompt_of(3, prompt_id="b"), prompt_of(4, prompt_id=7)]
+SAMPLING = Sampling(max_tokens=8, stop_tokens=(STOP,))
+
+
+class Fake(Task):
+    """A task whose reward and observation are given."""
+
+    prompts = PROMPTS
+    vocab_size = 10
+    stop_tokens = (STOP,)
+
+    def __init__(
+        self,
+        reward: Callable[[Rollout], object] = lambda rollout: float(rollout.num_tokens),
+        observe: Callable[[Rollout], object] = lambda rollout: None,
+    ) -> None:
+        self._reward = reward
+        self._observe = observe
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        assert prompt.prompt_id == rollout.prompt_id
+        return self._reward(rollout)  # type: ignore[return-value]
+
+    def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
+        assert prompt.prompt_id == rollout.prompt_id
+        return self._observe(rollout)  # type: ignore[return-value]
+
+
+def countdown(request: Request) -> list[int]:
+    """Later samples are shorter, so that they finish first."""
+    return [request.sample] * (4 - request.sample) + [STOP]
+
+
+def run(
+    script: Callable[[Request], Sequence[int]] = countdown,
+    task: Task | None = None,
+    prompts: Sequence[Prompt] = PROMPTS,
+    *,
+    max_batch: int = 8,
+    group_size: int = 3,
+    max_turns: int = 1,
+    sampling: Sampling = SAMPLING,
+    on_finished: Callable[[Rollout], None] | None = None,
+) -> Collected:
+    engine = ScriptedEngine(script, max_batch=max_batch)
+    collected = collect(
+        engine,
+        task or Fake(),
+        prompts,
+        {},
+        group_size=group_size,
+        sampling=sampling,
+        max_turns=max_turns,
+        on_finished=on_finished,
+    )
+    assert engine.num_unfinished == 0
+    return collected
+
+
+def tokens_of(collected: Collected) -> list[list[list[int]]]:
+    return [[rollout.tokens.tolist() for rollout in group.rollouts] for group in collected.groups]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 8, 64])
+def test_groups_follow_the_prompts_and_rollouts_their_samples(max_batch: int) -> None:
+    finished: list[tuple[object, int]] = []
+    collected = run(max_batch=max_batch, on_finished=lambda r: finished.append((r.prompt_id, r.sample)))
+    assert [group.prompt for group in collected.groups] == PROMPTS
+    group = [[0, 0, 0, 0, STOP], [1, 1, 1, STOP], [2, 2, STOP]]
+    assert tokens_of(collected) == [group] * 3
+    assert [group.rewards.tolist() for group in collected.groups] == [[5.0, 4.0, 3.0]] * 3
+    expected = [(prompt.prompt_id, sample) for prompt in PROMPTS for sample in range(3)]
+    assert sorted(finished, key=expected.index) == expected
+    assert (finished == expected) == (max_batch == 1)
+
+
+def test_nothing_went_wrong_where_nothing_went_wrong() -> None:
+    collected = run()
+    assert (collected.num_rollouts, collected.num_turns) == (9, 9)
+    assert (collected.num_reward_errors, collected.num_empty, collected.num_overlong) == (0, 0, 0)
+    assert collected.reward_errors == ()
+
+
+def test_requests_carry_draw_prompt_and_sampling() -> None:
+    asked: list[Request] = []
+
+    def script(request: Request) -> list[int]:
+        asked.append(request)
+        return [STOP]
+
+    draws = {"a": 4, 7: 1, "other": 9}
+    collected = collect(ScriptedEngine(script), Fake(), PROMPTS, draws, group_size=2, sampling=SAMPLING)
+    assert [request.key for request in asked] == [
+        (prompt_id, draw, sample) for prompt_id, draw in [("a", 4), ("b", 0), (7, 1)] for sample in range(2)
+    ]
+    assert [request.prompt.tolist() for request in asked] == [[1, 2]] * 2 + [[3]] * 2 + [[4]] * 2
+    assert all(request.sampling is SAMPLING for request in asked)
+    assert [rollout.draw for rollout in collected.groups[0].rollouts] == [4, 4]
+
+
+def echo(rollout: Rollout) -> TokenIds | None:
+    """Answers every turn with the number of tokens so far, three times."""
+    return None if rollout.loss_mask.sum() > 5 else np.array([rollout.num_tokens], np.int32)
+
+
+def test_a_rollout_goes_on_behind_what_the_task_says() -> None:
+    collected = run(
+        lambda request: [6, STOP],
+        Fake(observe=echo),
+        PROMPTS[:1],
+        group_size=1,
+        max_turns=9,
+        sampling=long_sampling(20),
+    )
+    (rollout,) = collected.groups[0].rollouts
+    assert rollout.tokens.tolist() == [6, STOP, 2, 6, STOP, 5, 6, STOP]
+    assert rollout.loss_mask.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
+    assert rollout.logprobs.tolist() == [-1, -1, 0, -1, -1, 0, -1, -1]
+    assert (rollout.finish_reason, rollout.reward, collected.num_turns) == ("stop", 8.0, 3)
+
+
+def long_sampling(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, stop_tokens=(STOP,))
+
+
+@pytest.mark.parametrize(("max_turns", "num_tokens"), [(1, 2), (2, 5), (3, 8)])
+def test_turns_are_bounded(max_turns: int, num_tokens: int) -> None:
+    task = Fake(observe=lambda rollout: np.array([0], np.int32))
+    collected = run(lambda _: [6, STOP], task, max_turns=max_turns, sampling=long_sampling(100))
+    assert {rollout.num_tokens for group in collected.groups for rollout in group.rollouts} == {num_tokens}
+    assert (collected.num_turns, collected.num_overlong) == (9 * max_turns, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_tokens", "num_turns", "reason"),
+    [
+        (2, 2, 1, "length"),  # no room for the observation
+        (4, 2, 1, "length"),  # none behind it
+        (5, 5, 2, "length"),  # room for one token, which is no stop
+        (6, 6, 2, "length"),  # the second turn ends, the observation does not fit
+        (9, 9, 3, "length"),  # room for one token of the third turn
+        (10, 10, 3, "stop"),  # the last turn is not answered, so nothing is missing
+    ],
+)
+def test_a_rollout_without_room_ends_before_the_observation(
+    max_tokens: int, num_tokens: int, num_turns: int, reason: str
+) -> None:
+    task = Fake(observe=lambda rollout: np.array([0, 0], np.int32))
+    collected = run(
+        lambda _: [6, STOP], task, PROMPTS[:1], group_size=1, max_turns=3, sampling=long_sampling(max_tokens)
+    )
+    (rollout,) = collected.groups[0].rollouts
+    assert (rollout.num_tokens, collected.num_turns) == (num_tokens, num_turns)
+    assert rollout.loss_mask[-1]
+    assert rollout.finish_reason == reason
+    assert collected.num_overlong == (reason == "length")
+
+
+def test_a_turn_that_was_cut_off_is_not_answered() -> None:
+    task = Fake(observe=lambda rollout: pytest.fail("asked"))
+    collected = run(lambda _: [6] * 99, task, max_turns=4)
+    assert (collected.num_overlong, collected.num_rollouts, collected.num_turns) == (9, 9, 9)
+    assert {rollout.finish_reason for group in collected.groups for rollout in group.rollouts} == {"length"}
+
+
+def test_the_last_turn_is_not_answered() -> None:
+    asked: list[int] = []
+    run(lambda _: [6, STOP], Fake(observe=lambda rollout: asked.append(0)), max_turns=1)
+    assert asked == []
+
+
+def test_an_empty_observation_lets_the_policy_go_on() -> None:
+    task = Fake(observe=lambda rollout: np.zeros(0, np.int32) if rollout.num_tokens < 4 else None)
+    collected = run(lambda _: [6, STOP], task, PROMPTS[:1], group_size=1, max_turns=5)
+    assert tokens_of(collected) == [[[6, STOP, 6, STOP]]]
+
+
+def fail_on_sample_1(rollout: Rollout) -> float:
+    if rollout.sample == 1:
+        raise ZeroDivisionError("by zero")
+    return 1.0
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_a_reward_that_raises_costs_its_rollout_alone(max_batch: int) -> None:
+    seen: list[Rollout] = []
+    collected = run(task=Fake(reward=fail_on_sample_1), max_batch=max_batch, on_finished=seen.append)
+    assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
+    assert collected.num_reward_errors == 3
+    assert collected.reward_errors == tuple(
+        f"prompt {prompt.prompt_id!r}, sample 1: ZeroDivisionError: by zero" for prompt in PROMPTS
+    )
+    assert len(seen) == 9
+    assert {rollout.sample for rollout in seen if rollout.reward is None} == {1}
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None, "1", 1j, [1.0], np.ones(1), np.float32("nan")])
+def test_what_is_no_finite_number_counts_as_raising(reward: object) -> None:
+    collected = run(task=Fake(reward=lambda rollout: reward))
+    assert (collected.num_reward_errors, collected.num_rollouts) == (9, 0)
+    assert [group.rollouts for group in collected.groups] == [(), (), ()]
+    assert "a reward is a finite number, got" in collected.reward_errors[0]
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), 1.0])
+def test_any_kind_of_number_is_a_reward(reward: object) -> None:
+    collected = run(task=Fake(reward=lambda rollout: reward))
+    rewards = [rollout.reward for group in collected.groups for rollout in group.rollouts]
+    assert (rewards, {type(value) for value in rewards}) == ([1.0] * 9, {float})
+
+
+def raise_a_lookup_error(_: Rollout) -> TokenIds:
+    raise LookupError("no tool")
+
+
+@pytest.mark.parametrize(
+    ("observe", "message"),
+    [
+        (raise_a_lookup_error, "LookupError: no tool"),
+        (lambda _: np.array([10], np.int32), "token ids below 10, got array"),
+        (lambda _: np.array([-1], np.int32), "token ids below 10"),
+        (lambda _: np.array([[1]], np.int32), "flat list of token ids"),
+        (lambda _: np.array([0.5]), "flat list of token ids"),
+        (lambda _: "22 ", "flat list of token ids"),
+    ],
+)
+def test_an_observation_that_fails_counts_as_a_reward_that_raises(
+    observe: Callable[[Rollout], TokenIds], message: str
+) -> None:
+    collected = run(task=Fake(observe=observe), max_turns=2)
+    assert (collected.num_reward_errors, collected.num_rollouts, collected.num_turns) == (9, 0, 9)
+    assert message in collected.reward_errors[0]
+
+
+def test_only_the_first_messages_are_kept_whatever_finishes_first() -> None:
+    def fail(rollout: Rollout) -> float:
+        raise ValueError("x" * 1000)
+
+    for max_batch in (1, 4, 64):
+        errors = run(task=Fake(reward=fail), max_batch=max_batch, group_size=4).reward_errors
+        assert len(errors) == NUM_MESSAGES == 5
+        names = [f"prompt {prompt!r}, sample {sample}: " for prompt in ("a", "b") for sample in range(4)]
+        assert [error.startswith(name) for error, name in zip(errors, names, strict=False)] == [True] * 5
+        assert all(len(error) == 300 for error in errors)
+
+
+def test_empty_rollouts_are_counted_and_left_out() -> None:
+    task = Fake(
+        reward=lambda rollout: 1.0 if rollout.num_tokens else pytest.fail("rewarded"),
+        observe=lambda rollout: None if rollout.num_tokens else pytest.fail("answered"),
+    )
+    collected = run(lambda request: [] if request.sample < 2 else [STOP], task, max_turns=2)
+    assert (collected.num_empty, collected.num_rollouts, collected.num_reward_errors) == (6, 3, 0)
+    assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[2]] * 3
+
+
+def test_over_long_rollouts_are_counted_and_kept() -> None:
+    collected = run(lambda request: [6] * (20 if request.sample == 1 else 3) + [STOP])
+    assert (collected.num_overlong, collected.num_rollouts) == (3, 9)
+    assert [group.rewards.tolist() for group in collected.groups] == [[4.0, 8.0, 4.0]] * 3
+    assert [rollout.finish_reason for rollout in collected.groups[0].rollouts] == ["stop", "length", "stop"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["reward", "observe"])
+def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException], where: str) -> None:
+    def interrupt(rollout: Rollout) -> float:
+        raise stop
+
+    engine = ScriptedEngine(countdown, max_batch=2)
+    task = Fake(**{where: interrupt})
+    with pytest.raises(stop):
+        collect(engine, task, PROMPTS, {}, group_size=3, sampling=SAMPLING, max_turns=2)
+    assert (engine.num_unfinished, engine.step()) == (0, [])
+    assert collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING).num_rollouts == 9
+
+
+def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:
+    def fail(_: Rollout) -> None:
+        raise OSError("the display broke")
+
+    engine = ScriptedEngine(countdown, max_batch=2)
+    with pytest.raises(OSError, match="the display broke"):
+        collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING, on_finished=fail)
+    assert engine.num_unfinished == 0
+
+
+def test_what_cannot_be_collected_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1, got 0 and 1"):
+        run(group_size=0)
+    with pytest.raises(ConfigError, match="at least 1, got 3 and 0"):
+        run(max_turns=0)
+    with pytest.raises(InputError, match="distinct ids, got 'a' twice"):
+        run(prompts=[*PROMPTS, prompt_of(8, prompt_id="a")])
+    engine = ScriptedEngine(countdown)
+    engine.submit([Request(prompt_id="z", prompt=np.array([1], np.int32), sampling=SAMPLING)])
+    with pytest.raises(StateError, match="this one has 1 requests"):
+        collect(engine, Fake(), PROMPTS, {}, group_size=1, sampling=SAMPLING)
+    assert engine.num_unfinished == 1
+
+
+def test_no_prompts_are_no_groups() -> None:
+    assert run(prompts=[]).groups == ()
+
+
+def test_a_group_holds_rewarded_rollouts_of_its_prompt() -> None:
+    for rollout in (rollout_of([1], prompt_id="a"), rollout_of([1], prompt_id="b", reward=1.0)):
+        with pytest.raises(InputError, match="rollouts of its prompt 'a' with rewards"):
+            Group(prompt=PROMPTS[0], rollouts=(rollout,))
+    assert Group(prompt=PROMPTS[0], rollouts=()).rewards.shape == (0,)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=9),
+    max_batch=st.integers(1, 5),
+    failing=st.sets(st.integers(0, 8)),
+)
+def test_every_rollout_is_kept_or_counted_once(lengths: list[int], max_batch: int, failing: set[int]) -> None:
+    def fail(rollout: Rollout) -> float:
+        return math.nan if rollout.sample in failing else 1.0
+
+    collected = run(
+        lambda request: [6] * lengths[request.sample],
+        Fake(reward=fail),
+        max_batch=max_batch,
+        group_size=len(lengths),
+    )
+    empty = {i for i, length in enumerate(lengths) if length == 0}
+    wrong = {i for i in failing if i < len(lengths)} - empty
+    assert (collected.num_empty, collected.num_reward_errors) == (3 * len(empty), 3 * len(wrong))
+    assert collected.num_overlong == 3 * sum(length >= 8 for length in lengths)
+    kept = [i for i in range(len(lengths)) if i not in empty | wrong]
+    assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [kept] * 3
+
+
+def test_right_chains_of_sums_are_rewarded() -> None:
+    task = ChainedSums(4, seed=2)
+    answers = right_turns(task)
+    sampling = Sampling(max_tokens=64, stop_tokens=task.stop_tokens)
+
+    def script(request: Request) -> list[int]:
+        return answers[request.prompt_id] if request.sample else task.encode("=1.").tolist()
+
+    collected = collect(ScriptedEngine(script), task, task.prompts, {}, group_size=2, sampling=sampling)
+    assert [group.rewards.tolist() for group in collected.groups] == [[0.0, 1.0]] * 4
+
+
+def right_turns(task: ChainedSums | Calculator) -> dict[object, list[int]]:
+    """What the policy writes of each solution, observations left out."""
+    return {s.task_id: s.sequences[0][s.loss_masks[0]].tolist() for s in task.solutions()}
+
+
+def test_a_calculator_rollout_is_the_task_s_own_solution() -> None:
+    task = Calculator(3, seed=4)
+    turns = right_turns(task)
+
+    def script(request: Request) -> list[int]:
+        written = turns[request.prompt_id]
+        return written if request.so_far is None else written[int(request.so_far.loss_mask.sum()) :]
+
+    sampling = Sampling(max_tokens=80, stop_tokens=task.stop_tokens)
+    collected = collect(
+        ScriptedEngine(script, max_batch=2), task, task.prompts, {}, group_size=1, sampling=sampling, max_turns=6
+    )
+    num_calls = sum(str(prompt.prompt_id).count("+") for prompt in task.prompts)
+    assert (collected.num_turns, collected.num_reward_errors) == (num_calls + 3, 0)
+    for group, solution in zip(collected.groups, task.solutions(), strict=True):
+        (rollout,) = group.rollouts
+        num_prompt = group.prompt.tokens.size
+        assert rollout.reward == 1.0
+        assert rollout.tokens.tolist() == solution.sequences[0][num_prompt:].tolist()
+        assert rollout.loss_mask.tolist() == solution.loss_masks[0][num_prompt:].tolist()

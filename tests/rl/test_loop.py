@@ -1,0 +1,451 @@
+"""The loop of reinforcement learning: its steps are those of plain GRPO on flat sequences, whatever the engine."""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
+from tests.rl.runs import (
+    PLAIN,
+    SAMPLING,
+    STOP,
+    TinyTask,
+    eager,
+    memory_of,
+    options,
+    sampling_loop,
+    script,
+    scripted_loop,
+    share_of_even_tokens,
+    uneven,
+)
+from treering import metrics
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.scripted import ScriptedEngine
+from treering.errors import ConfigError, InputError, StateError
+from treering.rl.drafting import Drafting
+from treering.rl.loop import RlLoop
+from treering.rl.task import Prompt
+from treering.train.optim import OptimOptions
+
+EXACT = 1e-10
+
+
+def expected_group(prompt: Prompt, draw: int, size: int = 4) -> list[list[int]]:
+    """The rollouts that the script writes for one group."""
+    return [
+        script(Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, draw=draw, sample=sample))
+        for sample in range(size)
+    ]
+
+
+def share_even(tokens: Sequence[int]) -> float:
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+
+def flat_loss(
+    model: nn.Module, groups: list[tuple[Prompt, list[list[int]]]], temperature: float, cap: float | None
+) -> Tensor:
+    """GRPO written down once more: the mean over rollouts of their mean clipped terms, by the stock forward."""
+    means = []
+    for prompt, rollouts in groups:
+        rewards = torch.tensor([share_even(tokens) for tokens in rollouts], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for tokens, advantage in zip(rollouts, advantages, strict=True):
+            logprobs, _ = flat_logprobs(model, [*prompt.tokens.tolist(), *tokens], temperature)
+            ids = torch.tensor(tokens)
+            old, behaviour = (-2.0 - (ids % size).double() / 2 for size in (5, 3))
+            ratio = (logprobs[prompt.tokens.size - 1 :] - old).exp()
+            terms = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            weights = 1.0 if cap is None else (old - behaviour).exp().clamp(max=cap)
+            means.append((weights * terms).mean())
+    return torch.stack(means).mean()
+
+
+def gradients_after_a_step(**changes: object) -> dict[str, Tensor]:
+    loop = scripted_loop(build_float64(), optim=OptimOptions(learning_rate=1e-2, max_grad_norm=0.0), **changes)
+    loop.step()
+    return take_gradients(loop.model)
+
+
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (1.0, 1.1)])
+def test_steps_are_those_of_plain_grpo_on_flat_sequences(temperature: float, cap: float | None) -> None:
+    sampling = Sampling(max_tokens=12, temperature=temperature)
+    loop = scripted_loop(build_float64(), sampling=sampling, max_importance=cap)
+    model, prompts, draws = build_float64(), TinyTask().prompts, [0] * 5
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
+    for step in range(1, 6):
+        chosen = loop.plan.tasks_of(step)
+        loss = flat_loss(model, [(prompts[i], expected_group(prompts[i], draws[i])) for i in chosen], temperature, cap)
+        for i in chosen:
+            draws[i] += 1
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]).norm()
+        for weight in model.parameters():
+            weight.grad *= min(1.0, float(0.5 / norm))
+        optimizer.step()
+        report = loop.step()
+        assert report.update is not None
+        assert report.update.loss == pytest.approx(loss.item(), rel=EXACT, abs=1e-12)
+        assert report.update.grad_norm == pytest.approx(norm.item(), rel=EXACT)
+    assert sorted(draws) == [1, 2, 2, 2, 2]
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(loop.model.get_parameter(name), weight, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+def test_both_layouts_give_the_same_gradients(objective: str) -> None:
+    packed = gradients_after_a_step(layout="packed", objective=objective)
+    assert_gradients_equal(packed, gradients_after_a_step(layout="tree", objective=objective), EXACT)
+
+
+@pytest.mark.parametrize(("layout", "max_tokens"), [("tree", 35), ("packed", 20)])
+def test_micro_batches_change_no_gradient(layout: str, max_tokens: int) -> None:
+    loop = scripted_loop(layout=layout, max_tokens=max_tokens)
+    update = loop.step().update
+    assert update is not None
+    assert update.num_micro_batches > 1
+    small = gradients_after_a_step(layout=layout, max_tokens=max_tokens)
+    assert_gradients_equal(small, gradients_after_a_step(layout=layout), EXACT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"estimator": "dr_grpo"},
+        {"estimator": "rloo"},
+        {"objective": "dapo"},
+        {"normalizer": "constant", "divisor": 50.0},
+        {"normalizer": "tree_mean"},
+        {"clip": (0.01, 0.02)},
+        {"max_importance": 1.01},
+        {"group_size": 3},
+        {"prompts_per_step": 1},
+        {"seed": 1},
+        {"sampling": Sampling(max_tokens=6)},
+        {"sampling": Sampling(max_tokens=12, temperature=0.5)},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_an_option_reaches_the_gradient(changes: dict[str, object]) -> None:
+    plain, other = gradients_after_a_step(), gradients_after_a_step(**changes)
+    assert max(float((plain[name] - other[name]).abs().max()) for name in plain) > 1e-6
+
+
+def test_observed_tokens_are_not_trained_and_the_policy_goes_on_behind_them() -> None:
+    class Answering(TinyTask):
+        def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray | None:
+            return np.array([30, 31], np.int32) if rollout.num_tokens < 4 else None
+
+    def short(request: Request) -> list[int]:
+        return [1 + request.sample, 2, STOP]
+
+    def make_engine(drafter: object, version: int) -> ScriptedEngine:
+        return ScriptedEngine(short, version=version)
+
+    loop = scripted_loop(task=Answering(), make_engine=make_engine, max_turns=4)
+    report = loop.step()
+    assert report.update is not None
+    assert report.rollouts.num_turns == 16
+    assert report.rollouts.num_tokens == 8 * 8
+    # Two turns of 3 sampled tokens each; the two observed ones between them carry no loss.
+    assert report.update.num_loss_tokens == 8 * 6
+    assert {tuple(row.loss_mask[-8:]) for row in loop.latest} == {(True,) * 3 + (False,) * 2 + (True,) * 3}
+
+
+def test_groups_of_one_reward_teach_nothing_and_leave_every_denominator() -> None:
+    def reward(rollout: Rollout) -> float:
+        return 1.0 if rollout.prompt_id == "p1" else share_of_even_tokens(rollout)
+
+    with_flat = scripted_loop(build_float64(), TinyTask(2, reward), prompts_per_step=2)
+    report = with_flat.step()
+    alone = scripted_loop(build_float64(), TinyTask(1, reward), prompts_per_step=1)
+    expected = alone.step()
+    assert report.update is not None
+    assert expected.update is not None
+    assert (report.rollouts.num_zero_variance, report.rollouts.num_groups, report.update.num_trees) == (1, 2, 1)
+    assert report.update.loss == pytest.approx(expected.update.loss, rel=EXACT)
+    assert report.update.num_branches == 4
+    assert report.values()[metrics.ZERO_VARIANCE_SHARE] == 0.5
+    assert [row.advantage == 0.0 for row in with_flat.latest] == [row.task_id == "p1" for row in with_flat.latest]
+
+
+def test_a_step_that_teaches_nothing_moves_nothing_and_is_reported() -> None:
+    loop = scripted_loop(task=TinyTask(reward=lambda rollout: 0.25), drafting=Drafting())
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    report = loop.step()
+    assert (report.update, report.rollouts.num_zero_variance) == (None, 2)
+    assert (loop.version, loop.engine.version, loop.num_steps_done) == (0, 0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+    values = report.values()
+    assert metrics.LOSS not in values
+    assert (values[metrics.REWARD_MEAN], values[metrics.REWARD_STD]) == (0.25, 0.0)
+
+
+def test_a_reward_that_raises_and_an_empty_rollout_are_counted_and_never_fatal() -> None:
+    def reward(rollout: Rollout) -> float:
+        if rollout.prompt_id == "p0" or rollout.sample == 3:
+            raise ValueError("no judge")
+        return share_of_even_tokens(rollout)
+
+    def sometimes(request: Request) -> list[int]:
+        return [] if request.sample == 2 else script(request)
+
+    def make_engine(drafter: object, version: int) -> ScriptedEngine:
+        return ScriptedEngine(sometimes, version=version)
+
+    report = scripted_loop(task=TinyTask(2, reward), make_engine=make_engine).step()
+    assert (report.rollouts.num_rollouts, report.rollouts.num_reward_errors, report.rollouts.num_empty) == (2, 4, 2)
+    assert (report.rollouts.num_empty_groups, report.rollouts.num_zero_variance) == (1, 0)
+    assert "no judge" in report.rollouts.reward_errors[0]
+    assert report.update is not None
+    assert report.update.num_branches == 2
+
+
+def test_a_step_with_no_rollout_at_all_is_reported_without_rewards() -> None:
+    loop = scripted_loop(make_engine=lambda drafter, version: ScriptedEngine(lambda request: [], version=version))
+    report = loop.step()
+    assert (report.rollouts.num_rollouts, report.rollouts.num_empty, report.rollouts.num_empty_groups) == (0, 8, 2)
+    assert report.rollouts.reward_mean is None
+    assert metrics.REWARD_MEAN not in report.values()
+    assert report.update is None
+
+
+def test_a_tree_over_the_budget_is_refused_before_any_weight_moves() -> None:
+    loop = scripted_loop(max_tokens=5)
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(InputError, match="max_tokens"):
+        loop.step()
+    assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+    assert loop.num_steps_done == 0
+    # The engine is idle again, and no draw was spent.
+    with pytest.raises(InputError, match="max_tokens"):
+        loop.step()
+
+
+def test_a_step_whose_gradient_is_not_finite_moves_no_weight_and_no_version() -> None:
+    loop = scripted_loop()
+    loop.step()
+    with torch.no_grad():
+        loop.model.get_parameter("model.norm.weight")[0] = math.nan
+    with pytest.raises(StateError, match="finite gradients"):
+        loop.step()
+    assert (loop.num_steps_done, loop.version, loop.engine.version) == (1, 1, 1)
+
+
+def test_a_report_counts_what_the_step_did() -> None:
+    loop = scripted_loop()
+    report = loop.step()
+    prompts = [TinyTask().prompts[i] for i in loop.plan.tasks_of(1)]
+    flat = [(prompt.tokens.tolist(), tokens) for prompt in prompts for tokens in expected_group(prompt, 0)]
+    rewards = [share_even(tokens) for _, tokens in flat]
+    assert (report.step, report.epoch, report.version) == (1, 0, 0)
+    assert report.rollouts.reward_mean == pytest.approx(np.mean(rewards))
+    assert report.rollouts.reward_std == pytest.approx(np.std(rewards))
+    num_sampled = sum(len(tokens) for _, tokens in flat)
+    assert report.engine.num_sampled == report.rollouts.num_tokens == num_sampled
+    assert report.update is not None
+    assert report.update.num_branch_tokens == sum(len(prompt) + len(tokens) for prompt, tokens in flat)
+    prefixes = {(*prompt, *tokens)[: i + 1] for prompt, tokens in flat for i in range(len(prompt) + len(tokens))}
+    assert report.update.num_tokens == len(prefixes)
+    values = report.values()
+    assert values[metrics.SHARING] == pytest.approx(1 - len(prefixes) / report.update.num_branch_tokens)
+    assert values[metrics.LENGTH_MEAN] == pytest.approx(num_sampled / 8)
+    assert values[metrics.SAMPLED_PER_S] == pytest.approx(num_sampled / values[metrics.ROLLOUT_S])
+    phases = report.phases
+    assert phases.step_s == pytest.approx(phases.rollout_s + phases.train_s + phases.update_s)
+    names = {getattr(metrics, name) for name in dir(metrics) if name.isupper()}
+    assert {name for name in values if name not in names} == {
+        f"train/{name}" for name in ("ratio", "approx_kl", "clip_low", "clip_high")
+    }
+
+
+def test_versions_and_draws_rise_and_latest_tells_them() -> None:
+    loop = scripted_loop(prompts_per_step=5)
+    for epoch in range(3):
+        report = loop.step()
+        assert (report.epoch, report.version, loop.version, loop.engine.version) == (epoch, epoch, epoch + 1, epoch + 1)
+        assert {(row.step, row.epoch, row.version) for row in loop.latest} == {(epoch + 1, epoch, epoch)}
+        assert [(row.task_id, row.trial) for row in loop.latest] == [
+            (f"p{i}", sample) for i in loop.plan.tasks_of(epoch + 1) for sample in range(4)
+        ]
+        row = loop.latest[0]
+        prompt = next(prompt for prompt in TinyTask().prompts if prompt.prompt_id == row.task_id)
+        assert row.tokens is not None
+        assert row.tokens.tolist() == [*prompt.tokens.tolist(), *expected_group(prompt, draw=epoch)[0]]
+
+
+def test_the_engine_samples_with_the_trained_weights() -> None:
+    loop = sampling_loop()
+    for _ in range(2):
+        loop.step()
+    weights = copy.deepcopy(loop.model)
+    loop.step()
+    row = loop.latest[0]
+    assert row.tokens is not None
+    assert row.logprobs is not None
+    assert row.loss_mask is not None
+    with torch.no_grad():
+        logprobs, _ = flat_logprobs(weights, row.tokens.tolist())
+    sampled = row.loss_mask[1:]
+    np.testing.assert_allclose(row.logprobs[1:][sampled], logprobs.numpy()[sampled], rtol=0, atol=1e-5)
+
+
+def test_drafts_change_speed_and_no_token() -> None:
+    drafting, plain = sampling_loop(build_float64(), eager()), sampling_loop(build_float64())
+    for _ in range(6):
+        ours, theirs = drafting.step(), plain.step()
+        assert [row.tokens.tolist() for row in drafting.latest] == [row.tokens.tolist() for row in plain.latest]  # type: ignore[union-attr]
+    assert ours.engine.num_drafted > 0
+    assert (theirs.engine.num_drafted, theirs.engine.tokens_per_forward) == (0, 1.0)
+
+
+def test_training_raises_the_reward() -> None:
+    loop = sampling_loop(build(seed=2), prompts_per_step=5, group_size=8)
+    means = [loop.step().rollouts.reward_mean or 0.0 for _ in range(15)]
+    assert np.mean(means[-3:]) > np.mean(means[:3]) + 0.2
+
+
+def test_rollouts_are_remembered_by_prompt_and_version() -> None:
+    drafting = Drafting()
+    loop = scripted_loop(prompts_per_step=5, drafting=drafting)
+    for _ in range(3):
+        loop.step()
+    texts = drafting.store.snapshot["p1"].texts()
+    # Two epochs are kept; a marker stands before each rollout.
+    assert sorted(texts) == [1, 2]
+    prompt = TinyTask().prompts[1]
+    assert texts[2].tolist() == [token for tokens in expected_group(prompt, draw=2) for token in (-1, *tokens)]
+
+
+def test_the_engine_gets_the_drafter_and_the_restored_version() -> None:
+    made: list[tuple[object, int]] = []
+
+    def make_engine(drafter: object, version: int) -> ScriptedEngine:
+        made.append((drafter, version))
+        return uneven(None, version)
+
+    first = scripted_loop(make_engine=make_engine, drafting=Drafting())
+    assert made == []
+    for _ in range(3):
+        first.step()
+    assert len(made) == 1
+    drafting = Drafting()
+    second = scripted_loop(make_engine=make_engine, drafting=drafting)
+    second.load_state(copy.deepcopy(first.state()))
+    assert second.engine.version == first.version == 3
+    assert made[1] == (drafting.drafter, 3)
+
+
+def test_a_state_and_its_hints_continue_bit_by_bit(tmp_path: Path) -> None:
+    memories = eager(), eager()
+    first = sampling_loop(drafting=memories[0])
+    for _ in range(4):
+        first.step()
+    state = copy.deepcopy(first.state())
+    first.save_hints(tmp_path / "hints")
+    second = sampling_loop(drafting=memories[1])
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state(state)
+    second.load_hints(tmp_path / "hints")
+    reports = [(first.step(), second.step()) for _ in range(3)]
+    for ours, theirs in reports:
+        assert ours.engine == theirs.engine
+        assert ours.update == theirs.update
+    assert all(torch.equal(w, second.model.get_parameter(name)) for name, w in first.model.named_parameters())
+    left, right = map(memory_of, memories)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_lost_hints_cost_a_warning_and_no_token(tmp_path: Path) -> None:
+    first, second = (sampling_loop(build_float64(), eager()) for _ in range(2))
+    for _ in range(3):
+        first.step()
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state(copy.deepcopy(first.state()))
+    with pytest.warns(UserWarning, match="hints"):
+        second.load_hints(tmp_path / "hints")
+    for _ in range(3):
+        first.step(), second.step()
+        pairs = zip(first.latest, second.latest, strict=True)
+        assert all(np.array_equal(ours.tokens, theirs.tokens) for ours, theirs in pairs)  # type: ignore[arg-type]
+
+
+def test_training_has_its_own_number_of_threads() -> None:
+    loop = scripted_loop(num_train_threads=1)
+    seen: list[int] = []
+    loop.model.get_parameter("model.norm.weight").register_hook(lambda gradient: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        loop.step()
+        assert (set(seen), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
+    with pytest.raises(InputError, match="at least one prompt, and the task has none"):
+        scripted_loop(task=TinyTask(0))
+    with pytest.raises(InputError, match="'a' names two"):
+        scripted_loop(task=TinyTask(3, names=("a", "b", "a")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"group_size": 1}, "group_size is at least 2, got 1"),
+        ({"prompts_per_step": 0}, "prompts_per_step is at least 1, got 0"),
+        ({"max_turns": 0}, "max_turns is at least 1"),
+        ({"max_tokens": 0}, "max_tokens is at least 1, got 0"),
+        ({"num_train_threads": 0}, "num_train_threads is at least 1"),
+        ({"clip": (2.0, 0.2)}, "clip must be"),
+        ({"normalizer": "constant"}, "divisor"),
+        ({"divisor": 3.0}, "divisor"),
+        ({"max_importance": -1.0}, "max_importance"),
+        ({"layout": "packed", "normalizer": "tree_mean"}, 'layout "packed" has no trees'),
+        ({"objective": "ppo"}, "objective is one of grpo, dapo, got 'ppo'"),
+        ({"estimator": "gae"}, "estimator is one of grpo, dr_grpo, rloo, got 'gae'"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_do_not_fit_are_refused(changes: dict[str, object], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        options(**changes)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    loop, other = scripted_loop(), scripted_loop(build(num_hidden_layers=1))
+    loop.step()
+    with pytest.raises(StateError, match="an optimiser state belongs to one set of parameters"):
+        other.load_state(loop.state())
+    assert (other.num_steps_done, other.version) == (0, 0)
+
+
+def test_the_task_s_stops_end_a_rollout_beside_the_user_s() -> None:
+    task = TinyTask()
+    loop = RlLoop(
+        build(),
+        task,
+        uneven,
+        optim=PLAIN,
+        options=options(sampling=Sampling(max_tokens=12, stop_tokens=tuple(range(1, 8)))),
+    )
+    loop.step()
+    for row in loop.latest:
+        assert row.tokens is not None
+        assert row.loss_mask is not None
+        sampled = row.tokens[row.loss_mask].tolist()
+        assert [token for token in sampled if token < 8] == sampled[-1:] or len(sampled) == 12

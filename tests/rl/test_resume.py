@@ -1,0 +1,115 @@
+"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, memory and rollouts of one that was not.
+
+Law 7 beside it: what is lost of the history costs speed only.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.killing import NUM_MOMENTS, reports_of
+from tests.models import build_float64
+from tests.rl.killed_runs import NUM_STEPS, SAVE_EVERY
+from tests.rl.runs import eager, sampling_loop, store
+from treering.metrics import JsonlSink, Metrics
+from treering.rl.rollout_log import RolloutLog
+from treering.train.run import METRICS_FILE, open_run, run_steps
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `killed_runs` says: the run that was left alone, then those that were killed."""
+    return reports_of("tests.rl.killed_runs", tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_file_operation_ends_bitwise_as_one_that_was_not(reports: list[dict[str, Any]]) -> None:
+    whole, *killed = reports
+    assert len(killed) == NUM_MOMENTS + 1
+    assert [report["num_kills"] for report in killed[:-1]] == [1] * NUM_MOMENTS
+    assert killed[-1]["num_kills"] > 1
+    assert {report["digest"] for report in killed} == {whole["digest"]}
+
+
+@pytest.mark.slow
+def test_metrics_of_a_killed_run_hold_each_step_once(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["steps"] == list(range(1, NUM_STEPS + 1))
+        assert report["losses"] == reports[0]["losses"]
+
+
+@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
+def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path, stop: int) -> None:
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "stopped", stop_after=stop)
+    stopped = train(tmp_path / "stopped")
+    assert stopped.keys() == whole.keys()
+    assert all(torch.equal(stopped[name], whole[name]) for name in whole)
+    left, right = (rollouts_of(tmp_path / name) for name in ("whole", "stopped"))
+    assert left == right
+
+
+def test_the_history_of_each_checkpoint_lies_beside_it(tmp_path: Path) -> None:
+    train(tmp_path)
+    names = [sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("checkpoints", "history")]
+    assert names[0] == names[1] == ["step-000006", "step-000007"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "foreign"])
+def test_a_damaged_history_costs_a_warning_and_no_token(tmp_path: Path, damage: str) -> None:
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "damaged", stop_after=4)
+    file = tmp_path / "damaged" / "history" / "step-000004"
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-1] if damage == "cut" else b"a letter to the editor")
+    with pytest.warns(UserWarning, match=file.name):
+        resumed = train(tmp_path / "damaged")
+    assert rollouts_of(tmp_path / "damaged") == rollouts_of(tmp_path / "whole")
+    # Drafts change the shapes that are computed in, hence the rounding of stored log-probs.
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=1e-9)
+
+
+def test_a_run_goes_on_with_drafts_off_and_on_again(tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    train(tmp_path / "changed", stop_after=3)
+    train(tmp_path / "changed", stop_after=6, drafts=False)
+    with pytest.warns(UserWarning, match="step-000006"):
+        train(tmp_path / "changed")
+    assert rollouts_of(tmp_path / "changed") == rollouts_of(tmp_path / "whole")
+
+
+def train(folder: Path, *, stop_after: int | None = None, drafts: bool = True) -> dict[str, torch.Tensor]:
+    """The weights after a call that trained in float64 and may have left the run early."""
+    loop = sampling_loop(build_float64(), eager() if drafts else None)
+    checkpoints = store(folder)
+    opened = open_run(folder, loop, checkpoints)
+    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        steps = run_steps(
+            loop,
+            num_steps=NUM_STEPS,
+            save_every=SAVE_EVERY,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=lambda report: log.write(report.epoch, loop.latest),
+        )
+        for report in steps:
+            if report.step == stop_after:
+                break
+    return dict(loop.model.state_dict())
+
+
+def rollouts_of(folder: Path) -> list[tuple[object, ...]]:
+    """File, step, prompt, sample, tokens and version of every rollout of a run."""
+    keys = ("step", "epoch", "task_id", "trial", "tokens", "version")
+    return [
+        (file.name, *(json.dumps(row[key]) for key in keys))
+        for file in sorted((folder / "rollouts").iterdir())
+        for row in map(json.loads, file.read_text().splitlines())
+    ]

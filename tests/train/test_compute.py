@@ -1,0 +1,27 @@
+"""How a step computes: what a block changes is put back."""
+
+import pytest
+import torch
+
+from tests.models import build
+from treering.train.compute import num_threads, precision
+
+
+@pytest.mark.parametrize(("count", "inside"), [(1, 1), (None, 2)])
+def test_a_number_of_threads_holds_inside_its_block_only(count: int | None, inside: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError), num_threads(count):
+            seen = torch.get_num_threads()
+            raise KeyError
+        assert (seen, torch.get_num_threads()) == (inside, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [("none", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_autocast_decides_what_products_are_computed_in(autocast: str, dtype: torch.dtype) -> None:
+    model = build()
+    with precision(model, autocast):  # type: ignore[arg-type]
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
