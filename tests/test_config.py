@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from treering.config import Config, SftConfig, load
+from treering.config import Config, RlConfig, SftConfig, load
 from treering.errors import ConfigError
 
 MINIMAL = '[data]\nsource = "generated"\n[train]\nnum_steps = 20\n'
@@ -198,7 +198,9 @@ def sections_of(config_type: type[BaseModel]) -> list[type[BaseModel]]:
     return [config_type, *(section for part in below for section in sections_of(part))]
 
 
-@pytest.mark.parametrize("section", sections_of(SftConfig), ids=lambda section: section.__name__)
+@pytest.mark.parametrize(
+    "section", [*sections_of(SftConfig), *sections_of(RlConfig)], ids=lambda section: section.__name__
+)
 def test_every_setting_is_described(section: type[BaseModel]) -> None:
     undescribed = [name for name, field in section.model_fields.items() if not field.description]
     assert undescribed == []

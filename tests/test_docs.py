@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import build
+
 ROOT = Path(__file__).parents[1]
-ROOMS = ("tree", "attention", "model", "train")
+ROOMS = ("tree", "attention", "model", "train", "rl")
 
 
 def modules_of(room: str) -> list[str]:
@@ -23,6 +25,12 @@ def test_the_readme_example_prints_what_it_says(capsys: pytest.CaptureFixture[st
     counts, loss = capsys.readouterr().out.splitlines()
     assert counts == "9 6"
     assert float(loss) > 0
+
+
+def test_the_loop_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, "rl.md", "exec"), {"model": build()})
+    assert capsys.readouterr().out.startswith("0.0 1.")
 
 
 @pytest.mark.parametrize("name", [name for room in ROOMS for name in modules_of(room)])

@@ -13,7 +13,7 @@ import pytest
 from treering.cli.main import main
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"inspect", "sft", "demo", "bench"}
+SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -47,6 +47,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (
             ["sft", "c.toml", "train.num_steps=3", "run.dir=x", "--json"],
             {"config_path": Path("c.toml"), "overrides": ["train.num_steps=3", "run.dir=x"], "json_output": True},
+        ),
+        (["train", "c.toml"], {"config_path": Path("c.toml"), "overrides": [], "json_output": False}),
+        (
+            ["train", "c.toml", "rl.group_size=3", "--json"],
+            {"config_path": Path("c.toml"), "overrides": ["rl.group_size=3"], "json_output": True},
         ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
@@ -82,12 +87,12 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     [
         (["inspect"], "Missing argument 'FILES...'"),
         (["sft"], "Missing argument"),
+        (["train"], "Missing argument 'CONFIG'"),
         (["demo", "--sed", "3"], "No such option: --sed"),
         (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
         (["bench", "loop"], "'loop' is not one of"),
         (["inspekt"], "inspekt"),
         # These belong to parts of the library that are not there yet.
-        (["train", "c.toml"], "No such command 'train'"),
         (["simulate"], "No such command 'simulate'"),
         (["report", "runs/a"], "No such command 'report'"),
         (["doctor", "runs/a"], "No such command 'doctor'"),

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.data import Message, ToolCall, Trajectory, read_trajectories, write_trajectories
+from treering.data import (
+    Message,
+    ToolCall,
+    Trajectory,
+    append_trajectories,
+    read_trajectories,
+    write_trajectories,
+)
 from treering.data.codec import encode
 from treering.errors import InputError
 
@@ -116,3 +123,18 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path, name, rule):
 def test_writing_into_a_missing_folder_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
         write_trajectories(tmp_path / "absent" / "set.jsonl", [])
+
+
+@given(st.lists(st.lists(trajectories(), max_size=3), min_size=1, max_size=3).filter(any))
+def test_appending_in_parts_gives_the_file_that_writing_at_one_time_gives(tmp_path_factory, parts):
+    folder = tmp_path_factory.mktemp("files")
+    for part in parts:
+        append_trajectories(folder / "new" / "parts.jsonl", part)
+    write_trajectories(folder / "whole.jsonl", [trajectory for part in parts for trajectory in part])
+    assert (folder / "new" / "parts.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+def test_a_file_that_cannot_be_appended_to_is_refused_by_name(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
+        append_trajectories(tmp_path / "taken" / "set.jsonl", [])

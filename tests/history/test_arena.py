@@ -20,7 +20,7 @@ def test_every_slot_holds_its_prompts_index_with_markers_behind_the_last() -> No
                 np.testing.assert_array_equal(arena.text[start : start + size], index.text)
                 np.testing.assert_array_equal(arena.suffixes[start : start + size], index.suffixes)
         end = max(start + size for start, size in spans)
-        assert (arena.text[end : end + MAX_DEPTH][:1] == MARKER).all()
+        assert arena.text[end] == MARKER
         assert arena.text.size >= end + MAX_DEPTH
 
 
@@ -38,8 +38,10 @@ def test_prompts_that_are_gone_make_room() -> None:
 
 def test_a_new_snapshot_starts_over() -> None:
     arena = Arena()
-    for token in (1, 2):
-        snapshot = store_of({"a": {0: [[token]]}}).snapshot
+    for num_tokens in (300, 2, 5):
+        snapshot = store_of({"a": {0: [[num_tokens] * num_tokens]}}).snapshot
         (slot,) = arena.slots(["a"], snapshot)
         start, size = arena.spans[slot]
-        assert arena.text[start : start + size].tolist() == [-1, token]
+        assert arena.text[start : start + size].tolist() == [-1] + [num_tokens] * num_tokens
+        # What the last snapshot left behind its end would be read as its continuation.
+        assert (arena.text[start + size : start + size + MAX_DEPTH] == MARKER).all()

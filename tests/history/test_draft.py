@@ -206,7 +206,7 @@ def test_the_compiled_call_is_named_by_all_sources_that_it_may_use(tmp_path: Any
     (tmp_path / "a.py").write_text("x = 1")
     (tmp_path / "b.py").write_text("y = 1")
     before = match._stamp_of(tmp_path)
-    (tmp_path / "b.py").write_text("y = 2")
+    (tmp_path / "a.py").write_text("x = 2")
     assert match._stamp_of(tmp_path) != before
     cells = [cell.cell_contents for cell in match.propose.py_func.__closure__]  # type: ignore[attr-defined]
     assert cells == [match._stamp_of(match.Path(match.__file__).parent)]

@@ -52,11 +52,12 @@ def test_a_folder_gives_back_what_was_published(tmp_path: Path) -> None:
     assert contents(store)["a"] == {2: [-1, 6, 7], 1: [-1, 4]}
 
 
-def test_a_later_publish_of_the_same_version_keeps_the_order_of_adding(tmp_path: Path) -> None:
+def test_a_later_publish_of_the_same_version_keeps_the_order_of_adding_in_one_file(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path)
     for token in (5, 6, 7):
         store.add("a", [ids(token)], 0)
         store.publish()
+        assert len(files_of(tmp_path)) == 1
     assert contents(store) == {"a": {0: [-1, 5, -1, 6, -1, 7]}}
     assert_equal_snapshots(store, HistoryStore(tmp_path))
 

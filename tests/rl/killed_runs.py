@@ -1,4 +1,4 @@
-"""Runs of reinforcement learning that are killed, with history and drafts on: `python -m tests.rl.killed_runs FOLDER`."""
+"""Runs of reinforcement learning that are killed, drafts on: `python -m tests.rl.killed_runs FOLDER`."""
 
 import hashlib
 from pathlib import Path

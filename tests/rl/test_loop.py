@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from tests.rl.runs import (
-    PLAIN,
     SAMPLING,
     STOP,
     TinyTask,
@@ -31,7 +30,6 @@ from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.drafting import Drafting
-from treering.rl.loop import RlLoop
 from treering.rl.task import Prompt
 from treering.train.optim import OptimOptions
 
@@ -348,6 +346,30 @@ def test_the_engine_gets_the_drafter_and_the_restored_version() -> None:
     assert made[1] == (drafting.drafter, 3)
 
 
+def test_a_state_that_is_taken_later_makes_a_new_engine() -> None:
+    loop = scripted_loop()
+    state = copy.deepcopy(loop.state())
+    loop.step()
+    loop.load_state(state)
+    assert (loop.version, loop.engine.version, loop.num_steps_done) == (0, 0, 0)
+
+
+def test_hints_that_are_taken_later_reach_the_engine_as_well(tmp_path: Path) -> None:
+    made: list[object] = []
+
+    def make_engine(drafter: object, version: int) -> ScriptedEngine:
+        made.append(drafter)
+        return uneven(None, version)
+
+    drafting = Drafting()
+    loop = scripted_loop(make_engine=make_engine, drafting=drafting)
+    loop.step()
+    loop.save_hints(tmp_path / "hints")
+    loop.load_hints(tmp_path / "hints")
+    loop.step()
+    assert made[1] is drafting.drafter is not made[0]
+
+
 def test_a_state_and_its_hints_continue_bit_by_bit(tmp_path: Path) -> None:
     memories = eager(), eager()
     first = sampling_loop(drafting=memories[0])
@@ -434,18 +456,13 @@ def test_a_state_of_another_model_is_refused() -> None:
     assert (other.num_steps_done, other.version) == (0, 0)
 
 
-def test_the_task_s_stops_end_a_rollout_beside_the_user_s() -> None:
-    task = TinyTask()
-    loop = RlLoop(
-        build(),
-        task,
-        uneven,
-        optim=PLAIN,
-        options=options(sampling=Sampling(max_tokens=12, stop_tokens=tuple(range(1, 8)))),
+@pytest.mark.parametrize(("stops", "expected"), [((), [9, 5, STOP]), ((5,), [9, 5]), ((STOP,), [9, 5, STOP])])
+def test_the_task_s_stops_end_a_rollout_beside_the_user_s(stops: tuple[int, ...], expected: list[int]) -> None:
+    loop = scripted_loop(
+        make_engine=lambda drafter, version: ScriptedEngine(lambda request: [9, 5, STOP, 8, 8], version=version),
+        sampling=Sampling(max_tokens=12, stop_tokens=stops),
     )
     loop.step()
     for row in loop.latest:
         assert row.tokens is not None
-        assert row.loss_mask is not None
-        sampled = row.tokens[row.loss_mask].tolist()
-        assert [token for token in sampled if token < 8] == sampled[-1:] or len(sampled) == 12
+        assert row.tokens[row.loss_mask].tolist() == expected

@@ -1,4 +1,4 @@
-"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, memory and rollouts of one that was not.
+"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, memory and rollouts of another.
 
 Law 7 beside it: what is lost of the history costs speed only.
 """

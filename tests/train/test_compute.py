@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.models import build
+from treering.errors import InputError
 from treering.train.compute import num_threads, precision
 
 
@@ -12,10 +13,12 @@ def test_a_number_of_threads_holds_inside_its_block_only(count: int | None, insi
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(KeyError), num_threads(count):
-            seen = torch.get_num_threads()
-            raise KeyError
-        assert (seen, torch.get_num_threads()) == (inside, 2)
+        with num_threads(count):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 2
+        with pytest.raises(InputError), num_threads(count):
+            raise InputError("in the middle of a step")
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 

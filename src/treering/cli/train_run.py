@@ -4,6 +4,8 @@ Translates nothing (`train_settings`) and shows nothing but sentences and steps;
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -33,8 +35,50 @@ HISTORY_FOLDER = "history"
 ROLLOUTS_FOLDER = "rollouts"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenRun:
+    """A run that is ready to go on.
+
+    Attributes:
+        config: as it was read.
+        source: its task.
+        loop: as its newest checkpoint left it, or new.
+        opened: whether it is resumed, and where.
+        num_steps: of the whole run.
+        steps: does a step, logs and saves it, and gives its report.
+    """
+
+    config: RlConfig
+    source: TaskSource
+    loop: RlLoop
+    opened: Opened
+    num_steps: int
+    steps: Iterator[RlStepReport]
+
+
 def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
     """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
+    with (
+        open_training(config, beside=beside, console=console) as run,
+        StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
+    ):
+        reports = _show_each(run.steps, RlProgress(progress), console)
+    last_step = reports[-1].step if reports else run.opened.step
+    return TrainSummary(
+        run_dir=str(config.run.dir),
+        task=run.source.kind,
+        num_prompts=len(run.source.task.prompts),
+        num_parameters=sum(weight.numel() for weight in run.loop.model.parameters()),
+        resumed_from_step=run.opened.resume_step,
+        num_steps=last_step,
+        total=totals(reports),
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+    )
+
+
+@contextmanager
+def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterator[OpenRun]:
+    """Opens the run of a configuration: model and warm-up, newest checkpoint, logs; closes the logs at the end."""
     # Its bars for files of a second would flicker through ours.
     transformers_logging.disable_progress_bar()
     source = load_task(config.task, beside=beside)
@@ -71,19 +115,7 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
             metrics=metrics,
             on_step=_rollout_log(config, loop, opened),
         )
-        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
-            reports = _show_each(steps, RlProgress(progress), console)
-    last_step = reports[-1].step if reports else opened.step
-    return TrainSummary(
-        run_dir=str(config.run.dir),
-        task=source.kind,
-        num_prompts=len(source.task.prompts),
-        num_parameters=model.num_parameters(),
-        resumed_from_step=opened.resume_step,
-        num_steps=last_step,
-        total=totals(reports),
-        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
-    )
+        yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
 
 
 def _count_steps(config: RlConfig, source: TaskSource) -> int:
@@ -117,7 +149,7 @@ def _announce(
         console.print(note, soft_wrap=True)
     device = next(model.parameters()).device
     console.print(
-        f"{len(source.task.prompts)} prompts of {source.kind}; {model.num_parameters():,} parameters on {device} in "
+        f"{len(source.task.prompts)} prompts ({source.kind}); {model.num_parameters():,} parameters on {device} in "
         f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
         f"into {config.run.dir}",
         soft_wrap=True,

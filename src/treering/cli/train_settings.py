@@ -71,7 +71,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
-    """Records of the supervised start."""
+    """Records of the supervised start, in which all solutions of a step are one tree."""
     warmup = config.warmup
     optim = OptimOptions(
         learning_rate=warmup.learning_rate,
@@ -84,7 +84,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
         max_grad_norm=config.optim.max_grad_norm,
     )
     options = LoopOptions(
-        trees_per_step=warmup.prompts_per_step,
+        trees_per_step=1,
         max_tokens=config.rl.max_tokens,
         layout=config.rl.layout,
         autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",

@@ -62,10 +62,8 @@ def _draft(
         return num_out
     most = min(limits.max_draft, rows.max_drafts[b])
     chance = table.estimate[cell]
-    if chance < limits.min_acceptance:
-        if not is_retried(cell, table.num_tried, table.num_refused):
-            return num_out
-        most = 1
+    if chance < limits.min_acceptance and not is_retried(cell, table.num_tried, table.num_refused):
+        return num_out
     num_drafted = 0
     while True:
         at = num_out + num_drafted

@@ -232,4 +232,4 @@ def _as_token_ids(prompt_id: PromptId, i: int, rollout: TokenIds) -> Int32Array:
             f"token ids lie in [0, {MAX_TOKEN_ID}], got {tokens.min()}..{tokens.max()} in rollout {i} of "
             f"{prompt_id!r}; take padding out"
         )
-    return tokens.astype(np.int32)
+    return tokens.astype(np.int32, copy=False)

@@ -1,0 +1,124 @@
+"""The configuration of `treering train`: defaults are those of the records it becomes, contradictions are named."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from treering.config import RlConfig, load
+from treering.config.rl import EngineConfig, HistoryConfig, LoopConfig, SamplingConfig
+from treering.engine.request import Sampling
+from treering.errors import ConfigError
+from treering.rl.drafting import DraftOptions
+from treering.rl.options import RlOptions
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS = "rl.num_steps=20"
+PROMPTS = ("task.kind=prompts", "task.file=p.jsonl", "task.tokenizer=t")
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(RlConfig, None, overrides)
+    return str(caught.value)
+
+
+def test_an_end_is_all_that_a_configuration_needs() -> None:
+    config = load(RlConfig, None, [STEPS])
+    assert (config.task.kind, config.history.drafts, config.rl.layout) == ("sums", "on", "tree")
+    assert config.run.dir == Path("runs/train")
+    assert "neither num_epochs nor num_steps" in refusal()
+
+
+def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() -> None:
+    sampling = Sampling(max_tokens=256)
+    found = SamplingConfig()
+    stops = {"stop_tokens", "stop_strings"}
+    assert set(SamplingConfig.model_fields) == {field.name for field in fields(Sampling)} - stops
+    assert all(getattr(found, name) == getattr(sampling, name) for name in SamplingConfig.model_fields)
+    history = HistoryConfig().model_dump(exclude={"drafts"})
+    assert history == {field.name: field.default for field in fields(DraftOptions)}
+    options = {field.name: field.default for field in fields(RlOptions)}
+    shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
+    loop = LoopConfig(num_steps=1)
+    assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
+    assert len(shared) == 10
+
+
+def test_a_group_of_settings_goes_through_overrides() -> None:
+    config = load(
+        RlConfig,
+        None,
+        [STEPS, "rl.clip=[0.1, 0.3]", 'history.sources=["own"]', "sampling.top_p=0.9", "optim.learning_rate=1e-3"],
+    )
+    assert config.rl.clip == (0.1, 0.3)
+    assert (config.history.sources, config.sampling.top_p, config.optim.learning_rate) == (("own",), 0.9, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("rl.grup_size=3", "rl.group_size"),
+        ("group_size=3", "rl.group_size"),
+        ("rl.temperature=1.0", "sampling.temperature"),
+        ("rl.learning_rate=1.0", "optim.learning_rate"),
+        ("histroy=3", "history"),
+        ("engine.max_batches=3", "engine.max_batch"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: str) -> None:
+    key = override.partition("=")[0]
+    assert f"unknown key '{key}'; did you mean '{near}'?" in refusal(STEPS, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["task.file=p.jsonl"], 'kind = "sums" has no file, which belong to "prompts"'),
+        (["task.kind=calculator", "task.reward=exact_answer"], 'kind = "calculator" has no reward'),
+        ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to sums'),
+        (["task.kind=prompts"], 'kind = "prompts" needs file and tokenizer'),
+        (["task.kind=prompts", "task.file=p"], "needs tokenizer; set task.tokenizer"),
+        (["task.min_terms=6"], "min_terms is at most max_terms, and here they are 6 and 5"),
+        ([*PROMPTS, "warmup.num_steps=3"], 'task.kind = "prompts" has none; set warmup.num_steps = 0'),
+        (["rl.max_turns=2"], 'task.kind = "sums" never answers the policy, and rl.max_turns is 2'),
+        (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
+        (["optim.min_learning_rate=1e-9"], 'schedule = "constant" with min_learning_rate'),
+        (["rl.divisor=3"], 'normalizer = "None" with divisor = 3.0'),
+        (["rl.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
+        (["rl.layout=packed", "rl.normalizer=tree_mean"], 'layout = "packed" has no trees'),
+        (["history.sources=[]"], "sources is empty; name one, or set drafts"),
+        (['history.sources=["own", "own"]'], "repeats one"),
+        (["model.path=m", "model.num_layers=2"], "has its own shape.*num_layers"),
+        (["rl.group_size=1"], "rl.group_size: expected greater than or equal to 2"),
+        (["rl.clip=[2.0, 0.2]"], "rl.clip.0: expected less than or equal to 1"),
+        (["sampling.top_p=0"], "sampling.top_p: expected greater than 0"),
+        (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
+        (["task.kind=chess"], "task.kind: expected 'sums', 'calculator' or 'prompts', got 'chess'"),
+    ],
+)
+def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:
+    message = refusal(STEPS, *overrides)
+    assert "1 problem: " in message
+    assert re.search(rule, message), message
+
+
+def test_turns_off_needs_no_source_and_the_calculator_takes_turns() -> None:
+    assert load(RlConfig, None, [STEPS, "history.drafts=off", "history.sources=[]"]).history.sources == ()
+    assert load(RlConfig, None, [STEPS, "task.kind=calculator", "rl.max_turns=4"]).rl.max_turns == 4
+
+
+def test_the_engine_s_settings_are_those_of_the_engine() -> None:
+    import inspect
+
+    from treering.engine.torch_engine import TorchEngine
+
+    parameters = inspect.signature(TorchEngine.__init__).parameters
+    assert set(EngineConfig.model_fields) == set(parameters) - {"self", "model", "drafter", "version", "decode"}
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "sums"])
+def test_each_example_is_a_valid_configuration(name: str) -> None:
+    config = load(RlConfig, EXAMPLES / name / "config.toml")
+    assert config.run.dir == Path("runs") / name
