@@ -281,6 +281,21 @@ def test_a_warm_up_trains_on_other_prompts_first_and_only_once(
     assert any(not torch.equal(left[name], right[name]) for name in left)
 
 
+def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Easy enough that some answers are right, so that rewards vary and the policy moves.
+    easy = config(folder, "num_prompts = 3\nmin_terms = 2\nmax_terms = 2\nmax_number = 3")
+    start = ["warmup.num_steps=80", "warmup.num_prompts=6", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
+    whole, _ = train(capsys, easy, "run.dir=whole", "rl.num_steps=5", *start)
+    train(capsys, easy, "run.dir=parts", *start)
+    rest, _ = train(capsys, easy, "run.dir=parts", "rl.num_steps=5", *start)
+    assert rest["resumed_from_step"] == 4
+    assert whole["total"]["num_updates"] > rest["total"]["num_updates"]
+    left, right = weights_of(whole["checkpoint"]), weights_of(rest["checkpoint"])
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def test_joined_tasks_hold_the_same_sequences_in_order() -> None:
     solved = ChainedSums(5).solutions()
     tasks = joined(solved, 2)
@@ -357,7 +372,7 @@ def test_a_policy_that_was_trained_can_be_trained_on_from_its_folder(
     [
         (["model.vocab_size=10"], ConfigError, r"ids up to 15, and the model knows 10 ids; set model\.vocab_size"),
         (["task.num_prompts=10", "task.max_number=1"], ConfigError, "there are 3 sums"),
-        (["engine.max_tokens=5"], InputError, "max_tokens"),
+        (["engine.max_tokens=20"], InputError, "slots of keys and values, and the engine has 20"),
         (["rl.max_tokens=5"], InputError, "max_tokens"),
     ],
 )

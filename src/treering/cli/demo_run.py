@@ -89,7 +89,7 @@ def demo_config(out: Path, size: DemoSize, *, side: Side, seed: int) -> RlConfig
             "seed": seed,
         },
         "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
-        "history": {"drafts": "on" if side == "treering" else "off"},
+        "history": {"drafts": "on", "max_draft": 16, "min_acceptance": 0.8} if side == "treering" else {"drafts": "off"},
         "optim": {"learning_rate": 1e-4, "betas": (0.9, 0.99)},
         "run": {"dir": out / side, "save_every": size.num_prompts // size.prompts_per_step},
     }

@@ -3,7 +3,7 @@
 Knows what is remembered of a step. Knows nothing of how drafts are found or verified.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treering.engine.rollout import Rollout
 from treering.history.acceptance import SOURCES, Source
 from treering.history.draft import Drafter
 from treering.history.store import HistoryStore
-from treering.rl.collect import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +26,34 @@ class DraftOptions:
     max_draft: int = 8
     min_acceptance: float = 0.4
     sources: tuple[Source, ...] = SOURCES
+    publish_every: int = 4
+    """Finished rollouts between two publications within a step; each builds the index of their prompts anew."""
 
 
 class Drafting:
     """Owns a history store and its drafter. Losing either costs speed, never a token.
 
-    Example: after `drafting.add(groups, version=3)` an engine with `drafting.drafter` drafts from these rollouts.
+    Example: after `drafting.add(rollout)` and `drafting.publish()` an engine with `drafting.drafter` drafts from it.
     """
 
     def __init__(self, options: DraftOptions | None = None) -> None:
         self._options = options or DraftOptions()
+        self._num_unpublished = 0
         self.store = HistoryStore(max_bytes=self._options.max_bytes, max_epochs=self._options.max_epochs)
         self.drafter = self._make_drafter()
 
-    def add(self, groups: Sequence[Group], version: int) -> None:
-        """Remembers the rollouts of a step that `version` sampled; the next drafts see them."""
-        for group in groups:
-            self.store.add(group.prompt.prompt_id, [rollout.tokens for rollout in group.rollouts], version)
+    def add(self, rollout: Rollout) -> None:
+        """Remembers a rollout that is finished; its siblings that still run or wait draft from it soon after."""
+        version = int(rollout.versions.max(initial=0))
+        self.store.add(rollout.prompt_id, [rollout.tokens], version)
+        self._num_unpublished += 1
+        if self._num_unpublished >= self._options.publish_every:
+            self.publish()
+
+    def publish(self) -> None:
+        """Lets the next drafts see all that was added."""
         self.store.publish()
+        self._num_unpublished = 0
 
     def save(self, file: Path) -> None:
         """Writes the history to a file that appears whole or not at all."""

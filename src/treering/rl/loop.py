@@ -129,7 +129,7 @@ class RlLoop(Resumable[RlStepReport]):
         sampled = time.perf_counter()
         batch, update = self._train(step, collected)
         trained = time.perf_counter()
-        self._hand_over(engine, collected, has_moved=update is not None)
+        self._hand_over(engine, has_moved=update is not None)
         self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
         self._num_steps_done, epoch = step, self.plan.epoch_of(step)
         self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=batch.group_advantages)
@@ -193,6 +193,7 @@ class RlLoop(Resumable[RlStepReport]):
             group_size=self._options.group_size,
             sampling=self._sampling,
             max_turns=self._options.max_turns,
+            on_finished=None if self._drafting is None else self._drafting.add,
         )
 
     def _train(self, step: int, collected: Collected) -> tuple[RlBatch, Update | None]:
@@ -205,9 +206,9 @@ class RlLoop(Resumable[RlStepReport]):
             update = self._updater.update(step, batch.trees, objective, temperature=self._sampling.temperature)
         return batch, update
 
-    def _hand_over(self, engine: Engine, collected: Collected, *, has_moved: bool) -> None:
+    def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
-            self._drafting.add(collected.groups, self._version)
+            self._drafting.publish()
         if has_moved:
             self._version += 1
             engine.update_weights(self._version)
