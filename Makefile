@@ -40,6 +40,7 @@ checks: test lint types
 
 bench: $(STAMP)
 	$(BIN)/treering bench tree
+	$(BIN)/treering bench engine
 
 # Runs in the python3 of a CUDA machine, which has torch, transformers, numba, jaxtyping and pytest, and where nothing
 # else can be installed: so no beartype (addopts), and no tests of what needs pydantic.

@@ -1,4 +1,7 @@
-"""What the documents show runs: the README's example, and the worked examples of docstrings."""
+"""What the documents show runs: the examples of README and docs with their output, and those of docstrings.
+
+What they point to is there.
+"""
 
 import doctest
 import importlib
@@ -11,7 +14,14 @@ import pytest
 from tests.models import build
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("tree", "attention", "model", "train", "rl")
+ROOMS = ("tree", "history", "attention", "model", "train", "engine", "rl")
+DOCUMENTS = ("README.md", "docs/history.md", "docs/engine.md", "docs/rl.md")
+# An example, and the next block where it is an output: a document says what an example prints, always behind it.
+EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = sorted(page for where in ("", "docs/", "benchmarks/", "examples/*/") for page in ROOT.glob(f"{where}*.md"))
+# A link without a scheme, up to its section; a file with its folder, from the root, the sources or the page.
+LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
+FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|toml))`")
 
 
 def modules_of(room: str) -> list[str]:
@@ -19,18 +29,31 @@ def modules_of(room: str) -> list[str]:
     return [f"treering.{room}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
 
 
-def test_the_readme_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
-    counts, loss = capsys.readouterr().out.splitlines()
-    assert counts == "9 6"
-    assert float(loss) > 0
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_examples_of_a_document_print_what_it_says(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    examples = EXAMPLE.findall(text)
+    assert len(examples) == text.count("```python\n") > 0
+    # One after another, as they are read; a model of the reader's own is any supported one.
+    names: dict[str, object] = {"model": build()}
+    for example, output in examples:
+        exec(compile(example, document, "exec"), names)
+        assert capsys.readouterr().out == output
 
 
-def test_the_loop_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(example, "rl.md", "exec"), {"model": build()})
-    assert capsys.readouterr().out.startswith("0.0 1.")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [page.parent / link for link in LINK.findall(text)]
+    homes = (ROOT, ROOT / "src", ROOT / "src" / "treering", page.parent)
+    assert [link for link in links if not link.exists()] == []
+    assert [file for file in FILE.findall(text) if not any((home / file).is_file() for home in homes)] == []
+
+
+def test_there_are_pages_with_links_and_files() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(len(LINK.findall(text)) for text in texts) >= 10
+    assert sum(len(FILE.findall(text)) for text in texts) >= 30
 
 
 @pytest.mark.parametrize("name", [name for room in ROOMS for name in modules_of(room)])
@@ -40,4 +63,4 @@ def test_worked_examples_of_docstrings_hold(name: str) -> None:
 
 def test_there_are_worked_examples_to_check() -> None:
     names = [name for room in ROOMS for name in modules_of(room)]
-    assert sum(doctest.testmod(importlib.import_module(name)).attempted for name in names) >= 8
+    assert sum(doctest.testmod(importlib.import_module(name)).attempted for name in names) >= 30

@@ -37,7 +37,15 @@ def test_a_light_import_loads_nothing_heavy(statement: str) -> None:
     assert loaded_by(statement) == set()
 
 
-@pytest.mark.parametrize("statement", ["import treering.data", "import treering; treering.Forest"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import treering.data",
+        "import treering; treering.Forest",
+        "import treering; treering.Drafter(treering.HistoryStore())",
+        "import treering; treering.Request, treering.Sampling, treering.Rollout",
+    ],
+)
 def test_a_room_without_torch_loads_no_torch(statement: str) -> None:
     assert loaded_by(statement) & {"torch", "transformers"} == set()
 

@@ -12,6 +12,13 @@ HOMES = {
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
     "backward": "treering.train.step",
+    "HistoryStore": "treering.history.store",
+    "Drafter": "treering.history.draft",
+    "DraftRows": "treering.history.draft",
+    "TorchEngine": "treering.engine.torch_engine",
+    "Request": "treering.engine.request",
+    "Sampling": "treering.engine.request",
+    "Rollout": "treering.engine.rollout",
 }
 OBJECTIVES = {"sft", "grpo", "dapo"}
 

@@ -1,4 +1,4 @@
-"""Treering: every shared token is trained once.
+"""Treering: every shared token is trained once, every rollout is drafted from earlier ones.
 
 This file knows which public name lives in which module and imports it on first use. It refuses to import anything
 heavy itself: a bare `import treering` loads no torch, no transformers and no numba.
@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treering import errors as errors
     from treering import objectives as objectives
+    from treering.engine.request import Request as Request
+    from treering.engine.request import Sampling as Sampling
+    from treering.engine.rollout import Rollout as Rollout
+    from treering.engine.torch_engine import TorchEngine as TorchEngine
+    from treering.history.draft import Drafter as Drafter
+    from treering.history.draft import DraftRows as DraftRows
+    from treering.history.store import HistoryStore as HistoryStore
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
     from treering.train.step import backward as backward
@@ -18,14 +25,36 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "DraftRows": "treering.history.draft",
+    "Drafter": "treering.history.draft",
     "Forest": "treering.tree.forest",
+    "HistoryStore": "treering.history.store",
+    "Request": "treering.engine.request",
+    "Rollout": "treering.engine.rollout",
+    "Sampling": "treering.engine.request",
+    "TorchEngine": "treering.engine.torch_engine",
     "backward": "treering.train.step",
     "forward": "treering.model.forward",
     "tree_attention": "treering.model.context",
 }
 _MODULES = frozenset({"errors", "objectives"})
 
-__all__ = ["Forest", "__version__", "backward", "errors", "forward", "objectives", "tree_attention"]
+__all__ = [
+    "DraftRows",
+    "Drafter",
+    "Forest",
+    "HistoryStore",
+    "Request",
+    "Rollout",
+    "Sampling",
+    "TorchEngine",
+    "__version__",
+    "backward",
+    "errors",
+    "forward",
+    "objectives",
+    "tree_attention",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 import json
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import benchmarks.engine
 import benchmarks.tree
 import pytest
 from benchmarks.tree_cases import star
@@ -45,6 +47,68 @@ def test_the_table_shows_each_case_with_its_share_of_the_bound(
     assert printed.err == ""
 
 
+def engine_report() -> dict[str, Any]:
+    def speed(side: str, num_threads: int, cache: str | None, tokens_per_s: float) -> dict[str, Any]:
+        return {"setting": {"side": side, "num_threads": num_threads, "cache": cache}, "tokens_per_s": tokens_per_s}
+
+    def drafted(tokens_per_s: float, ratio: float, num_differing: int) -> dict[str, Any]:
+        rates = {"tokens_per_forward": 3.25, "acceptance": 0.75, "drafted_per_forward": 4.5}
+        return {"tokens_per_s": tokens_per_s, "ratio": ratio, "num_differing": num_differing} | rates
+
+    plain = {"generate_tokens_per_s": 1500.0, "plain_tokens_per_s": 6000.0, "num_rollouts": 128}
+    controls = {"another": drafted(5400, 0.9, 1), "none": drafted(6600, 1.1, 0)}
+    flip = {"num_rollouts": 128, "num_differing": 3, "num_compared": 4321, "batch_size": 16, "change": "batch"}
+    facts = {"num_parameters": 1_540_000, "prompt_length": 32, "response_length": 64}
+    return {
+        "speed": [
+            {"batch_size": 16, "ratio": 2.4}
+            | {"generate": speed("generate", 2, "static", 3210.4), "engine": speed("engine", 1, None, 7704.9)}
+        ],
+        "drafting": [
+            {"batch_size": 4, "drafting": drafted(12000, 2.0, 0), "controls": {}} | plain,
+            {"batch_size": 8, "drafting": drafted(9000, 1.5, 0), "controls": controls} | plain,
+        ],
+        "flips": [{"dtype": "bfloat16", "backend": "plain on cpu"} | flip],
+        "environment": {
+            "cpu": "a cpu",
+            "runs": 5,
+            "speed": facts,
+            "drafting": facts | {"accuracy": 0.41, "num_prompts": 16, "group_size": 8},
+        },
+    }
+
+
+def test_the_engines_tables_show_every_row_and_a_loss_like_a_win(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: engine_report())
+    bench.run(name="engine", json_output=False, out=None)
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert ["16", "3,210", "static", "cache,", "2", "threads", "7,705", "1", "thread", "2.40x"] in rows
+    rates = ["3.25", "75%", "4.50"]
+    assert ["4", "own", "1,500", "6,000", "12,000", "2.00x", *rates, "0", "of", "128"] in rows
+    assert ["8", "own", "1,500", "6,000", "9,000", "1.50x", *rates, "0", "of", "128"] in rows
+    assert ["8", "another", "1,500", "6,000", "5,400", "0.90x", *rates, "1", "of", "128"] in rows
+    assert ["8", "none", "1,500", "6,000", "6,600", "1.10x", *rates, "0", "of", "128"] in rows
+    assert ["bfloat16", "plain", "on", "cpu", "batch", "of", "16", "3", "of", "128", "3", "in", "4,321"] in rows
+    assert "1.54 M" in printed.out
+    assert "a cpu, median of 5" in printed.out
+
+
+def test_the_engines_json_is_alone_on_stdout_and_the_wait_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(benchmarks.engine, "measure", lambda **settings: given.update(settings) or engine_report())
+    bench.run(name="engine", json_output=True, out=tmp_path / "engine.json", runs=3)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == engine_report() == json.loads((tmp_path / "engine.json").read_text())
+    assert given["num_runs"] == 3
+    assert "minutes" in printed.err
+
+
 def test_bad_arguments_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: pytest.fail("measured"))
     with pytest.raises(InputError, match="--runs must be at least 1, got 0"):
@@ -55,4 +119,4 @@ def test_bad_arguments_are_refused_before_anything_is_measured(monkeypatch: pyte
 
 def test_a_package_without_its_repository_says_where_benchmarks_are(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="benchmarks come with the repository"):
-        bench.load_benchmark("tree", checkout=tmp_path)
+        bench.load_benchmark("engine", checkout=tmp_path)

@@ -55,6 +55,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
+        (["bench", "engine"], {"name": "engine", "json_output": False, "out": None, "runs": 5}),
         (
             ["bench", "tree", "--json", "--out", "r.json", "--runs", "3"],
             {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3},

@@ -82,6 +82,17 @@ def generate_yields_every_rollout_once(make: MakeEngine) -> None:
     assert (engine.num_unfinished, engine.step()) == (0, [])
 
 
+def a_caller_that_stops_listening_leaves_nothing_behind(make: MakeEngine) -> None:
+    engine = make(max_batch=2)
+    other = request_of(9)
+    engine.submit([other])
+    listening = engine.generate([request_of(i, max_tokens=2 + i) for i in range(4)])
+    next(listening)
+    listening.close()
+    assert set(run_on(engine)) <= {other.key}
+    assert engine.num_unfinished == 0
+
+
 def requests_come_from_any_iterable(make: MakeEngine) -> None:
     engine = make(max_batch=2)
     engine.submit(request_of(i) for i in range(3))
@@ -312,6 +323,7 @@ def sampled_tokens_are_counted_once(make: MakeEngine) -> None:
 LAWS: list[Callable[[MakeEngine], None]] = [
     an_idle_engine_has_nothing_to_give,
     generate_yields_every_rollout_once,
+    a_caller_that_stops_listening_leaves_nothing_behind,
     requests_come_from_any_iterable,
     company_and_order_change_no_rollout,
     a_rollout_is_filled_up_to_max_tokens,

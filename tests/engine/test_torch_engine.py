@@ -265,6 +265,10 @@ def test_settings_that_mean_nothing_are_refused(model: PreTrainedModel) -> None:
     for name in ("max_batch", "max_tokens", "max_prefill"):
         with pytest.raises(ConfigError, match=name):
             TorchEngine(model, **{name: 0})
+    with pytest.raises(ConfigError, match=r"treering\.Drafter"):
+        TorchEngine(model, HistoryStore())
+    with pytest.raises(ConfigError, match=r"treering\.HistoryStore"):
+        Drafter(None)
     with pytest.raises(ConfigError, match="backend"):
         TorchEngine(model, backend="flash")
     with pytest.raises(UnsupportedError, match="fused"):

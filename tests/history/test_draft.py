@@ -252,9 +252,10 @@ def test_the_same_calls_give_the_same_drafts_and_a_state_goes_on_the_same() -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_draft": 0}, "max_draft of a drafter is at least 1, got 0"),
-        ({"max_match": 0}, "max_match of a drafter is at least 1, got 0"),
-        ({"max_live_tokens": 0}, "max_live_tokens of a drafter is at least 1, got 0"),
+        ({"max_draft": 0}, "max_draft of a drafter is a whole number, at least 1, got 0"),
+        ({"max_match": 0}, "max_match of a drafter is a whole number, at least 1, got 0"),
+        ({"max_live_tokens": 0}, "max_live_tokens of a drafter is a whole number, at least 1, got 0"),
+        ({"max_draft": 2.5}, "max_draft of a drafter is a whole number, at least 1, got 2.5"),
         ({"max_match": 60, "max_draft": 5}, r"at most that, got 60 \+ 5"),
         ({"min_acceptance": 0.0}, r"\(0, 1\], got 0.0"),
         ({"min_acceptance": 1.5}, r"\(0, 1\], got 1.5"),
@@ -281,6 +282,8 @@ def test_matches_and_drafts_may_use_all_that_is_sorted() -> None:
         ({"tokens": np.zeros(4, np.int32)}, r"got int32 of shape \(4,\)"),
         ({"groups": np.zeros(2, np.int64)}, r"groups is int64 of shape \(1,\).*\(2,\)"),
         ({"max_drafts": np.zeros(1, np.int32)}, r"max_drafts is int64 .* got int32"),
+        ({"tokens": [[1, 2]]}, r"tokens of 1 rows .* got list of shape \(1, 2\)"),
+        ({"groups": [0]}, r"groups is int64 .* got list of shape \(1,\)"),
         ({"prompt_ids": ["a", "b"]}, r"tokens of 2 rows"),
     ],
 )

@@ -144,9 +144,10 @@ def test_what_is_added_is_copied() -> None:
         (("a", [ids(1), np.zeros((1, 2), np.int32)], 0), r"one dimension.*\(1, 2\)"),
         (("a", [ids(1), np.zeros((0, 2), np.int32)], 0), r"one dimension.*\(0, 2\)"),
         (("a", [ids(1), [[1], [1, 2]]], 0), r"rollout 1 of 'a' is ragged"),
-        (("a", [ids(1)], -1), r"version is an integer >= 0, got -1"),
-        (("a", [ids(1)], True), r"version is an integer >= 0, got True"),
-        (("a", [ids(1)], 1.0), r"version is an integer >= 0, got 1.0"),
+        (("a", [ids(1)], -1), r"version is an integer in .*, got -1"),
+        (("a", [ids(1)], True), r"version is an integer in .*, got True"),
+        (("a", [ids(1)], 1.0), r"version is an integer in .*, got 1.0"),
+        (("a", [ids(1)], 2**70), r"version is an integer in .*2147483647.*, got 1180591620717411303424"),
         ((("a", 1), [ids(1)], 0), r"prompt_id is a string or an integer, got \('a', 1\)"),
         ((True, [ids(1)], 0), r"prompt_id is a string or an integer, got True"),
     ],
@@ -172,6 +173,8 @@ def test_no_rollouts_and_empty_rollouts_are_fine_and_leave_nothing() -> None:
 def test_a_limit_below_one_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"{option} .* at least 1, got 0"):
         HistoryStore(**{option: 0})
+    with pytest.raises(ConfigError, match=rf"{option} .* whole number.*, got 1.5"):
+        HistoryStore(**{option: 1.5})
 
 
 @given(ADDS, st.integers(1, 3), st.sampled_from([100, 10_000]))

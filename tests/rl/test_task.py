@@ -42,6 +42,12 @@ def test_a_prompt_without_tokens_or_name_is_refused() -> None:
     with pytest.raises(InputError, match="name the prompt"):
         prompt_of(prompt_id="")
     assert prompt_of(prompt_id=0).prompt_id == 0
+    # A number of numpy would be another name in JSON, and another draw, than the integer that it equals.
+    for name in (np.int64(3), 1.5, None):
+        with pytest.raises(InputError, match="text or an integer"):
+            prompt_of(prompt_id=name)
+    with pytest.raises(InputError, match=r"integer array.*float64"):
+        Prompt(prompt_id="p", tokens=np.array([1.0]))
 
 
 def test_a_task_has_one_turn_and_no_stop_strings_unless_it_says_so() -> None:

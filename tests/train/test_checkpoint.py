@@ -232,9 +232,29 @@ def test_opening_a_run_makes_its_folder_once_and_refuses_other_settings(tmp_path
     assert (first.is_new, first.step, first.resume_step) == (True, 0, None)
     # Killed before its first checkpoint: the same run begins again at its start.
     assert (second.is_new, second.step, second.resume_step) == (False, 0, 0)
+    (folder / METRICS_FILE).write_text('{"step": 1}\n')
     other = store(folder / "checkpoints", identity=IDENTITY | {"data": "files"})
     with pytest.raises(StateError, match="data is 'generated' there and 'files' here"):
         open_run(folder, tiny_loop(), other)
+
+
+def test_a_run_that_ended_before_its_first_step_may_start_with_other_settings(tmp_path: Path) -> None:
+    open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
+    (tmp_path / METRICS_FILE).touch()
+    other = store(tmp_path / "checkpoints", identity=IDENTITY | {"data": "files"})
+    loop = tiny_loop()
+    assert open_run(tmp_path, loop, other).resume_step == 0
+    loop.step()
+    other.save(loop)
+    with pytest.raises(StateError, match="data is 'files' there and 'generated' here"):
+        open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(StateError, match=r"can be written, and .*file.* is not one .*choose another"):
+            open_run(folder, tiny_loop(), store(folder / "checkpoints"))
 
 
 def test_a_folder_with_foreign_metrics_is_refused_every_time(tmp_path: Path) -> None:

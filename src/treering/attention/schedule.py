@@ -21,6 +21,9 @@ Int64Array = NDArray[np.int64]
 MIN_CAUSAL_TOKENS = 32
 """A segment this long gets a causal call of its own: below, one masked call for several segments is cheaper."""
 
+MIN_CAUSAL_TOKENS_OF_SMALL = 40
+"""The same for a segment whose whole subtree fits into a block: there a call saved is worth more."""
+
 MAX_BLOCK_TOKENS = 128
 """Longest block of short segments: its mask has at most this many squared entries."""
 
@@ -84,24 +87,30 @@ def build_schedule(subtree_end: Int32Array, segment_start: Int32Array) -> Schedu
     queries against 40 keys.
     """
     within, across = [], []
-    for start, stop, visibility in _blocks(segment_start, subtree_end.size):
+    for start, stop, visibility in _blocks(segment_start, subtree_end):
         within.append(Call(query_start=start, query_stop=stop, key_start=start, key_stop=stop, visibility=visibility))
         across.extend(_later_calls(start, stop, subtree_end))
     return Schedule(within=tuple(within), across=tuple(across))
 
 
-def _blocks(segment_start: Int32Array, num_tokens: int) -> list[tuple[int, int, Visibility]]:
-    """Cuts [0, N) into long segments (causal) and runs of short ones (masked), in order."""
+def _blocks(segment_start: Int32Array, subtree_end: Int32Array) -> list[tuple[int, int, Visibility]]:
+    """Cuts [0, N) into long segments (causal) and runs of short ones (masked), in order.
+
+    A subtree that fits into a block stays in one, so that nothing outside of it ever looks in.
+    """
+    num_tokens = subtree_end.size
     bounds = np.append(segment_start, num_tokens).tolist()
+    subtree_ends = subtree_end[segment_start].tolist()
     blocks: list[tuple[int, int, Visibility]] = []
     open_start = 0
-    for start, stop in pairwise(bounds):
-        if stop - start >= MIN_CAUSAL_TOKENS:
+    for (start, stop), end in zip(pairwise(bounds), subtree_ends, strict=True):
+        fits = end - start <= MAX_BLOCK_TOKENS
+        if stop - start >= (MIN_CAUSAL_TOKENS_OF_SMALL if fits else MIN_CAUSAL_TOKENS):
             if open_start < start:
                 blocks.append((open_start, start, Visibility.MASKED))
             blocks.append((start, stop, Visibility.CAUSAL))
             open_start = stop
-        elif stop - open_start > MAX_BLOCK_TOKENS:
+        elif open_start < start and (end if fits else stop) - open_start > MAX_BLOCK_TOKENS:
             blocks.append((open_start, start, Visibility.MASKED))
             open_start = start
     if open_start < num_tokens:

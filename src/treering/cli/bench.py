@@ -1,7 +1,7 @@
 """`treering bench`: a claim measured on this machine, with its baselines beside it.
 
-Knows how figures are shown and where they are written. What is measured stands in the repository's `benchmarks`, which
-the installed package does not contain.
+Knows where figures are written and who shows them. What is measured stands in the repository's `benchmarks`, which the
+installed package does not contain; how a report looks is known to the file of its name beside this one.
 """
 
 import json
@@ -9,29 +9,33 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from treering.cli import bench_engine, bench_tree
 from treering.errors import InputError, UnsupportedError
 
 DEFAULT_RUNS = 5
 CHECKOUT = Path(__file__).resolve().parents[3]
 
+Name = Literal["tree", "engine"]
+_VIEWS = {"tree": bench_tree, "engine": bench_engine}
 
-def run(name: Literal["tree"], json_output: bool, out: Path | None, runs: int = DEFAULT_RUNS) -> None:
-    """Measures and prints one benchmark as JSON or as a table, and writes the JSON to `out` too.
+
+def run(name: Name, json_output: bool, out: Path | None, runs: int = DEFAULT_RUNS) -> None:
+    """Measures and prints one benchmark as JSON or as tables, and writes the JSON to `out` too.
 
     Raises:
         InputError: `runs` below one, or an `out` whose folder does not exist.
         UnsupportedError: no checkout of the repository around the package.
     """
     _check_arguments(runs, out)
-    benchmark = load_benchmark(name)
+    view, benchmark = _VIEWS[name], load_benchmark(name)
     console = Console(stderr=True)
+    if view.NOTE:
+        console.print(view.NOTE)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         job = progress.add_task("preparing", total=None)
@@ -39,12 +43,12 @@ def run(name: Literal["tree"], json_output: bool, out: Path | None, runs: int = 
     text = json.dumps(report, indent=2, allow_nan=False)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
-    if not any(case["peers"] for case in report["cases"]):
-        console.print(benchmark.HINT)
+    for hint in view.hints(report, benchmark):
+        console.print(hint)
     if json_output:
         print(text)
         return
-    _show(report, Console())
+    view.show(report, Console())
 
 
 def load_benchmark(name: str, checkout: Path = CHECKOUT) -> ModuleType:
@@ -64,44 +68,8 @@ def load_benchmark(name: str, checkout: Path = CHECKOUT) -> ModuleType:
     return import_module(f"benchmarks.{name}")
 
 
-def as_table(report: dict[str, Any]) -> Table:
-    """The cases of a report, a row each."""
-    facts = report["environment"]
-    title = f"one forward and backward on {facts['cpu']}, {facts['threads']} thread, median of {facts['runs']}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("case", no_wrap=True)
-    for name in ("flat tokens", "unique", "FLOP bound", "baseline s", "tree s", "speedup", "of bound", "grad error"):
-        table.add_column(name, justify="right")
-    for case in report["cases"]:
-        table.add_row(*_cells(case))
-    return table
-
-
 def _check_arguments(runs: int, out: Path | None) -> None:
     if runs < 1:
         raise InputError(f"--runs must be at least 1, got {runs}: 5 or more give a median worth quoting")
     if out is not None and not out.absolute().parent.is_dir():
         raise InputError(f"--out needs an existing folder, got {out}: create {out.parent} first")
-
-
-def _cells(case: dict[str, Any]) -> list[str]:
-    return [
-        case["case"],
-        f"{case['flat_tokens']:,}",
-        f"{case['unique_tokens']:,}",
-        f"{case['flop_bound']:.2f}x",
-        f"{case['baseline_s']:.3f}",
-        f"{case['tree_s']:.3f}",
-        f"{case['speedup']:.2f}x",
-        f"{case['speedup'] / case['flop_bound']:.0%}",
-        f"{case['grad_error']:.0e}",
-    ]
-
-
-def _show(report: dict[str, Any], console: Console) -> None:
-    console.print(as_table(report))
-    for case in report["cases"]:
-        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in case["baselines"].items())
-        console.print(f"{case['case']}: {seconds}; the baseline is {case['baseline']}", soft_wrap=True)
-        for name, peer in case["peers"].items():
-            console.print(f"  {name}: {peer['speedup']:.2f}x in {peer['seconds']:.3f} s", soft_wrap=True)

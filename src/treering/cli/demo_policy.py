@@ -26,8 +26,10 @@ MAX_ROLLOUT_TOKENS = 64
 ENOUGH = 0.4
 """Share of right answers at which the warm start ends: it rises steeply here, and half of the time ends nearer 0.6."""
 
+MAX_STEPS = 600
+"""Supervised steps at most."""
+
 _SUMS_PER_STEP = 32
-_MAX_STEPS = 600
 _CHECK_EVERY = 25
 _NUM_CHECKED = 128
 
@@ -59,7 +61,7 @@ def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step:
     """
     model = build_model(MODEL, num_ids=task.vocab_size, seed=seed, folder=None)
     checked = task.held_out(_NUM_CHECKED)
-    solved = checked.held_out(_MAX_STEPS * _SUMS_PER_STEP).solutions()
+    solved = checked.held_out(MAX_STEPS * _SUMS_PER_STEP).solutions()
     loop = SftLoop(
         model,
         solved,
@@ -67,7 +69,7 @@ def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step:
         options=LoopOptions(trees_per_step=_SUMS_PER_STEP, seed=seed),
     )
     accuracy = 0.0
-    while loop.num_steps_done < _MAX_STEPS and accuracy < enough:
+    while loop.num_steps_done < MAX_STEPS and accuracy < enough:
         loop.step()
         if loop.num_steps_done % _CHECK_EVERY == 0:
             accuracy = measure_accuracy(model, checked)

@@ -5,7 +5,8 @@ memories switched off: the same engine and shared prompts, sequences packed with
 loops differ and what is compared; knows nothing of tables.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from treering.cli.demo_policy import MAX_NUMBER, MAX_ROLLOUT_TOKENS
 from treering.cli.train_run import OpenRun, open_training
-from treering.config import RlConfig
+from treering.config import RlConfig, load
 from treering.data import Trajectory
 from treering.rl.step_report import RlStepReport
 from treering.tree.forest import Forest
@@ -24,18 +25,30 @@ from treering.tree.stats import Work, flat_work, tree_work
 
 Side = Literal["plain", "treering"]
 SIDES: tuple[Side, Side] = ("plain", "treering")
+START_FOLDER = "start"
+_NO_WORK = Work(num_tokens=0, num_pairs=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSize:
     """How much is trained."""
 
-    num_prompts: int = 64
-    prompts_per_step: int = 8
+    num_prompts: int = 128
+    prompts_per_step: int = 32
     group_size: int = 16
-    num_epochs: int = 5
+    num_epochs: int = 8
     max_batch: int = 8
     """Rollouts that run at one time, on both sides."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show every prompt once."""
+        return -(-self.num_prompts // self.prompts_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run."""
+        return self.num_epochs * self.steps_per_epoch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,23 +56,30 @@ class Comparison:
     """What both runs did, step by step."""
 
     reports: dict[Side, list[RlStepReport]] = field(default_factory=lambda: {side: [] for side in SIDES})
-    flat: Work = Work(num_tokens=0, num_pairs=0)
+    flat: Work = _NO_WORK
     """What the plain side trained."""
-    tree: Work = Work(num_tokens=0, num_pairs=0)
+    tree: Work = _NO_WORK
     """What the other side computed for it."""
     first_difference: int | None = None
     """First step at which any token of the two runs differs; None where none did."""
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that both have done."""
+        return len(self.reports["treering"])
 
-def compare(
-    out: Path, size: DemoSize, *, seed: int, console: Console, on_step: Callable[[Comparison], None]
-) -> Comparison:
+
+def compare(out: Path, size: DemoSize, *, seed: int, on_step: Callable[[Comparison], None]) -> Comparison:
     """Trains the model in `out/start` in the run folders `out/plain` and `out/treering`."""
     result = Comparison()
     with ExitStack() as stack:
         runs: dict[Side, OpenRun] = {
             side: stack.enter_context(
-                open_training(demo_config(out, size, side=side, seed=seed), beside=out, console=Console(quiet=True))
+                open_training(
+                    load(RlConfig, write_config(out, size, side=side, seed=seed)),
+                    beside=out,
+                    console=Console(quiet=True),
+                )
             )
             for side in SIDES
         }
@@ -75,25 +95,33 @@ def compare(
     return result
 
 
-def demo_config(out: Path, size: DemoSize, *, side: Side, seed: int) -> RlConfig:
-    """The configuration of one side; `treering train` reads the same settings."""
-    settings: dict[str, Any] = {
-        "model": {"path": out / "start"},
-        "task": {"num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+def write_config(out: Path, size: DemoSize, *, side: Side, seed: int) -> Path:
+    """Writes the configuration of one side, which `treering train` reads; the sides differ in two settings."""
+    ours = side == "treering"
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": START_FOLDER},
+        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
         "sampling": {"max_tokens": MAX_ROLLOUT_TOKENS},
         "rl": {
             "num_epochs": size.num_epochs,
             "prompts_per_step": size.prompts_per_step,
             "group_size": size.group_size,
-            "layout": "tree" if side == "treering" else "packed",
+            "layout": "tree" if ours else "packed",
             "seed": seed,
         },
         "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
-        "history": {"drafts": "on", "max_draft": 16, "min_acceptance": 0.8} if side == "treering" else {"drafts": "off"},
-        "optim": {"learning_rate": 1e-4, "betas": (0.9, 0.99)},
-        "run": {"dir": out / side, "save_every": size.num_prompts // size.prompts_per_step},
+        "history": {"drafts": "on", "max_draft": 16, "min_acceptance": 0.5} if ours else {"drafts": "off"},
+        "optim": {"learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        "run": {"dir": str(out / side), "save_every": size.steps_per_epoch},
     }
-    return RlConfig.model_validate(settings)
+    file = out / f"{side}.toml"
+    file.write_text("\n".join(_toml(name, section) for name, section in sections.items()), encoding="utf-8")
+    return file
+
+
+def _toml(name: str, section: Mapping[str, Any]) -> str:
+    # JSON spells these strings, numbers and lists as TOML does.
+    return "".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in section.items())])
 
 
 def _forests(trajectories: list[Trajectory]) -> list[Forest]:

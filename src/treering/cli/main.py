@@ -140,14 +140,15 @@ def train(
 @app.command()
 def demo(
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the demo's files; without it nothing is kept.")
+        Path | None,
+        typer.Option(metavar="DIR", help="New or empty folder for both runs; without it runs/demo, runs/demo-2, ..."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the model's weights and of generated data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts, their order and the noise.")] = 0,
     json_output: JsonOutput = False,
 ) -> None:
-    """Train a small model as trees and as packed sequences from the same seeds, and compare.
+    """Train a small policy by GRPO with the plain loop and with Treering's, from one start, and compare.
 
-    Example: treering demo --out runs/demo
+    Example: treering demo --out runs/try
     """
     from treering.cli.demo import run
 
@@ -156,14 +157,20 @@ def demo(
 
 @app.command()
 def bench(
-    name: Annotated[Literal["tree"], typer.Argument(help="tree: the tree step against separate flat sequences.")],
+    name: Annotated[
+        Literal["tree", "engine"],
+        typer.Argument(
+            help="tree: the tree step against separate flat sequences. engine: rollouts with drafts, without, and by "
+            "generate."
+        ),
+    ],
     runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per case; medians are reported.")] = 5,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure a claim on this machine, with its baseline beside it.
 
-    Example: treering bench tree --json
+    Example: treering bench engine --json
     """
     from treering.cli.bench import run
 

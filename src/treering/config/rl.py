@@ -115,6 +115,10 @@ class HistoryConfig(Config):
         default=("history", "siblings", "own"),
         description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself.",
     )
+    publish_new_after: Count = Field(
+        default=4,
+        description="Finished rollouts of prompts without history until the others of their group draft from them.",
+    )
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -51,7 +51,7 @@ class Encoder:
 
     def __init__(self, folder: Path) -> None:
         """Opens `folder/tokenizer.json`; raises ConfigError where it is absent or broken."""
-        self._tokenizer = _load(folder)
+        self._tokenizer = open_tokenizer(folder)
         self._isolates_turns = _isolates(self._tokenizer, TURN_START)
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
@@ -66,7 +66,13 @@ class Encoder:
         return [join_encoded([encoded[script] for script in scripts]) for scripts in parts]
 
 
-def _load(folder: Path) -> Tokenizer:
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, without truncation and padding.
+
+    Raises ConfigError where the folder holds no tokenizer.json, or a broken one.
+
+    Example: `open_tokenizer(Path("qwen3")).token_to_id("<|im_end|>")` is 151645.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"a tokenizer folder holds tokenizer.json, none in {folder}; pass a Hugging Face tokenizer")

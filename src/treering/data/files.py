@@ -26,7 +26,7 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
     file = Path(path)
-    trajectories = [_parse(file, number, line) for number, line in _lines(file)]
+    trajectories = [_parse(file, number, line) for number, line in numbered_lines(file)]
     if not trajectories:
         raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
     return trajectories
@@ -84,7 +84,13 @@ def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
         compressed.writelines(lines)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    r"""The lines of a file, plain or .gz, with their numbers from 1; blank ones are skipped but counted.
+
+    Raises InputError where the file cannot be read or is no whole gzip file.
+
+    Example: a file with the lines "a", "" and "b" gives (1, b"a\n") and (3, b"b\n").
+    """
     number = 0
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:

@@ -49,8 +49,8 @@ class TorchDecoder(Decoder):
     def _project(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         sizes = self._weights.sizes
         h = _norm(x, layer.input_norm, sizes.eps)
-        qkv = functional.linear(h, layer.qkv, layer.qkv_bias).unflatten(1, (-1, sizes.head_size))
-        q, k, v = qkv.split((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
+        qkv = functional.linear(h, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, sizes.head_size)
+        q, k, v = torch.split(qkv, [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = _norm(q, layer.q_norm, sizes.eps), _norm(k, layer.k_norm, sizes.eps)
         return _rotate(q, rotation), _rotate(k, rotation), v

@@ -7,7 +7,7 @@ Knows numbers only. All float arrays of a call have one dtype, float32 or float6
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -206,7 +206,7 @@ def _gather(values: Floats, start: int, count: int, weights: Floats, offset: int
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def _soften(scratch: Scratch, count: int) -> float:
+def _soften(scratch: Scratch, count: int) -> Any:
     """Turns the first scores into exp(score - largest), in place, and returns their sum."""
     scores = scratch.scores
     largest = scores[0]

@@ -62,15 +62,21 @@ class Prefixes:
         prefix = self.of(prompt)
         prefix.num_requests -= 1
         if prefix.num_requests == 0:
-            self._drop_span(prefix)
+            self.drop_span(prefix)
             del self._by_tokens[prompt.tobytes()]
 
     def drop_idle(self) -> bool:
         """Frees the spans that no row reads at present; whether there was one."""
         idle = [prefix for prefix in self._by_tokens.values() if prefix.num_running == 0 and prefix.start is not None]
         for prefix in idle:
-            self._drop_span(prefix)
+            self.drop_span(prefix)
         return bool(idle)
+
+    def drop_span(self, prefix: Prefix) -> None:
+        """Frees the span of a prefix, if it has one: its tokens are computed anew where it is placed next."""
+        if prefix.start is not None:
+            self.spans.give_back(prefix.start)
+        prefix.start, prefix.num_computed = None, 0
 
     def forget_values(self) -> None:
         """Marks every prefix as not computed: the weights have changed."""
@@ -80,8 +86,3 @@ class Prefixes:
     def incomplete(self) -> list[Prefix]:
         """Prefixes that running rows wait for."""
         return [prefix for prefix in self._by_tokens.values() if prefix.num_running and not prefix.is_complete]
-
-    def _drop_span(self, prefix: Prefix) -> None:
-        if prefix.start is not None:
-            self.spans.give_back(prefix.start)
-        prefix.start, prefix.num_computed = None, 0

@@ -95,7 +95,14 @@ class Engine(ABC):
         """
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Submits requests and yields every finished rollout, in the order in which they finish."""
+        """Submits requests and yields every finished rollout, in the order in which they finish.
+
+        A caller that stops listening takes its requests out of the engine.
+        """
+        requests = list(requests)
         self.submit(requests)
-        while self.num_unfinished:
-            yield from self.step()
+        try:
+            while self.num_unfinished:
+                yield from self.step()
+        finally:
+            self.abort([request.key for request in requests])

@@ -37,18 +37,36 @@ class Sampling:
     """A rollout ends with the token that completes one of these; needs an engine with a tokenizer."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"a rollout has room for at least one token, got max_tokens={self.max_tokens}; raise it")
-        if not 0 < self.temperature < float("inf"):
+        if not _is_integer(self.max_tokens) or not 1 <= self.max_tokens <= MAX_TOKEN_ID:
             raise ConfigError(
-                f"temperature is a positive number, got {self.temperature}; for the likeliest token set top_k=1"
+                f"a rollout has room for at least one token, got max_tokens={self.max_tokens!r}; give a whole number "
+                "above 0"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is at least 1, got {self.top_k}; None keeps all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p lies in (0, 1], got {self.top_p}; 1.0 keeps all tokens")
+        if not _is_number(self.temperature) or not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is a positive number, got {self.temperature!r}; for the likeliest token set top_k=1"
+            )
+        if self.top_k is not None and (not _is_integer(self.top_k) or not 1 <= self.top_k <= MAX_TOKEN_ID):
+            raise ConfigError(f"top_k is a whole number, at least 1, got {self.top_k!r}; None keeps all tokens")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p lies in (0, 1], got {self.top_p!r}; 1.0 keeps all tokens")
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        for name in ("stop_tokens", "stop_strings"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        # A text is a sequence of texts, too: each of its characters would end a rollout.
+        if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) for stop in self.stop_strings):
+            raise ConfigError(f'stop_strings is a tuple of texts, got {self.stop_strings!r}; write ("END",), for one')
         if "" in self.stop_strings:
             raise ConfigError('a stop string holds at least one character, got ""; remove it')
+        is_tuple = isinstance(self.stop_tokens, tuple)
+        if not is_tuple or not all(_is_integer(stop) and 0 <= stop <= MAX_TOKEN_ID for stop in self.stop_tokens):
+            raise ConfigError(
+                f"stop_tokens is a tuple of token ids in [0, {MAX_TOKEN_ID}], got {self.stop_tokens!r}; write (2,), "
+                "for one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,12 +94,13 @@ class Request:
     """A rollout of the same key to continue: after an observation, an abort or a move from another engine."""
 
     def __post_init__(self) -> None:
-        if self.prompt.ndim != 1 or self.prompt.size == 0:
-            raise InputError(f"a prompt holds at least one token, got shape {self.prompt.shape}; drop the request")
-        if int(self.prompt.min()) < 0 or int(self.prompt.max()) > MAX_TOKEN_ID:
-            raise InputError(f"token ids lie in [0, {MAX_TOKEN_ID}]; correct the prompt of {self.prompt_id!r}")
-        if self.draw < 0 or self.sample < 0:
-            raise InputError(f"draw and sample count from 0, got {self.draw} and {self.sample}; correct them")
+        check_prompt(self.prompt_id, self.prompt)
+        # Engines know a prompt by its tokens for as long as it runs, and callers reuse their buffers.
+        prompt = self.prompt.astype(np.int32)
+        prompt.flags.writeable = False
+        object.__setattr__(self, "prompt", prompt)
+        if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
+            raise InputError(f"draw and sample count from 0, got {self.draw!r} and {self.sample!r}; correct them")
         if self.so_far is not None and self.so_far.key != self.key:
             raise InputError(
                 f"a request continues the rollout of its own key, got {self.key} and a rollout of {self.so_far.key}; "
@@ -113,3 +132,33 @@ class Request:
             versions=np.zeros(0, np.int32),
             finish_reason="abort",
         )
+
+
+def check_prompt(prompt_id: object, prompt: object) -> None:
+    """Refuses what names no prompt, or is none.
+
+    Raises:
+        InputError: an id that is neither text nor an integer, or a prompt that is no integer array [P] of token ids.
+
+    Example: `check_prompt("q1", np.array([5, 6], np.int32))` is fine; [5, 6] and np.array([5.0]) are not prompts.
+    """
+    if type(prompt_id) not in (str, int):
+        raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")
+    if not isinstance(prompt, np.ndarray) or prompt.dtype.kind not in "iu":
+        kind = prompt.dtype if isinstance(prompt, np.ndarray) else type(prompt).__name__
+        raise InputError(f"a prompt is an integer array of token ids, got {kind} for {prompt_id!r}; convert it")
+    if prompt.ndim != 1 or prompt.size == 0:
+        raise InputError(f"a prompt holds at least one token, got shape {prompt.shape}; drop {prompt_id!r}")
+    if int(prompt.min()) < 0 or int(prompt.max()) > MAX_TOKEN_ID:
+        raise InputError(
+            f"token ids lie in [0, {MAX_TOKEN_ID}], got {prompt.min()}..{prompt.max()}; correct the prompt of "
+            f"{prompt_id!r}"
+        )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float | np.floating)

@@ -72,8 +72,17 @@ class Rollout:
     def observe(self, tokens: TokenIds) -> "Rollout":
         """The rollout with tokens of an environment behind it, masked out.
 
+        Raises:
+            InputError: no flat list of integers.
+
         Example: a rollout [7, 8] observing [9] has tokens [7, 8, 9] and loss_mask [1, 1, 0].
         """
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or (tokens.size > 0 and tokens.dtype.kind not in "iu"):
+            raise InputError(
+                f"an observation is one dimension of integer token ids, got {tokens.dtype} of shape {tokens.shape}; "
+                "convert it"
+            )
         num_new = tokens.size
         version = self.versions[-1:].repeat(num_new) if self.num_tokens else np.zeros(num_new, np.int32)
         return replace(

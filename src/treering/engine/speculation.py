@@ -18,9 +18,10 @@ Int64Array = NDArray[np.int64]
 class Speculation:
     """A drafter at work in an engine, or none."""
 
-    def __init__(self, drafter: Drafter | None) -> None:
-        """None never drafts."""
+    def __init__(self, drafter: Drafter | None, *, vocab_size: int) -> None:
+        """None never drafts; `vocab_size` is the model's."""
         self._drafter = drafter
+        self._vocab_size = vocab_size
         self._asked: DraftRows | None = None
 
     def propose(self, table: Table) -> tuple[TokenIds, Int64Array]:
@@ -41,7 +42,7 @@ class Speculation:
             max_drafts=np.where(decodes, room, 0),
         )
         drafts = self._drafter.propose(self._asked)
-        return drafts.tokens, drafts.offsets
+        return readable(drafts.tokens, drafts.offsets, self._vocab_size)
 
     def learn(self, work: Work, drawn: Drawn, gains: Gains) -> None:
         """Tells the drafter how many of each row's drafts were accepted."""
@@ -53,3 +54,18 @@ class Speculation:
         # A row that stopped inside its drafts says nothing of those behind.
         ended[work.rows] = gains.num_new < drawn.num_tokens
         self._drafter.observe(self._asked, accepted, ended)
+
+
+def readable(tokens: TokenIds, offsets: Int64Array, vocab_size: int) -> tuple[TokenIds, Int64Array]:
+    """Each row's draft up to the first token that the model does not have: a history may be another tokenizer's.
+
+    Example: with vocab_size=9 and offsets [0, 3, 5], the drafts [1, 9, 2] and [3, 4] become [1] and [3, 4].
+    """
+    is_foreign = (tokens < 0) | (tokens >= vocab_size)
+    if not is_foreign.any():
+        return tokens, offsets
+    num_before = np.concatenate([[0], np.cumsum(is_foreign)])
+    rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    stays = num_before[1:] == num_before[offsets[rows]]
+    ends = np.cumsum(np.bincount(rows[stays], minlength=offsets.size - 1))
+    return tokens[stays], np.concatenate([[0], ends])

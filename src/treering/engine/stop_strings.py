@@ -5,6 +5,9 @@ Knows how tokens become text by the callable that it is given. Knows nothing of 
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from treering.engine.rollout import Rollout
 from treering.types import TokenIds
 
 Decode = Callable[[TokenIds], str]
@@ -17,7 +20,7 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
     """How many of the last `num_new` tokens stay, where one of them completes a stop string, else None.
 
     Args:
-        tokens: int32 [R], what a request has sampled; a string that an earlier turn ended with is not among them.
+        tokens: int32 [R], what the turn has sampled; see `turn_start`.
         num_new: of these, the tokens that have not been looked at.
         strings: at least one.
         decode: tokens to text.
@@ -31,3 +34,19 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
         if any(string in text for string in strings):
             return count
     return None
+
+
+def turn_start(so_far: Rollout | None) -> int:
+    """Where the turn begins that a request goes on with, in tokens of its rollout.
+
+    A turn that came to its own end is over, whatever stands behind it. One that was taken out in the middle goes on,
+    so that a string half written before is seen.
+
+    Example: tokens [7, 8] that an abort left start at 0; [7, 8, 9] where 9 was observed behind a stop start at 3.
+    """
+    if so_far is None:
+        return 0
+    if so_far.finish_reason == "stop":
+        return so_far.num_tokens
+    observed = np.flatnonzero(~so_far.loss_mask)
+    return int(observed[-1]) + 1 if observed.size else 0

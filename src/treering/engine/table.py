@@ -11,8 +11,6 @@ from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.rows import Columns, make_columns, move_row, widen
 from treering.engine.spans import Spans
-from treering.errors import InputError
-from treering.types import PromptId
 
 _FIRST_CONTEXT = 256
 _FIRST_STOPS = 4
@@ -29,26 +27,12 @@ class Table:
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
-        self._groups: dict[tuple[PromptId, int], int] = {}
+        self._num_groups = 0
 
     @property
     def num_rows(self) -> int:
         """B."""
         return len(self.requests)
-
-    def check_fits(self, request: Request) -> None:
-        """Refuses a request that an empty table has no room for.
-
-        Raises:
-            InputError: with the room that it needs.
-        """
-        needed = request.prompt.size - 1 + request.sampling.max_tokens
-        if needed > self.prefixes.spans.num_slots:
-            raise InputError(
-                f"a prompt of {request.prompt.size} tokens and max_tokens={request.sampling.max_tokens} need {needed} "
-                f"slots of keys and values, and the engine has {self.prefixes.spans.num_slots}; raise the engine's "
-                "max_tokens, or shorten either"
-            )
 
     def add(self, request: Request) -> bool:
         """Gives an expected request a row and its memory; False where there is no room at present."""
@@ -113,11 +97,25 @@ class Table:
 
     def _take_spans(self, prefix: Prefix, num_own: int) -> int | None:
         """The own span of a row whose prefix has its span too; idle prefixes make room where it lacks."""
-        for _ in range(2):
-            start = self.prefixes.spans.take(num_own) if self.prefixes.place(prefix) else None
-            if start is not None or not self.prefixes.drop_idle():
-                return start
-        return None
+        start = self._try_to_take(prefix, num_own)
+        if start is None and self.prefixes.drop_idle():
+            start = self._try_to_take(prefix, num_own)
+        if start is None and self.num_rows == 0:
+            # Nothing else is in the arena, so only the prefix itself can stand in the way, in the middle of it.
+            self.prefixes.drop_span(prefix)
+            start = self._try_to_take(prefix, num_own)
+        return start
+
+    def _try_to_take(self, prefix: Prefix, num_own: int) -> int | None:
+        return self.prefixes.spans.take(num_own) if self.prefixes.place(prefix) else None
+
+    def _group_of(self, request: Request) -> int:
+        """The number of its running siblings, else a new one."""
+        for row, other in enumerate(self.requests):
+            if (other.prompt_id, other.draw) == (request.prompt_id, request.draw):
+                return int(self.columns.groups[row])
+        self._num_groups += 1
+        return self._num_groups
 
     def _fill(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
         sampling, so_far = request.sampling, request.so_far
@@ -133,7 +131,7 @@ class Table:
         c.prefix_start[row], c.own_start[row] = prefix.start or 0, own_start
         c.is_ready[row] = prefix.is_complete
         c.keys[row] = row_key(self._seed, *request.key)
-        c.groups[row] = self._groups.setdefault((request.prompt_id, request.draw), len(self._groups))
+        c.groups[row] = self._group_of(request)
         c.temperature[row], c.top_k[row], c.top_p[row] = sampling.temperature, sampling.top_k or 0, sampling.top_p
         c.stop_tokens[row] = -1
         c.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens

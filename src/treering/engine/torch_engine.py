@@ -5,17 +5,15 @@ and drafted is the business of the files of these names.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
-import torch
+import numpy as np
 from torch import nn
 
-from treering.engine.decoder import Decoder
+from treering.engine.admission import Admission
+from treering.engine.backends import Backend, make_decoder, name_of
 from treering.engine.decoder_check import check_decoder
-from treering.engine.decoder_cpu import CpuDecoder, supports
-from treering.engine.decoder_torch import TorchDecoder
 from treering.engine.drawing import draw
 from treering.engine.prefill import join, plan_chunks
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
@@ -23,15 +21,13 @@ from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.rows import NOT_FINISHED, STOPPED, Gains, Work, plan_pass, take_gains
 from treering.engine.speculation import Speculation
-from treering.engine.stop_strings import Decode, first_stop
+from treering.engine.stop_strings import Decode, first_stop, turn_start
 from treering.engine.table import Table
-from treering.engine.weights import DecoderWeights, read_weights
-from treering.errors import ConfigError, InputError, UnsupportedError
+from treering.engine.weights import read_weights
+from treering.errors import ConfigError, InputError
 from treering.history.draft import Drafter
 from treering.model.families import find_parts
-
-Backend = Literal["auto", "fused", "plain"]
-"""fused: the CPU path, for float32 and float64. plain: torch operations, for any device. auto: fused if it can be."""
+from treering.train.compute import num_threads as threads
 
 
 class TorchEngine(Engine):
@@ -76,21 +72,34 @@ class TorchEngine(Engine):
             backend: see `Backend`.
 
         Raises:
-            ConfigError: a limit below 1 or an unknown backend.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend.
+            StateError: the model's logits hold NaN or +inf.
             UnsupportedError: a model that the engine would not compute exactly, by name.
         """
-        _check_limits(max_batch=max_batch, max_tokens=max_tokens, max_prefill=max_prefill)
+        _check_integer("max_batch", max_batch, least=1)
+        _check_integer("max_tokens", max_tokens, least=2)
+        _check_integer("max_prefill", max_prefill, least=1)
+        _check_integer("version", version, least=0)
+        _check_integer("seed", seed, least=None)
+        if num_threads is not None:
+            _check_integer("num_threads", num_threads, least=1)
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
         self._parts = find_parts(model)
+        vocab_size = self._parts.vocab_size
         limit = getattr(self._parts.config, "max_position_embeddings", None) or max_tokens
-        self._max_context = min(int(limit), max_tokens + 1)
-        self._weights = read_weights(self._parts, num_positions=self._max_context)
-        self._decoder = _make_decoder(self._weights, max_tokens, backend)
-        check_decoder(model, self._decoder, vocab_size=self._parts.vocab_size)
+        max_context = min(int(limit), max_tokens + 1)
+        self._weights = read_weights(self._parts, num_positions=max_context)
+        self._decoder = make_decoder(self._weights, max_tokens, backend)
+        check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
+        self._admission = Admission(
+            vocab_size=vocab_size, max_context=max_context, num_slots=max_tokens, has_decode=decode is not None
+        )
         self._table = Table(max_rows=max_batch, num_slots=max_tokens, seed=seed)
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
-        self._speculation = Speculation(drafter)
+        self._speculation = Speculation(drafter, vocab_size=vocab_size)
         self._decode = decode
         self._max_prefill = max_prefill
         self._num_threads = num_threads
@@ -115,13 +124,12 @@ class TorchEngine(Engine):
     @property
     def backend(self) -> str:
         """Which decoder runs, and where: "fused on cpu" or "plain on cuda", for instance."""
-        name = "fused" if isinstance(self._decoder, CpuDecoder) else "plain"
-        return f"{name} on {self._weights.device.type}"
+        return f"{name_of(self._decoder)} on {self._weights.device.type}"
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Engine.submit`; stop strings need `decode`."""
         requests = list(requests)
-        self._check(requests)
+        self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
         for request in requests:
             self._unfinished.add(request.key)
             self._table.prefixes.expect(request.prompt)
@@ -134,7 +142,7 @@ class TorchEngine(Engine):
             self._waiting.popleft()
         if self._table.num_rows == 0:
             return finished
-        with self._threads():
+        with threads(self._num_threads):
             return finished + self._advance()
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
@@ -156,9 +164,11 @@ class TorchEngine(Engine):
                 f"policy versions rise, and {version} is not above {self._version}; count every weight update"
             )
         if when_running not in get_args(WhenRunning):
-            raise ConfigError(f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}")
+            raise ConfigError(
+                f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
+            )
         if when_running == "finish":
-            with self._threads():
+            with threads(self._num_threads):
                 while self._table.num_rows:
                     self._undelivered += self._advance()
         elif when_running == "abort":
@@ -201,8 +211,7 @@ class TorchEngine(Engine):
     def _look_for_strings(self, row: int, num_new: int, finish: int) -> int:
         columns, request = self._table.columns, self._table.requests[row]
         assert self._decode is not None
-        earlier = 0 if request.so_far is None else request.so_far.num_tokens
-        sampled = columns.tokens[row, columns.num_prompt[row] + earlier : columns.num_tokens[row]]
+        sampled = columns.tokens[row, columns.num_prompt[row] + turn_start(request.so_far) : columns.num_tokens[row]]
         stays = first_stop(sampled, num_new, request.sampling.stop_strings, self._decode)
         if stays is None:
             return finish
@@ -230,59 +239,9 @@ class TorchEngine(Engine):
         for name, count in gained.items():
             self._counts[name] += count
 
-    def _check(self, requests: Sequence[Request]) -> None:
-        seen = self._unfinished | {rollout.key for rollout in self._undelivered}
-        for request in requests:
-            if request.key in seen:
-                raise InputError(
-                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is there already; count samples "
-                    "within a group, and draws of a prompt"
-                )
-            seen.add(request.key)
-            self._table.check_fits(request)
-            self._check_request(request)
 
-    def _check_request(self, request: Request) -> None:
-        vocab_size, largest = self._weights.sizes.vocab_size, int(request.prompt.max())
-        if largest >= vocab_size:
-            raise InputError(
-                f"prompt {request.prompt_id!r} holds token id {largest}, and the model has {vocab_size}: is this the "
-                "tokenizer of another model?"
-            )
-        if request.prompt.size + request.sampling.max_tokens > self._max_context + 1:
-            raise InputError(
-                f"the model reads {self._max_context} positions, and a prompt of {request.prompt.size} tokens with "
-                f"max_tokens={request.sampling.max_tokens} goes beyond; shorten either"
-            )
-        if request.sampling.stop_strings and self._decode is None:
-            raise InputError("stop strings need tokens as text; give the engine decode=tokenizer.decode")
-
-    @contextmanager
-    def _threads(self) -> Iterator[None]:
-        if self._num_threads is None:
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-
-def _make_decoder(weights: DecoderWeights, num_slots: int, backend: Backend) -> Decoder:
-    if backend not in get_args(Backend):
-        raise ConfigError(f"backend is one of {', '.join(get_args(Backend))}, got {backend!r}")
-    if backend == "fused" and not supports(weights):
-        raise UnsupportedError(
-            f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
-            f'{weights.device}; use backend="auto"'
-        )
-    fused = backend != "plain" and supports(weights)
-    return CpuDecoder(weights, num_slots) if fused else TorchDecoder(weights, num_slots)
-
-
-def _check_limits(**limits: int) -> None:
-    for name, value in limits.items():
-        if value < 1:
-            raise ConfigError(f"{name} is at least 1, got {value}; raise it")
+def _check_integer(name: str, value: object, *, least: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} of an engine is a whole number, got {value!r}; correct it")
+    if least is not None and value < least:
+        raise ConfigError(f"{name} of an engine is at least {least}, got {value}; raise it")

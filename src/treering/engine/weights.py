@@ -6,6 +6,7 @@ version: training goes on in the model, and nothing of it shows here before the 
     L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary   P positions
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,8 @@ class DecoderWeights:
     def read(self, parts: ModelParts) -> None:
         """Copies the present weights of the model into the snapshot."""
         fresh = _tensors(parts)
-        with torch.no_grad():
+        # An engine that was made in inference mode has tensors that nothing else may write to.
+        with torch.inference_mode():
             for target, sources in zip(_flat(self), fresh, strict=True):
                 offset = 0
                 for source in sources:
@@ -134,9 +136,10 @@ def _layer_sources(layer: Any) -> dict[str, tuple[Tensor, ...] | None]:
     }
 
 
-def _take_layer(layer: Any, tensors: Any) -> LayerWeights:
-    fields = _layer_sources(layer)
-    return LayerWeights(**{name: None if sources is None else next(tensors) for name, sources in fields.items()})
+def _take_layer(layer: nn.Module, tensors: Iterator[Tensor]) -> LayerWeights:
+    sources = _layer_sources(layer)
+    fields: dict[str, Any] = {name: None if source is None else next(tensors) for name, source in sources.items()}
+    return LayerWeights(**fields)
 
 
 def _tensors(parts: ModelParts) -> list[tuple[Tensor, ...]]:
@@ -160,7 +163,7 @@ def _table(parts: ModelParts) -> Tensor:
     return weight
 
 
-def _biases(*projections: nn.Linear) -> tuple[Tensor, ...] | None:
+def _biases(*projections: Any) -> tuple[Tensor, ...] | None:
     if projections[0].bias is None:
         return None
     return tuple(projection.bias for projection in projections)
@@ -214,4 +217,10 @@ def _check(parts: ModelParts) -> None:
     if type(parts.head) is not nn.Linear:
         raise UnsupportedError(
             f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer; merge adapters first"
+        )
+    num_rows, num_embedded = parts.head.weight.shape[0], _table(parts).shape[0]
+    if num_rows > num_embedded:
+        raise UnsupportedError(
+            f"a token that is drawn is read next, and the head has {num_rows} rows where the embedding has "
+            f"{num_embedded}; resize the embedding to the head"
         )

@@ -50,17 +50,17 @@ class DraftRows:
 
     def __post_init__(self) -> None:
         shape = (len(self.prompt_ids),)
-        if self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0] or self.tokens.dtype != np.int32:
+        if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
-                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {self.tokens.dtype} of shape "
-                f"{self.tokens.shape}; pass the buffer's lines of these rows"
+                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
             )
         for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts"):
             values = getattr(self, name)
-            if values.shape != shape or values.dtype != np.int64:
+            if _kind_of(values) != np.int64 or values.shape != shape:
                 raise InputError(
-                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {values.dtype} of shape "
-                    f"{values.shape}; convert it"
+                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
+                    f"{np.shape(values)}; convert it"
                 )
 
 
@@ -94,6 +94,8 @@ class Drafter:
     For every source it takes the longest end of the context that occurs there with a token behind it, and of the
     sources the one whose first token is likeliest to be accepted. The draft goes on with the most frequent token of
     the occurrences that are left, until they end or the draft as a whole has become too unlikely.
+
+    A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
         store: its newest snapshot is read at each `propose`.
@@ -134,8 +136,13 @@ class Drafter:
         max_live_tokens: int = 4096,
     ) -> None:
         for name, value in (("max_draft", max_draft), ("max_match", max_match), ("max_live_tokens", max_live_tokens)):
-            if value < 1:
-                raise ConfigError(f"{name} of a drafter is at least 1, got {value}; raise it, or use no drafter at all")
+            if type(value) is not int or value < 1:
+                raise ConfigError(
+                    f"{name} of a drafter is a whole number, at least 1, got {value!r}; correct it, or use no drafter "
+                    "at all"
+                )
+        if not isinstance(store, HistoryStore):
+            raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         if max_match + max_draft > MAX_DEPTH:
             raise ConfigError(
                 f"history is sorted by {MAX_DEPTH} tokens, so max_match + max_draft is at most that, got {max_match} + "
@@ -232,6 +239,10 @@ class Drafter:
         """
         self._acceptance.load_state(state)
         self._latest = None
+
+
+def _kind_of(values: object) -> np.dtype[Any] | str:
+    return values.dtype if isinstance(values, np.ndarray) else type(values).__name__
 
 
 def _contradiction(rows: DraftRows, b: int) -> str:

@@ -33,6 +33,8 @@ class Journal:
         self._folder = folder
         self._alive: dict[int, dict[BlockKey, int]] = {}  # file number -> what of it is alive, with its entries
         self._num_entries: dict[int, int] = {}  # file number -> entries when it was written
+        self._num_alive: dict[int, int] = {}  # file number -> entries of what is alive
+        self._thin: set[int] = set()  # numbers of files that are less than half alive
         self._home: dict[BlockKey, int] = {}
         self._unwritten: dict[BlockKey, None] = {}
         self._next_number = 0
@@ -77,7 +79,7 @@ class Journal:
         for key in changed:
             self._forget(key)
             self._unwritten[key] = None
-        thin = [number for number, alive in self._alive.items() if 2 * sum(alive.values()) < self._num_entries[number]]
+        thin = sorted(self._thin)
         blocks = {key: text_of(key) for number in thin for key in self._alive[number]}
         blocks.update((key, text_of(key)) for key in self._unwritten)
         try:
@@ -104,7 +106,8 @@ class Journal:
     def _remove(self, numbers: list[int]) -> None:
         for number in numbers:
             (self._folder / f"history-{number:08d}.bin").unlink(missing_ok=True)
-            del self._alive[number], self._num_entries[number]
+            del self._alive[number], self._num_entries[number], self._num_alive[number]
+            self._thin.remove(number)
 
     def _settle(self, number: int, sizes: dict[BlockKey, int]) -> None:
         """Notes that a file is now the home of its blocks."""
@@ -112,13 +115,16 @@ class Journal:
             self._forget(key)
             self._home[key] = number
         self._alive[number] = sizes
-        self._num_entries[number] = sum(sizes.values())
+        self._num_entries[number] = self._num_alive[number] = sum(sizes.values())
 
     def _forget(self, key: BlockKey) -> None:
         self._unwritten.pop(key, None)
         number = self._home.pop(key, None)
-        if number is not None:
-            del self._alive[number][key]
+        if number is None:
+            return
+        self._num_alive[number] -= self._alive[number].pop(key)
+        if 2 * self._num_alive[number] < self._num_entries[number]:
+            self._thin.add(number)
 
 
 def read_or_warn(file: Path) -> Contents:

@@ -4,18 +4,20 @@ Knows which rollouts are kept. Knows nothing of how they are matched. History is
 costs speed, and what is read back is what was added.
 """
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
 from treering.errors import ConfigError, InputError, StateError
+from treering.history.eviction import Eviction
 from treering.history.files import BlockKey, Contents, encode, write_whole
 from treering.history.index import Int32Array, PromptIndex, as_text
 from treering.history.journal import Journal, read_or_warn
+from treering.history.snapshot import Snapshot
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
+
+_MAX_VERSION = int(np.iinfo(np.int32).max)
 
 
 class HistoryStore:
@@ -48,11 +50,15 @@ class HistoryStore:
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> None:
         for name, value in (("max_bytes", max_bytes), ("max_epochs", max_epochs)):
-            if value < 1:
-                raise ConfigError(f"{name} of a history is at least 1, got {value}; raise it, or use no history at all")
+            if type(value) is not int or value < 1:
+                raise ConfigError(
+                    f"{name} of a history is a whole number, at least 1, got {value!r}; correct it, or use no history "
+                    "at all"
+                )
         self._max_bytes = max_bytes
         self._max_epochs = max_epochs
-        self._snapshot: Mapping[PromptId, PromptIndex] = MappingProxyType({})
+        self._snapshot = Snapshot()
+        self._eviction = Eviction()
         self._num_bytes = 0
         self._pending: dict[BlockKey, Int32Array] = {}
         self._journal: Journal | None = None
@@ -100,8 +106,9 @@ class HistoryStore:
         """
         if type(prompt_id) not in (str, int):
             raise InputError(f"a prompt_id is a string or an integer, got {prompt_id!r}; convert it")
-        if isinstance(version, bool) or not isinstance(version, int | np.integer) or version < 0:
-            raise InputError(f"a policy version is an integer >= 0, got {version!r}; correct it")
+        is_integer = isinstance(version, int | np.integer) and not isinstance(version, bool)
+        if not is_integer or not 0 <= version <= _MAX_VERSION:
+            raise InputError(f"a policy version is an integer in [0, {_MAX_VERSION}], got {version!r}; correct it")
         checked = [_as_token_ids(prompt_id, i, rollout) for i, rollout in enumerate(rollouts)]
         text = as_text(tokens for tokens in checked if tokens.size)
         if text.size:
@@ -115,18 +122,17 @@ class HistoryStore:
         if not self._pending:
             return
         pending, before = self._pending, self._snapshot
-        indexes, num_bytes = dict(before), self._num_bytes
-        for prompt_id, texts in self._merged().items():
-            newest = sorted(texts, reverse=True)[: self._max_epochs]
-            index = PromptIndex.build({version: texts[version] for version in newest})
-            num_bytes += index.num_bytes - (before[prompt_id].num_bytes if prompt_id in before else 0)
-            indexes[prompt_id] = index
-        shrunk, self._num_bytes = _evict(indexes, num_bytes, self._max_bytes)
-        self._snapshot = MappingProxyType(indexes)
+        built = {prompt_id: self._build(texts) for prompt_id, texts in self._merged().items()}
+        grown = before.changed(built)
+        self._eviction.note(built, grown)
+        num_bytes = self._num_bytes + _num_bytes(grown, built) - _num_bytes(before, built)
+        left = self._eviction.evict(grown, num_bytes - self._max_bytes)
+        self._snapshot = grown.changed(left)
+        self._num_bytes = num_bytes + _num_bytes(self._snapshot, left) - _num_bytes(grown, left)
         self._pending = {}
         if self._journal is None:
             return
-        touched = {prompt_id for prompt_id, _ in pending} | shrunk
+        touched = built.keys() | left.keys()
         alive = _keys(self._snapshot, touched)
         changed = [key for key in pending if key in alive]
         self._journal.commit(changed=changed, dropped=_keys(before, touched) - alive, text_of=self._text_of)
@@ -178,6 +184,10 @@ class HistoryStore:
             merged[prompt_id][version] = text if earlier is None else np.concatenate([earlier, text])
         return merged
 
+    def _build(self, texts: Mapping[int, Int32Array]) -> PromptIndex:
+        newest = sorted(texts, reverse=True)[: self._max_epochs]
+        return PromptIndex.build({version: texts[version] for version in newest})
+
     def _text_of(self, key: BlockKey) -> Int32Array:
         prompt_id, version = key
         return self._snapshot[prompt_id].texts()[version]
@@ -189,28 +199,9 @@ def _keys(snapshot: Mapping[PromptId, PromptIndex], prompt_ids: Iterable[PromptI
     return {(prompt_id, version) for prompt_id in held for version in snapshot[prompt_id].versions.tolist()}
 
 
-def _evict(indexes: dict[PromptId, PromptIndex], num_bytes: int, max_bytes: int) -> tuple[set[PromptId], int]:
-    """Takes the oldest versions out until the rest fits, equally old ones in the order of their prompts.
-
-    Returns the prompts that lost something, and the bytes that are left.
-    """
-    shrunk: set[PromptId] = set()
-    if num_bytes <= max_bytes:
-        return shrunk, num_bytes
-    oldest = [(int(index.versions[-1]), place, name) for place, (name, index) in enumerate(indexes.items())]
-    heapq.heapify(oldest)
-    while num_bytes > max_bytes:
-        _, place, prompt_id = heapq.heappop(oldest)
-        shrunk.add(prompt_id)
-        num_bytes -= indexes[prompt_id].num_bytes
-        rest = indexes[prompt_id].without_oldest()
-        if rest is None:
-            del indexes[prompt_id]
-            continue
-        indexes[prompt_id] = rest
-        num_bytes += rest.num_bytes
-        heapq.heappush(oldest, (int(rest.versions[-1]), place, prompt_id))
-    return shrunk, num_bytes
+def _num_bytes(snapshot: Snapshot, prompt_ids: Iterable[PromptId]) -> int:
+    """Bytes that a snapshot holds of some prompts."""
+    return sum(snapshot[prompt_id].num_bytes for prompt_id in prompt_ids if prompt_id in snapshot)
 
 
 def _as_token_ids(prompt_id: PromptId, i: int, rollout: TokenIds) -> Int32Array:

@@ -26,8 +26,8 @@ class DraftOptions:
     max_draft: int = 8
     min_acceptance: float = 0.4
     sources: tuple[Source, ...] = SOURCES
-    publish_every: int = 4
-    """Finished rollouts between two publications within a step; each builds the index of their prompts anew."""
+    publish_new_after: int = 4
+    """Finished rollouts of prompts without history until their siblings, running or waiting, can draft from them."""
 
 
 class Drafting:
@@ -38,22 +38,23 @@ class Drafting:
 
     def __init__(self, options: DraftOptions | None = None) -> None:
         self._options = options or DraftOptions()
-        self._num_unpublished = 0
+        self._num_new = 0
         self.store = HistoryStore(max_bytes=self._options.max_bytes, max_epochs=self._options.max_epochs)
         self.drafter = self._make_drafter()
 
     def add(self, rollout: Rollout) -> None:
-        """Remembers a rollout that is finished; its siblings that still run or wait draft from it soon after."""
+        """Remembers a rollout that is finished; where its prompt has no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
         self.store.add(rollout.prompt_id, [rollout.tokens], version)
-        self._num_unpublished += 1
-        if self._num_unpublished >= self._options.publish_every:
+        # An index that is there already gains too little from a few siblings to be built again for them.
+        self._num_new += rollout.prompt_id not in self.store.snapshot
+        if self._num_new >= self._options.publish_new_after:
             self.publish()
 
     def publish(self) -> None:
         """Lets the next drafts see all that was added."""
         self.store.publish()
-        self._num_unpublished = 0
+        self._num_new = 0
 
     def save(self, file: Path) -> None:
         """Writes the history to a file that appears whole or not at all."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from treering.data.codec import decode
-from treering.data.files import _lines as json_lines
+from treering.data.files import numbered_lines
 from treering.data.script import TURN_END, join_scripts, message_script, raw_script
 from treering.data.template import ChatTemplate
 from treering.data.trajectory import Message
@@ -163,7 +163,7 @@ class _Line:
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
-    for number, raw in json_lines(path):
+    for number, raw in numbered_lines(path):
         where = f"{path}:{number}"
         try:
             yield where, _line(json.loads(raw))

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treering.engine.request import check_prompt
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.types import PromptId, TokenIds
@@ -30,10 +31,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if self.prompt_id == "":
             raise InputError('a prompt_id is an integer or text with a character, got ""; name the prompt')
-        if self.tokens.ndim != 1 or self.tokens.size == 0:
-            raise InputError(
-                f"a prompt holds at least one token, got shape {self.tokens.shape}; drop {self.prompt_id!r}"
-            )
+        check_prompt(self.prompt_id, self.tokens)
 
 
 def prompt_id_of(tokens: TokenIds) -> str:

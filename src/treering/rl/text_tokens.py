@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from treering.data.encoder import _load as open_tokenizer
+from treering.data.encoder import open_tokenizer
 from treering.data.script import TURN_END
 from treering.errors import ConfigError
 from treering.types import TokenIds

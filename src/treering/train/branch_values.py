@@ -54,11 +54,11 @@ def flatten(
     _check_count(name, items, branch_length)
     parts = [np.zeros(0)]
     for branch, item in enumerate(items):
-        array = _as_array(f"{name}[{branch}]", item).astype(np.float64)
+        array = _as_array(f"{name}[{branch}]", item).astype(np.float64, copy=False)
         length = int(branch_length[branch])
         if array.shape not in ((), (length,)):
             raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
-        parts.append(np.broadcast_to(array, (length,)))
+        parts.append(array if array.ndim else np.full(length, array))
     flat = np.concatenate(parts)
     _check_finite(name, flat, trained, branch_length)
     return flat

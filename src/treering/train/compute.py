@@ -26,8 +26,11 @@ def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[ob
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
     """A block in which torch computes with `count` threads; None leaves them as they are."""
+    if count is None:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

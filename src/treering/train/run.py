@@ -11,7 +11,7 @@ from pathlib import Path
 
 from treering.errors import StateError
 from treering.metrics import Metrics
-from treering.train.checkpoint import CheckpointStore, check_identity
+from treering.train.checkpoint import CheckpointStore, Identity, check_identity
 from treering.train.resumable import ReportT, Resumable
 
 RUN_FILE = "run.json"
@@ -40,19 +40,22 @@ class Opened:
 def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStore) -> Opened:
     """Makes the folder of a new run, or puts the newest checkpoint of the run that lives there into the loop.
 
+    A run that ended before its first step, as one with a setting that its engine refuses, leaves nothing to go on
+    from: the next start may have other settings.
+
     Raises:
-        StateError: the run there has other settings or only damaged checkpoints, or the folder holds foreign metrics.
+        StateError: the run there has other settings or only damaged checkpoints, or the folder holds foreign metrics or
+            cannot be written.
     """
     file = folder / RUN_FILE
-    is_new = not file.exists()
-    if not is_new:
+    is_new, has_begun = not file.exists(), _has_begun(folder, checkpoints)
+    if has_begun and not is_new:
         check_identity(_read(file), checkpoints.identity, where=folder)
     step = checkpoints.restore_newest(loop)
     if is_new and step is None:
         _check_free(folder)
-    if is_new:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, dict(checkpoints.identity))
+    if is_new or not has_begun:
+        _begin(folder, checkpoints.identity)
     return Opened(is_new=is_new and step is None, step=step or 0)
 
 
@@ -85,6 +88,22 @@ def run_steps(
         if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
             checkpoints.save(loop)
         yield report
+
+
+def _has_begun(folder: Path, checkpoints: CheckpointStore) -> bool:
+    metrics = folder / METRICS_FILE
+    return checkpoints.folder.exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _begin(folder: Path, identity: Identity) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN_FILE, identity)
+    except OSError as error:
+        raise StateError(
+            f"a run is kept in a folder that can be written, and {folder} is not one ({error.strerror}); choose "
+            "another run folder"
+        ) from error
 
 
 def _check_free(folder: Path) -> None:

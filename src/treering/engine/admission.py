@@ -1,0 +1,78 @@
+"""What an engine refuses before it queues anything: requests that it could not tell apart, read or ever finish.
+
+Knows requests and the engine's sizes. Knows nothing of weights, of rows or of what is running.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from treering.engine.request import Request
+from treering.engine.rollout import RolloutKey
+from treering.errors import InputError
+from treering.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The limits of one engine.
+
+    Example: with 50 slots, a prompt of 2 tokens and max_tokens=49 need 50 and are let in; max_tokens=50 is refused.
+    """
+
+    vocab_size: int
+    """Token ids lie below it."""
+    max_context: int
+    """Positions that the model reads."""
+    num_slots: int
+    """Tokens whose keys and values fit."""
+    has_decode: bool
+    """Whether tokens can become text."""
+
+    def check(self, requests: Sequence[Request], taken: Set[RolloutKey]) -> None:
+        """Refuses a request that can never run, or whose key is `taken` or comes twice.
+
+        Raises:
+            InputError: with the rule, for the first such request.
+        """
+        seen = set(taken)
+        for request in requests:
+            if request.key in seen:
+                raise InputError(
+                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is there already; count samples "
+                    "within a group, and draws of a prompt"
+                )
+            seen.add(request.key)
+            self._check_tokens(request)
+            self._check_length(request)
+            if request.sampling.stop_strings and not self.has_decode:
+                raise InputError(
+                    f"stop strings need tokens as text, got {request.sampling.stop_strings} without; give the engine "
+                    "decode=tokenizer.decode"
+                )
+
+    def _check_tokens(self, request: Request) -> None:
+        parts: list[tuple[str, TokenIds]] = [("prompt", request.prompt)]
+        if request.so_far is not None and request.so_far.num_tokens:
+            parts.append(("so_far of prompt", request.so_far.tokens))
+        for name, tokens in parts:
+            least, largest = int(tokens.min()), int(tokens.max())
+            if least < 0 or largest >= self.vocab_size:
+                raise InputError(
+                    f"{name} {request.prompt_id!r} holds token id {least if least < 0 else largest}, and the model has "
+                    f"0 to {self.vocab_size - 1}: is this the tokenizer of another model?"
+                )
+
+    def _check_length(self, request: Request) -> None:
+        num_prompt, max_tokens = request.prompt.size, request.sampling.max_tokens
+        # A prompt's last token is computed by each rollout, and a rollout's last one is never computed.
+        needed = num_prompt - 1 + max_tokens
+        if needed > self.num_slots:
+            raise InputError(
+                f"a prompt of {num_prompt} tokens and max_tokens={max_tokens} need {needed} slots of keys and values, "
+                f"and the engine has {self.num_slots}; raise the engine's max_tokens, or shorten either"
+            )
+        if needed > self.max_context:
+            raise InputError(
+                f"the model reads {self.max_context} positions, and a prompt of {num_prompt} tokens with "
+                f"max_tokens={max_tokens} goes beyond; shorten either"
+            )
