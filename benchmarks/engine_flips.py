@@ -74,7 +74,7 @@ def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[
     requests = policy.requests(draw=MEASURED_DRAW)
     batched = TorchEngine(policy.model, max_batch=batch_size)
     history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)), "own")
-    expected = run_all(TorchEngine(policy.model, max_batch=batch_size), requests)
+    expected = run_all(TorchEngine(policy.model, max_batch=1), requests)
     changed: dict[Change, Rollouts] = {
         "batch": run_all(batched, requests),
         "batch and drafts": DraftingSide(policy, history, batch_size).run(requests),

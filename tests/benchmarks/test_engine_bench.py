@@ -1,6 +1,7 @@
 """The engine benchmark: its baseline is what it says, every side samples what it is timed for, its report adds up."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from benchmarks.engine_flips import compare, measure_flips
 from benchmarks.engine_generate import CACHES, generate
 from benchmarks.engine_runs import count_differing, first_difference, run_all, wall_medians
 from benchmarks.engine_speed import Setting, measure_speed
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
@@ -41,6 +42,10 @@ def tiny_model(*, certainty: float = 1.0) -> PreTrainedModel:
     model = build_model(shape)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(certainty)
+        # As they are drawn, layers add next to nothing, and it would not matter what a token sees.
+        for name, weight in model.named_parameters():
+            if "_proj" in name:
+                weight.mul_(12)
     return model
 
 
@@ -65,11 +70,13 @@ def test_the_compared_model_has_one_to_two_million_parameters() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate_samples_from_the_model_at_temperature_one_and_from_all_tokens(cache: str) -> None:
-    model = tiny_model(certainty=3.0)
+    model = tiny_model(certainty=10.0)
     prompt = tokens_of(1, 2, 3)
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(prompt).long()[None]).logits[0, -1].softmax(-1).numpy()
     rollouts = generate(model, [prompt] * 4000, batch_size=4000, max_tokens=1, cache=cache)
+    assert expected.min() < 0.03
+    assert expected.max() > 0.12
     counts = np.bincount([int(tokens[0]) for tokens in rollouts], minlength=expected.size)
     # Chi-square with 15 degrees of freedom exceeds 50 once in 10^5 times.
     assert ((counts - 4000 * expected) ** 2 / (4000 * expected)).sum() < 50
@@ -89,6 +96,16 @@ def test_generate_gives_each_prompt_its_rollout_whatever_batch_it_is_padded_in(c
             with torch.no_grad():
                 assert int(model(input_ids=torch.tensor([sequence])).logits[0, -1].argmax()) == token
             sequence.append(token)
+
+
+@pytest.mark.parametrize(("cache", "kind"), [("dynamic", DynamicCache), ("static", StaticCache)])
+def test_generate_keeps_keys_and_values_in_the_cache_that_is_named(cache: str, kind: type) -> None:
+    model, kinds = tiny_model(), []
+    model.register_forward_pre_hook(
+        lambda _, arguments, given: kinds.append(type(given["past_key_values"])), with_kwargs=True
+    )
+    generate(model, [tokens_of(1, 2)], batch_size=1, max_tokens=3, cache=cache)
+    assert kinds == [kind] * 3
 
 
 def test_generate_ends_rollouts_with_their_first_stop_token_and_counts_no_padding() -> None:
@@ -366,8 +383,17 @@ def test_ways_are_timed_in_turns_by_wall_time(monkeypatch: pytest.MonkeyPatch) -
     assert (ran, told) == (["a", "b"] * 2, [(1, 2), (2, 2)])
 
 
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
 def test_the_report_is_json_with_all_three_parts_and_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, before = replace(tiny_policy(), accuracy=0.25, num_steps=7), torch.get_num_threads()
+    policy = replace(tiny_policy(), accuracy=0.25, num_steps=7)
     threads: list[int] = []
     tiny = partial(measure_speed, batch_sizes=(1,), prompt_length=2, response_length=2)
     monkeypatch.setattr(benchmarks.engine, "measure_speed", tiny)
@@ -385,7 +411,7 @@ def test_the_report_is_json_with_all_three_parts_and_what_they_depend_on(monkeyp
     facts = report["environment"]["drafting"]
     assert (facts["accuracy"], facts["warm_start_steps"], facts["num_prompts"], facts["group_size"]) == (0.25, 7, 3, 2)
     assert report["environment"]["speed"]["num_parameters"] == build_model().num_parameters()
-    assert (threads, torch.get_num_threads()) == ([1], before)
+    assert (threads, torch.get_num_threads()) == ([1], 3)
 
 
 def test_no_run_at_all_is_refused() -> None:

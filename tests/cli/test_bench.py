@@ -88,10 +88,10 @@ def test_the_engines_tables_show_every_row_and_a_loss_like_a_win(
     rows = [line.split() for line in printed.out.splitlines()]
     assert ["16", "3,210", "static", "cache,", "2", "threads", "7,705", "1", "thread", "2.40x"] in rows
     rates = ["3.25", "75%", "4.50"]
-    assert ["4", "own", "1,500", "6,000", "12,000", "2.00x", *rates, "0", "of", "128"] in rows
-    assert ["8", "own", "1,500", "6,000", "9,000", "1.50x", *rates, "0", "of", "128"] in rows
-    assert ["8", "another", "1,500", "6,000", "5,400", "0.90x", *rates, "1", "of", "128"] in rows
-    assert ["8", "none", "1,500", "6,000", "6,600", "1.10x", *rates, "0", "of", "128"] in rows
+    assert ["4", "own", "1,500", "6,000", "12,000", "2.00x", *rates, "0/128"] in rows
+    assert ["8", "own", "1,500", "6,000", "9,000", "1.50x", *rates, "0/128"] in rows
+    assert ["8", "another", "1,500", "6,000", "5,400", "0.90x", *rates, "1/128"] in rows
+    assert ["8", "none", "1,500", "6,000", "6,600", "1.10x", *rates, "0/128"] in rows
     assert ["bfloat16", "plain", "on", "cpu", "batch", "of", "16", "3", "of", "128", "3", "in", "4,321"] in rows
     assert "1.54 M" in printed.out
     assert "a cpu, median of 5" in printed.out

@@ -392,3 +392,52 @@ def test_a_calculator_rollout_is_the_task_s_own_solution() -> None:
         assert rollout.reward == 1.0
         assert rollout.tokens.tolist() == solution.sequences[0][num_prompt:].tolist()
         assert rollout.loss_mask.tolist() == solution.loss_masks[0][num_prompt:].tolist()
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_the_order_of_starts_changes_no_group(max_batch: int) -> None:
+    started: dict[str, list[tuple[str, int]]] = {"by_prompt": [], "by_sample": []}
+    results = {}
+    for order, starts in started.items():
+
+        def script(request: Request, starts: list[tuple[str, int]] = starts) -> list[int]:
+            starts.append((str(request.prompt_id), request.sample))
+            return [1 + request.sample, 2]
+
+        engine = ScriptedEngine(script, max_batch=max_batch)
+        prompts = [Prompt(prompt_id=name, tokens=np.array([3], np.int32)) for name in ("a", "b")]
+        found = collect(
+            engine,
+            Lengths(prompts),
+            prompts,
+            {},
+            group_size=3,
+            sampling=Sampling(max_tokens=4),
+            order=order,
+        )
+        results[order] = [[r.tokens.tolist() for r in group.rollouts] for group in found.groups]
+    assert results["by_prompt"] == results["by_sample"] == [[[1, 2], [2, 2], [3, 2]]] * 2
+    assert started["by_prompt"] == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
+    assert started["by_sample"] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+class Lengths(Task):
+    """Rewards a rollout's length."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self._prompts = prompts
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return self._prompts
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def vocab_size(self) -> int:
+        return 8
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        return float(rollout.num_tokens)

@@ -35,7 +35,7 @@ def run(name: Name, json_output: bool, out: Path | None, runs: int = DEFAULT_RUN
     view, benchmark = _VIEWS[name], load_benchmark(name)
     console = Console(stderr=True)
     if view.NOTE:
-        console.print(view.NOTE)
+        console.print(view.NOTE, soft_wrap=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         job = progress.add_task("preparing", total=None)
@@ -44,7 +44,7 @@ def run(name: Name, json_output: bool, out: Path | None, runs: int = DEFAULT_RUN
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
     for hint in view.hints(report, benchmark):
-        console.print(hint)
+        console.print(hint, soft_wrap=True)
     if json_output:
         print(text)
         return

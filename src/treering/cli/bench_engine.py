@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "about four minutes, one of which trains the small policy whose rollouts are drafted"
+NOTE = "three to four minutes, one of which trains the small policy whose rollouts are drafted"
 """Said before it is measured."""
 
 
@@ -90,7 +90,7 @@ def _drafting_cells(result: dict[str, Any], history: str, drafted: dict[str, Any
         f"{drafted['tokens_per_forward']:.2f}",
         f"{drafted['acceptance']:.0%}",
         f"{drafted['drafted_per_forward']:.2f}",
-        f"{drafted['num_differing']} of {result['num_rollouts']}",
+        f"{drafted['num_differing']}/{result['num_rollouts']}",
     ]
 
 

@@ -53,14 +53,19 @@ def make_drafting(config: RlConfig) -> Drafting | None:
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
-    """Makes engines of this model; without `max_tokens` one holds `max_batch` rollouts of the longest prompt."""
+    """Makes engines of this model.
+
+    Without `max_tokens` one holds `max_batch` rollouts of the longest prompt, and the prompts of a step beside them as
+    far as they need no more than that again.
+    """
     engine = config.engine
-    longest = source.longest_prompt + config.sampling.max_tokens
+    running = engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
+    prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
     return lambda drafter, version: TorchEngine(
         model,
         drafter,
         max_batch=engine.max_batch,
-        max_tokens=engine.max_tokens or engine.max_batch * longest,
+        max_tokens=engine.max_tokens or running + prompts,
         max_prefill=engine.max_prefill,
         seed=engine.seed,
         version=version,

@@ -85,7 +85,8 @@ class EngineConfig(Config):
 
     max_batch: Count = Field(default=16, description="Rollouts that run at one time.")
     max_tokens: Count | None = Field(
-        default=None, description="Tokens that it can hold keys and values of; none: max_batch of the longest."
+        default=None,
+        description="Tokens that it can hold keys and values of; none: max_batch of the longest, and a step's prompts.",
     )
     max_prefill: Count = Field(default=512, description="Prompt and observed tokens per forward pass, at most.")
     num_threads: Count | None = Field(
@@ -117,7 +118,8 @@ class HistoryConfig(Config):
     )
     publish_new_after: Count = Field(
         default=4,
-        description="Finished rollouts of prompts without history until the others of their group draft from them.",
+        description="Finished rollouts of prompts without history until the others of their group draft from them; "
+        "again at each doubling.",
     )
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,10 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.task import Prompt, Task
 from treering.types import PromptId, TokenIds
+
+Order = Literal["by_prompt", "by_sample"]
+"""In which order a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at one time.
+by_sample: the first of every group, then the second, so that those that finish can draft for those that wait."""
 
 NUM_MESSAGES = 5
 """Messages of reward errors that are kept."""
@@ -84,6 +89,7 @@ def collect(
     group_size: int,
     sampling: Sampling,
     max_turns: int = 1,
+    order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
 ) -> Collected:
     """Samples a group for each prompt, lets the task answer between turns, and rewards rollouts as they finish.
@@ -100,6 +106,7 @@ def collect(
         group_size: rollouts per prompt, samples 0 to group_size - 1.
         sampling: of all turns; `max_tokens` bounds a whole rollout. The task's stop tokens belong in it.
         max_turns: turns of the policy at most.
+        order: see `Order`; changes speed, never a rollout.
         on_finished: called with each rollout at its end, its reward set unless it is left out.
 
     Raises:
@@ -117,7 +124,7 @@ def collect(
             f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
         )
     run = _Collection(task, prompts, draws, sampling, max_turns)
-    requests = run.requests(group_size)
+    requests = run.requests(group_size, order)
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
@@ -156,8 +163,11 @@ class _Collection:
             twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
             raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
 
-    def requests(self, group_size: int) -> list[Request]:
-        return [self._request(key) for prompt_id in self._prompts for key in self._keys(prompt_id, group_size)]
+    def requests(self, group_size: int, order: Order) -> list[Request]:
+        pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(group_size)]
+        if order == "by_sample":
+            pairs.sort(key=lambda pair: pair[1])
+        return [self._request((prompt_id, self._draws.get(prompt_id, 0), sample)) for prompt_id, sample in pairs]
 
     def take(self, rollout: Rollout, on_finished: Callable[[Rollout], None] | None) -> Request | None:
         """Takes what the engine gives; returns the request of the next turn, or None where the rollout is over."""
@@ -188,9 +198,6 @@ class _Collection:
             num_turns=self._turns.total(),
             reward_errors=tuple(errors[:NUM_MESSAGES]),
         )
-
-    def _keys(self, prompt_id: PromptId, group_size: int) -> list[RolloutKey]:
-        return [(prompt_id, self._draws.get(prompt_id, 0), sample) for sample in range(group_size)]
 
     def _in_order(self, by_key: Mapping[RolloutKey, object]) -> list[RolloutKey]:
         rank = {prompt_id: i for i, prompt_id in enumerate(self._prompts)}

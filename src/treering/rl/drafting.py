@@ -15,6 +15,7 @@ from treering.engine.rollout import Rollout
 from treering.history.acceptance import SOURCES, Source
 from treering.history.draft import Drafter
 from treering.history.store import HistoryStore
+from treering.types import PromptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class DraftOptions:
     min_acceptance: float = 0.4
     sources: tuple[Source, ...] = SOURCES
     publish_new_after: int = 4
-    """Finished rollouts of prompts without history until their siblings, running or waiting, can draft from them."""
+    """Finished rollouts of prompts without history until their siblings, running or waiting, can draft from them; then
+    again whenever their number has doubled."""
 
 
 class Drafting:
@@ -38,23 +40,34 @@ class Drafting:
 
     def __init__(self, options: DraftOptions | None = None) -> None:
         self._options = options or DraftOptions()
-        self._num_new = 0
+        self._new: set[PromptId] = set()
+        self._num_unpublished = self._num_published = 0
         self.store = HistoryStore(max_bytes=self._options.max_bytes, max_epochs=self._options.max_epochs)
         self.drafter = self._make_drafter()
 
     def add(self, rollout: Rollout) -> None:
-        """Remembers a rollout that is finished; where its prompt has no history, its siblings soon draft from it."""
+        """Remembers a rollout that is finished; where its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
         self.store.add(rollout.prompt_id, [rollout.tokens], version)
-        # An index that is there already gains too little from a few siblings to be built again for them.
-        self._num_new += rollout.prompt_id not in self.store.snapshot
-        if self._num_new >= self._options.publish_new_after:
-            self.publish()
+        # An index that earlier steps have filled gains too little from a few siblings to be built again for them.
+        if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
+            self._new.add(rollout.prompt_id)
+            self._num_unpublished += 1
+        # Doubling, so that all these indexes together cost about twice the last one.
+        if self._num_unpublished >= max(self._options.publish_new_after, self._num_published):
+            self.store.publish()
+            self._num_published += self._num_unpublished
+            self._num_unpublished = 0
+
+    def knows(self, prompt_id: PromptId) -> bool:
+        """Whether rollouts of a prompt can be drafted from its history."""
+        return prompt_id in self.store.snapshot
 
     def publish(self) -> None:
-        """Lets the next drafts see all that was added."""
+        """Ends a step: the next drafts see all that was added."""
         self.store.publish()
-        self._num_new = 0
+        self._new.clear()
+        self._num_unpublished = self._num_published = 0
 
     def save(self, file: Path) -> None:
         """Writes the history to a file that appears whole or not at all."""

@@ -17,7 +17,7 @@ from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.history.draft import Drafter
 from treering.rl.batch import RlBatch, make_rl_batch
-from treering.rl.collect import Collected, collect
+from treering.rl.collect import Collected, Order, collect
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.step_report import Phases, RlStepReport, rollout_report
@@ -193,8 +193,15 @@ class RlLoop(Resumable[RlStepReport]):
             group_size=self._options.group_size,
             sampling=self._sampling,
             max_turns=self._options.max_turns,
+            order=self._order(prompts),
             on_finished=None if self._drafting is None else self._drafting.add,
         )
+
+    def _order(self, prompts: list[Prompt]) -> Order:
+        """Prompts without history get theirs from the first rollout of their own group."""
+        if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
+            return "by_prompt"
+        return "by_sample"
 
     def _train(self, step: int, collected: Collected) -> tuple[RlBatch, Update | None]:
         options = self._options
