@@ -46,7 +46,7 @@ bench: $(STAMP)
 # else can be installed: so no beartype (addopts), and no tests of what needs pydantic.
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -o addopts= -ra --strict-markers --import-mode=importlib \
-	  --ignore=tests/test_config.py --ignore=tests/cli -m gpu tests
+	  --ignore=tests/test_config.py --ignore=tests/test_config_rl.py --ignore=tests/cli -m gpu tests
 	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu
 
 # Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions.

@@ -1,7 +1,7 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`treering bench engine` runs this, in three to four minutes: plain decoding of a random model, drafting with a policy that
-a minute of training has made, and how often rounding changes a token. Wall time, all ways in turns in one process.
+`treering bench engine` runs this, in three to four minutes: plain decoding of a random model, drafting with a policy
+that a minute of training has made, and how often rounding changes a token. Wall time, all ways in turns in one process.
 """
 
 import os
