@@ -6,7 +6,8 @@ that leaves is replaced by the last one, so that a step never looks at an empty 
     M rows at most   B running rows   L longest context   Q stop tokens   T tokens of a pass   W sampled positions
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -97,7 +98,8 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> Columns:
 def widen(columns: Columns, *, max_context: int, max_stops: int) -> Columns:
     """The same rows with room for longer contexts or more stop tokens."""
     wider = make_columns(max_rows=columns.num_tokens.size, max_context=max_context, max_stops=max_stops)
-    for old, new in zip(columns, wider, strict=True):
+    pairs: Iterator[tuple[NDArray[Any], NDArray[Any]]] = zip(columns, wider, strict=True)
+    for old, new in pairs:
         new[tuple(slice(size) for size in old.shape)] = old
     return wider
 
