@@ -4,13 +4,12 @@ Wall time, because some ways use several threads: what other processes take coun
 nothing of what is compared.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
-from benchmarks.timing import OnRun, interleaved_medians
+from benchmarks.timing import OnRun, interleaved_medians, wall_seconds
 from treering.engine.protocol import Engine
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
@@ -27,13 +26,6 @@ def wall_medians(ways: Mapping[str, Way], num_runs: int, on_run: OnRun) -> dict[
     """Median seconds of wall time of each way, all of them warm, which take turns."""
     steps = {name: partial(_run, way) for name, way in ways.items()}
     return interleaved_medians(steps, num_runs, wall_seconds, on_run)
-
-
-def wall_seconds(way: Way) -> float:
-    """Time by the clock on the wall."""
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> Rollouts:

@@ -32,6 +32,13 @@ def process_seconds(step: Step) -> float:
     return time.process_time() - start
 
 
+def wall_seconds(step: Callable[[], object]) -> float:
+    """Time by the clock on the wall: what several threads save counts, and what other processes take counts too."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
 def cuda_seconds(step: Step) -> float:
     """Time on the device between two events, launch gaps included."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -46,7 +53,19 @@ def cuda_seconds(step: Step) -> float:
 def interleaved_medians(
     steps: Mapping[str, Step], num_runs: int, clock: Clock, on_run: OnRun | None = None
 ) -> dict[str, float]:
-    """Median seconds of each step over `num_runs` rounds, each of which runs every step once, in order.
+    """Median seconds of each step over `num_runs` rounds; see `interleaved_seconds`.
+
+    Raises:
+        InputError: fewer than one run.
+    """
+    seconds = interleaved_seconds(steps, num_runs, clock, on_run)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def interleaved_seconds(
+    steps: Mapping[str, Step], num_runs: int, clock: Clock, on_run: OnRun | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each step in each of `num_runs` rounds, each of which runs every step once, in order.
 
     Steps are expected to be warm. Example: steps a and b over 2 rounds run as a b a b.
 
@@ -61,7 +80,7 @@ def interleaved_medians(
             samples[name].append(clock(step))
         if on_run is not None:
             on_run(done + 1, num_runs)
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
 
 
 @contextmanager

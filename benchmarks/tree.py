@@ -1,12 +1,15 @@
 """Claim: training a tree takes less time than training its branches, close to what counted FLOPs allow, exactly.
 
-`treering bench tree` runs this: one thread, process time, three cases. The baseline is the fastest of three tuned ways
-to train the branches; another project's trainer runs beside where `make peers` has installed it.
+`treering bench tree` runs this. Three published cases with a small model: one thread, process time, and another
+project's trainer beside it where `make peers` has installed it. Then samples of real trajectories with a model of eight
+layers: all threads, wall time. The baseline is the fastest of three tuned ways to train the branches.
 """
 
-from collections.abc import Callable, Iterable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -14,14 +17,26 @@ from transformers import PreTrainedModel
 from benchmarks.peer import HINT, PeerResult, find_peers
 from benchmarks.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
+from benchmarks.tree_real import MAX_TOKENS, MIN_MEAN_SEGMENT, MIN_SHARING, measure_sets
+from benchmarks.tree_sets import SAMPLE_TOKENS, SEED, SET_NAMES, TaskSample, TaskSource, find_source
+from benchmarks.tree_sets import SHAPE as SET_SHAPE
 from benchmarks.tree_steps import BASELINES, build_steps, gradient_after, relative_error
+from treering.data import DATA_VARIABLE
+from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
-__all__ = ["HINT", "CaseResult", "measure"]
+__all__ = ["HINT", "NO_DATA", "CaseResult", "measure"]
 
-OnProgress = Callable[[str], None]
-"""Told in words what is being measured."""
+NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
+NUM_RUNS = 5
+"""Rounds of a published case, unless the caller says how many."""
+
+
+class OnProgress(Protocol):
+    """Told in words what is being measured and, where that is known, the share of the whole that is done."""
+
+    def __call__(self, words: str, done: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +63,48 @@ class CaseResult:
 
 
 def measure(
-    cases: Iterable[Case] | None = None, *, num_runs: int = 5, on_progress: OnProgress = lambda words: None
+    cases: Iterable[Case] | None = None,
+    *,
+    num_runs: int | None = None,
+    only: Sequence[str] = (),
+    sample_tokens: int | None = SAMPLE_TOKENS,
+    tokenizer: Path | None = None,
+    on_progress: OnProgress = lambda words, done=None: None,
 ) -> dict[str, Any]:
-    """The report: `{"cases": [CaseResult...], "environment": {...}}`, ready for JSON.
+    """The report: `{"cases": [CaseResult...], "sets": [SetResult...], "environment": {...}}`, ready for JSON.
 
-    Raises InputError for fewer than one run, StateError for a peer that is installed and fails.
+    Args:
+        cases: instead of the published ones.
+        num_runs: rounds; None is `NUM_RUNS` for cases, and `tree_real.default_runs` for sets.
+        only: names of cases and sets; all of them when empty.
+        sample_tokens: flat tokens of a set, about; None trains all of its tasks.
+        tokenizer: folder of another tokenizer than the data folder's.
+        on_progress: told what is being measured.
 
-    Example: `measure([star(prompt=8, response=4, group=2)], num_runs=1)["cases"][0]["flat_tokens"]` is 24.
+    Raises:
+        InputError: fewer than one run, an unknown name, a set without real data, a broken file.
+        StateError: a peer that is installed and fails.
+
+    Example: `measure([star(prompt=8, response=4, group=2)], only=["star"], num_runs=1)["cases"][0]["flat_tokens"]` is
+    24.
     """
-    model = build_model()
-    cases = published_cases() if cases is None else cases
-    with one_thread():
-        results = [measure_case(model, case, num_runs, on_progress) for case in cases]
-    return {"cases": [asdict(result) for result in results], "environment": environment(num_runs)}
+    cases = published_cases() if cases is None else list(cases)
+    source = find_source(tokenizer)
+    _check_runs(num_runs)
+    _check_names(only, [case.name for case in cases], source)
+    chosen = [case for case in cases if case.name in only or not only]
+    names = [name for name in SET_NAMES if name in only or not only]
+    samples = [] if source is None else [_sample(source, name, sample_tokens, on_progress) for name in names]
+    results = _measure_cases(chosen, num_runs or NUM_RUNS, on_progress)
+    sets = measure_sets(samples, num_runs, on_progress)
+    return {
+        "cases": [asdict(result) for result in results],
+        "sets": [asdict(result) for result in sets],
+        "environment": environment(num_runs or NUM_RUNS, sample_tokens),
+    }
 
 
-def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress: OnProgress) -> CaseResult:
+def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress: Callable[[str], None]) -> CaseResult:
     """Times every way to train one case, and compares their gradients."""
     steps = build_steps(model, case)
     on_progress(f"{case.name}: gradients")
@@ -93,8 +134,8 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
     )
 
 
-def environment(num_runs: int) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+def environment(num_runs: int, sample_tokens: int | None) -> dict[str, Any]:
+    """What the figures depend on besides the code: of the cases, and under "sets" of the sets where it differs."""
     return {
         "versions": versions(),
         "cpu": cpu_name(),
@@ -104,4 +145,41 @@ def environment(num_runs: int) -> dict[str, Any]:
         "runs": num_runs,
         "model": asdict(SHAPE),
         "dtype": "float32",
+        "sets": {
+            "threads": torch.get_num_threads(),
+            "clock": "wall time",
+            "model": asdict(SET_SHAPE),
+            "max_tokens": MAX_TOKENS,
+            "sample_tokens": sample_tokens,
+            "seed": SEED,
+            "gate": {"sharing": MIN_SHARING, "mean_segment": MIN_MEAN_SEGMENT},
+        },
     }
+
+
+def _measure_cases(cases: Sequence[Case], num_runs: int, on_progress: Callable[[str], None]) -> list[CaseResult]:
+    if not cases:
+        return []
+    model = build_model()
+    with one_thread():
+        return [measure_case(model, case, num_runs, on_progress) for case in cases]
+
+
+def _sample(source: TaskSource, name: str, num_tokens: int | None, on_progress: OnProgress) -> TaskSample:
+    on_progress(f"{name}: reading")
+    return source.sample(name, num_tokens=num_tokens)
+
+
+def _check_runs(num_runs: int | None) -> None:
+    if num_runs is not None and num_runs < 1:
+        raise InputError(f"a median needs at least one run, got {num_runs}: pass 5 or more for figures to publish")
+
+
+def _check_names(only: Sequence[str], cases: Sequence[str], source: TaskSource | None) -> None:
+    known = [*cases, *SET_NAMES]
+    for name in only:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+            raise InputError(f"--only takes names of cases and sets, got {name!r}; nearest names: {', '.join(near)}")
+        if name in SET_NAMES and source is None:
+            raise InputError(f"the set {name!r} needs real data: set {DATA_VARIABLE} to a folder that has it")

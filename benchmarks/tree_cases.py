@@ -49,6 +49,11 @@ class Case:
             )
 
     @property
+    def groups(self) -> tuple[tuple[NDArray[np.int32], ...], ...]:
+        """The branches of each tree: one tree of all of them."""
+        return (self.sequences,)
+
+    @property
     def num_trained_tokens(self) -> int:
         """Trained tokens of all branches together: the denominator of the loss."""
         return self.num_trained * len(self.sequences)
@@ -91,9 +96,11 @@ def published_cases() -> list[Case]:
     return [star(), two_level(), caterpillar()]
 
 
-def build_model(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """A Qwen3 of `SHAPE` with seeded random weights, training mode, stock SDPA attention."""
-    config = Qwen3Config(**model_settings())
+def build_model(
+    *, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PreTrainedModel:
+    """A Qwen3 of that shape with seeded random weights, training mode, stock SDPA attention."""
+    config = Qwen3Config(**model_settings(shape))
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -101,16 +108,16 @@ def build_model(*, dtype: torch.dtype = torch.float32, device: str = "cpu") -> P
     return model.to(device=device, dtype=dtype).train()
 
 
-def model_settings() -> dict[str, int]:
-    """`SHAPE` in the words of Hugging Face's `Qwen3Config`."""
+def model_settings(shape: ModelShape = SHAPE) -> dict[str, int]:
+    """A shape in the words of Hugging Face's `Qwen3Config`."""
     return {
-        "num_hidden_layers": SHAPE.num_layers,
-        "hidden_size": SHAPE.hidden_size,
-        "num_attention_heads": SHAPE.num_heads,
-        "num_key_value_heads": SHAPE.num_kv_heads,
-        "head_dim": SHAPE.head_size,
-        "intermediate_size": SHAPE.intermediate_size,
-        "vocab_size": SHAPE.vocab_size,
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
     }
 
 

@@ -43,7 +43,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
-    assert len(shared) == 10
+    assert len(shared) == 13
 
 
 def test_a_group_of_settings_goes_through_overrides() -> None:
@@ -87,6 +87,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
         (["optim.min_learning_rate=1e-9"], 'schedule = "constant" with min_learning_rate'),
         (["rl.divisor=3"], 'normalizer = "None" with divisor = 3.0'),
         (["rl.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
+        (["rl.importance=token_mask"], 'max_importance, and here it is unset with importance = "token_mask"'),
+        (["rl.min_importance=0.5"], "is unset with importance .* min_importance = 0.5"),
+        (
+            ["rl.max_importance=2", "rl.min_importance=0.5"],
+            'belongs to masks, .* max_importance = 2.0 and importance = "None"',
+        ),
+        (
+            ["rl.importance=token_mask", "rl.max_importance=2", "rl.min_importance=3"],
+            "at most max_importance .* min_importance = 3.0 with max_importance = 2.0",
+        ),
+        (["rl.entropy_coefficient=-1"], "rl.entropy_coefficient: expected greater than or equal to 0"),
+        (["rl.objective=ppo"], "rl.objective: expected 'grpo', 'dapo', 'dr_grpo', 'gspo', 'cispo' or 'rloo'"),
         (["rl.layout=packed", "rl.normalizer=tree_mean"], 'layout = "packed" has no trees'),
         (["history.sources=[]"], "sources is empty; name one, or set drafts"),
         (['history.sources=["own", "own"]'], "repeats one"),

@@ -20,7 +20,7 @@ HOMES = {
     "Sampling": "treering.engine.request",
     "Rollout": "treering.engine.rollout",
 }
-OBJECTIVES = {"sft", "grpo", "dapo"}
+OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo"}
 
 
 def test_the_public_names_are_exactly_these() -> None:

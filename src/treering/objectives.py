@@ -1,4 +1,4 @@
-"""The public address of the objectives: `treering.objectives.sft`, `.grpo`, `.dapo`.
+"""The public address of the objectives: `treering.objectives.sft`, `.grpo`, `.dpo` and their kin.
 
 This file knows their names and nothing else; they live in `treering.train.objectives`, which is imported (and torch
 with it) at the first use of a name. Example: `from treering.objectives import sft` loads torch, while
@@ -9,11 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treering.train.objectives import cispo as cispo
     from treering.train.objectives import dapo as dapo
+    from treering.train.objectives import dpo as dpo
+    from treering.train.objectives import dr_grpo as dr_grpo
     from treering.train.objectives import grpo as grpo
+    from treering.train.objectives import gspo as gspo
+    from treering.train.objectives import ppo as ppo
+    from treering.train.objectives import rloo as rloo
     from treering.train.objectives import sft as sft
 
-__all__ = ["dapo", "grpo", "sft"]
+__all__ = ["cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "rloo", "sft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, sta
 from treering.attention import schedule
 from treering.attention.schedule import Schedule, Visibility, build_schedule
 from treering.tree.forest import Forest
+from treering.tree.fragment import Sight
 
 
 def schedule_of(forest: Forest) -> Schedule:
@@ -29,7 +30,7 @@ def covered_pairs(forest: Forest) -> np.ndarray:
     calls = schedule_of(forest)
     for call in (*calls.within, *calls.across):
         rows = np.arange(call.query_start, call.query_stop)
-        seen = call.mask(forest.subtree_end)
+        seen = call.mask(Sight(first=np.arange(forest.num_tokens), stop=forest.subtree_end))
         if call.visibility is Visibility.FULL:
             assert seen.all()
         if call.visibility is Visibility.CAUSAL:

@@ -102,7 +102,7 @@ def test_steps_are_those_of_plain_grpo_on_flat_sequences(temperature: float, cap
         torch.testing.assert_close(loop.model.get_parameter(name), weight, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+@pytest.mark.parametrize("objective", ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_both_layouts_give_the_same_gradients(objective: str) -> None:
     packed = gradients_after_a_step(layout="packed", objective=objective)
     assert_gradients_equal(packed, gradients_after_a_step(layout="tree", objective=objective), EXACT)
@@ -124,6 +124,13 @@ def test_micro_batches_change_no_gradient(layout: str, max_tokens: int) -> None:
         {"estimator": "dr_grpo"},
         {"estimator": "rloo"},
         {"objective": "dapo"},
+        {"objective": "dr_grpo"},
+        {"objective": "gspo"},
+        {"objective": "cispo"},
+        {"objective": "rloo"},
+        {"entropy_coefficient": 0.1},
+        {"max_importance": 1.2, "min_importance": 0.9, "importance": "token_mask"},
+        {"max_importance": 1.2, "importance": "sequence_truncate"},
         {"normalizer": "constant", "divisor": 50.0},
         {"normalizer": "tree_mean"},
         {"clip": (0.01, 0.02)},
@@ -437,8 +444,9 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
         ({"normalizer": "constant"}, "divisor"),
         ({"divisor": 3.0}, "divisor"),
         ({"max_importance": -1.0}, "max_importance"),
+        ({"importance": "token_mask"}, "got no max_importance"),
+        ({"objective": "ppo"}, "objective is one of grpo, dapo, dr_grpo, gspo, cispo, rloo, got 'ppo'"),
         ({"layout": "packed", "normalizer": "tree_mean"}, 'layout "packed" has no trees'),
-        ({"objective": "ppo"}, "objective is one of grpo, dapo, got 'ppo'"),
         ({"estimator": "gae"}, "estimator is one of grpo, dr_grpo, rloo, got 'gae'"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

@@ -287,8 +287,6 @@ def test_extreme_ratios_leave_gradients_finite() -> None:
     assert all(bool(gradient.isfinite().all()) for gradient in take_gradients(model).values())
 
 
-def test_a_tree_over_the_budget_and_a_foreign_token_are_refused() -> None:
-    with pytest.raises(InputError, match="4 distinct tokens, more than max_tokens=3"):
-        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 9]]), sft(), max_tokens=3)
+def test_a_foreign_token_is_refused() -> None:
     with pytest.raises(InputError, match="token id 99"):
         backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 99]]), sft())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.forests import sequence_sets
 from treering.data import Trajectory, render
 from treering.errors import InputError
-from treering.train.batches import StepPlan, Task, check_fits, group_by_task, make_batch, task_order
+from treering.train.batches import StepPlan, Task, group_by_task, make_batch, task_order
 
 
 def task(*sequences: list[int], task_id: str = "a") -> Task:
@@ -96,14 +96,3 @@ def test_a_tree_shares_within_its_task_only_and_packed_shares_nothing() -> None:
     tasks = [task([5, 6, 7], [5, 6, 8]), task([5, 6, 7])]
     assert [forest.num_tokens for forest in make_batch(tasks, "tree").forests] == [4, 3]
     assert [forest.num_tokens for forest in make_batch(tasks, "packed").forests] == [3, 3, 3]
-
-
-def test_a_tree_that_no_micro_batch_can_hold_is_refused_by_its_task() -> None:
-    # The second sequence of "big" begins a tree of its own, so its largest tree has 4 tokens, and packed 3.
-    tasks = [task([1, 2], task_id="small"), task([5, 6, 7], [9, 9], [5, 6, 8], task_id="big")]
-    check_fits(tasks, layout="tree", max_tokens=4)
-    check_fits(tasks, layout="packed", max_tokens=3)
-    check_fits(tasks, layout="tree", max_tokens=None)
-    for layout, size in (("tree", 4), ("packed", 3)):
-        with pytest.raises(InputError, match=f"task 'big' makes one of {size} distinct .* max_tokens={size - 1}"):
-            check_fits(tasks, layout=layout, max_tokens=size - 1)  # type: ignore[arg-type]

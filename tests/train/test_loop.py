@@ -163,8 +163,6 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
         SftLoop(build(), untrained, optim=optim, options=LoopOptions(trees_per_step=2))
     with pytest.raises(InputError, match="at least one task"):
         SftLoop(build(), [], optim=optim, options=LoopOptions(trees_per_step=2))
-    with pytest.raises(InputError, match="distinct tokens with layout 'tree', more than max_tokens=20"):
-        tiny_loop(max_tokens=20)
 
 
 @pytest.mark.parametrize("options", [{"shared": "once"}, {"normalizer": "tree_mean"}])

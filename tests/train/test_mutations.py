@@ -54,14 +54,14 @@ def shift_labels_in_packed_order(patch: pytest.MonkeyPatch) -> None:
 
 def number_positions_in_packed_order(patch: pytest.MonkeyPatch) -> None:
     """RoPE rotates by packed index instead of depth."""
-    honest = forward_module._hidden_states
+    honest = forward_module.hidden_states
 
     def misplaced(parts: object, forest: Forest) -> torch.Tensor:
         packed = np.arange(forest.num_tokens, dtype=np.int32)
         moved = Forest(**{name: getattr(forest, name) for name in FIELDS} | {"position": packed})
         return honest(parts, moved)  # type: ignore[arg-type]
 
-    patch.setattr(forward_module, "_hidden_states", misplaced)
+    patch.setattr(forward_module, "hidden_states", misplaced)
 
 
 def drop_first_tokens_of_children(patch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def test_equal_tokens_in_different_forests_are_not_shared() -> None:
         ("constant", 8.0, [0, 1 / 8, 1 / 8, 0, 1 / 8, 0, 0, 1 / 8]),
         ("token_mean", None, [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 4]),
         ("sequence_mean", None, [0, 1 / 6, 1 / 6, 0, 1 / 3, 0, 0, 1 / 3]),
+        ("sequence_sum", None, [0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 1 / 3]),
         ("tree_mean", None, [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 2]),
     ],
 )
@@ -55,6 +56,7 @@ def test_normalisers_under_sum(normalizer: str, divisor: float | None, expected:
     ("normalizer", "expected"),
     [
         ("token_mean", [0, 1 / 6, 1 / 3, 0, 1 / 6, 0, 0, 1 / 3]),
+        ("sequence_sum", [0, 1 / 6, 1 / 3, 0, 1 / 6, 0, 0, 1 / 3]),
         ("sequence_mean", [0, 1 / 9, 2 / 9, 0, 1 / 3, 0, 0, 1 / 3]),
     ],
 )

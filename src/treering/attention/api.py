@@ -47,8 +47,11 @@ def attend(
     layout: TreeLayout,
     scale: float,
     backend: Backend = "segments",
+    layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token of a forest over its own root-to-token path.
+
+    A layout with ancestors or a gateway reads and leaves keys, values and their gradients there, as layer `layer`.
 
     Args:
         query: [1, H, N, D] with positions already applied (RoPE by depth, not by packed index).
@@ -57,6 +60,7 @@ def attend(
         layout: of the forest whose tokens the N rows are.
         scale: factor on the scores, usually D ** -0.5.
         backend: which implementation computes it.
+        layer: number of the layer, by which gateways keep layers apart.
 
     Returns:
         [1, H, N, D] in the dtype of `query`; differentiable.
@@ -73,5 +77,5 @@ def attend(
     # Autocast would round the scores and the running softmax, which backends keep wide on purpose.
     with torch.autocast(query.device.type, enabled=False):
         if backend == "reference":
-            return reference_attention(query, key, value, layout=layout, scale=scale)
-        return segment_attention(query, key, value, layout=layout, scale=scale)
+            return reference_attention(query, key, value, layout=layout, scale=scale, layer=layer)
+        return segment_attention(query, key, value, layout=layout, scale=scale, layer=layer)

@@ -3,19 +3,25 @@
 Holds `subtree_end` and what backends derive from it, once per forest and shared by all layers. Holds no token ids.
 """
 
+import numpy as np
 import torch
 
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import Gateway
 from treering.attention.schedule import Call, Schedule, Visibility, build_schedule
 from treering.errors import StateError
 from treering.tree.forest import Forest
+from treering.tree.fragment import Sight
 
 
 class TreeLayout:
     """The attention structure of one forest on one device; built once per forward, read by every layer.
 
     Attributes:
-        forest: the forest that it was made of.
+        forest: the forest that it was made of; the queries of attention are its tokens.
         device: where index tensors and masks live.
+        ancestors: where the forest is a partition of a tree, the partitions above; their tokens are keys too.
+        gateway: where partitions below need the forest's keys and values, else None.
 
     Example:
         >>> layout = TreeLayout(Forest.from_sequences([[5, 6], [5, 7]]), torch.device("cpu"))
@@ -23,9 +29,19 @@ class TreeLayout:
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
+    def __init__(
+        self,
+        forest: Forest,
+        device: torch.device,
+        *,
+        ancestors: tuple[Ancestor, ...] = (),
+        gateway: Gateway | None = None,
+    ) -> None:
         self.forest = forest
         self.device = device
+        self.ancestors = ancestors
+        self.gateway = gateway
+        self._sight = Sight(first=np.arange(forest.num_tokens), stop=forest.subtree_end.astype(np.int64))
         self._schedule: Schedule | None = None
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
@@ -38,18 +54,22 @@ class TreeLayout:
         return self._schedule
 
     def visible(self) -> torch.Tensor:
-        """The whole mask, bool [N, N]. For the reference only: every other backend stays O(N)."""
-        subtree_end = torch.tensor(self.forest.subtree_end, device=self.device)
-        index = torch.arange(self.forest.num_tokens, device=self.device)
-        return (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])
+        """The whole mask, bool [N, N], ancestors' keys before the own ones. For the reference only: others stay O(N)."""
+        index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
+        sights = [*(ancestor.sight for ancestor in self.ancestors), self._sight]
+        first, stop = (torch.from_numpy(np.concatenate(ranges)).to(self.device) for ranges in zip(*sights, strict=True))
+        return (first[None, :] <= index) & (index < stop[None, :])
 
-    def mask(self, call: Call, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask of a masked call (0 visible, -inf hidden), [num_queries, num_keys]; None for other calls."""
+    def mask(self, call: Call, dtype: torch.dtype, sight: Sight | None = None) -> torch.Tensor | None:
+        """Additive mask of a masked call (0 visible, -inf hidden), [num_queries, num_keys]; None for other calls.
+
+        `sight` is that of the ancestor whose keys the call reads, None for the forest's own.
+        """
         if call.visibility is not Visibility.MASKED:
             return None
         key = (id(call), dtype)
         if key not in self._masks:
-            visible = torch.from_numpy(call.mask(self.forest.subtree_end)).to(self.device)
+            visible = torch.from_numpy(call.mask(sight or self._sight)).to(self.device)
             hidden = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             self._masks[key] = hidden.masked_fill_(~visible, float("-inf"))
         return self._masks[key]

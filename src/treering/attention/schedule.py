@@ -15,6 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.tree.fragment import Sight
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -61,11 +63,11 @@ class Call:
         """Packed indices of the keys: int64 [num_keys]."""
         return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
 
-    def mask(self, subtree_end: Int32Array) -> NDArray[np.bool_]:
-        """Visible pairs, bool [num_queries, num_keys]."""
+    def mask(self, sight: Sight) -> NDArray[np.bool_]:
+        """Visible pairs, bool [num_queries, num_keys], where `sight` says which queries see each key."""
         queries = np.arange(self.query_start, self.query_stop)[:, None]
         keys = self.key_indices()[None, :]
-        return (keys <= queries) & (queries < subtree_end[keys])
+        return (sight.first[keys] <= queries) & (queries < sight.stop[keys])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,14 +6,17 @@ never copied along paths: a shared token's K and V are read where they stand, an
     N tokens   H query heads   G key heads   D head size
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treering.attention.kernels import Kernel, Part, choose_kernel
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import KeysValues, add_rows
+from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel
 from treering.attention.layout import TreeLayout
 from treering.attention.schedule import Call, Visibility
 
@@ -25,60 +28,88 @@ def segment_attention(
     *,
     layout: TreeLayout,
     scale: float,
+    layer: int = 0,
     kernel: Kernel | None = None,
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token over its own path; differentiable once, gradients exact.
 
     Work is one pair per visible pair plus the waste inside masked blocks; memory is O(N). Merging rectangles is exact
     because the backward of each one is given the merged output and log-sum-exp: its softmax weights are then those of
-    the whole path.
+    the whole path. Keys of ancestors' partitions are more rectangles, read from their gateways.
     """
-    return _SegmentAttention.apply(query, key, value, layout, scale, kernel or choose_kernel(query))  # type: ignore[no-any-return, no-untyped-call]
+    run = _Run(layout, scale, layer, kernel or choose_kernel(query))
+    return _SegmentAttention.apply(query, key, value, run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Run(NamedTuple):
+    """What one layer's attention needs besides its tensors."""
+
+    layout: TreeLayout
+    scale: float
+    layer: int
+    kernel: Kernel
+
+
+class _Source(NamedTuple):
+    """Keys and values, the calls that read them, and the ancestor that they belong to (None: the forest itself)."""
+
+    keys: KeysValues
+    calls: tuple[Call, ...]
+    ancestor: Ancestor | None
 
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float, kernel: Kernel
-    ) -> Tensor:
-        whole = _attend(query, key, value, layout, scale, kernel)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, run: _Run) -> Tensor:
+        own = KeysValues(key, value)
+        if run.layout.gateway is not None:
+            run.layout.gateway.export(run.layer, *own)
+        whole = _attend(query, own, run)
         ctx.save_for_backward(query, key, value, whole.out, whole.lse)
-        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
+        ctx.run = run
         return whole.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = _attend_backward(grad_outputs[0], query, key, value, Part(out, lse), ctx.layout, ctx.scale, ctx.kernel)
-        return (*grads, None, None, None)
+        run: _Run = ctx.run
+        grad_query, grad_own = _attend_backward(grad_outputs[0], query, KeysValues(key, value), Part(out, lse), run)
+        below = None if run.layout.gateway is None else run.layout.gateway.take_gradient(run.layer)
+        if below is not None:
+            grad_own = KeysValues(*(mine + theirs for mine, theirs in zip(grad_own, below, strict=True)))
+        return grad_query.to(query.dtype), grad_own.key.to(key.dtype), grad_own.value.to(value.dtype), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float, kernel: Kernel) -> Part:
+def _attend(query: Tensor, own: KeysValues, run: _Run) -> Part:
     wide = torch.promote_types(query.dtype, torch.float32)
     out = _token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
-    for call in layout.schedule.within:
+    for call in run.layout.schedule.within:
         rows = slice(call.query_start, call.query_stop)
-        part = _run(kernel, call, query, key, value, layout, scale)
+        part = _part(call, query, own, None, run)
         out[:, :, rows], lse[:, :, rows] = part.out, part.lse
-    for call in layout.schedule.across:
-        rows = slice(call.query_start, call.query_stop)
-        part = _run(kernel, call, query, key, value, layout, scale)
-        _merge(out[:, :, rows], lse[:, :, rows], part)
+    for source in _later_sources(own, run):
+        for call in source.calls:
+            rows = slice(call.query_start, call.query_stop)
+            _merge(out[:, :, rows], lse[:, :, rows], _part(call, query, source.keys, source.ancestor, run))
     return Part(out.to(query.dtype), lse)
 
 
-def _run(
-    kernel: Kernel, call: Call, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
-) -> Part:
-    return kernel.forward(
+def _later_sources(own: KeysValues, run: _Run) -> Iterator[_Source]:
+    """Keys that a query sees besides those of its own block."""
+    yield _Source(own, run.layout.schedule.across, None)
+    for ancestor in run.layout.ancestors:
+        yield _Source(ancestor.gateway.read(run.layer), ancestor.calls, ancestor)
+
+
+def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None, run: _Run) -> Part:
+    return run.kernel.forward(
         query[:, :, call.query_start : call.query_stop],
-        _take(key, call, layout),
-        _take(value, call, layout),
-        mask=layout.mask(call, query.dtype),
+        *_taken(keys, call, run.layout),
+        mask=_mask(call, query, ancestor, run.layout),
         causal=call.visibility is Visibility.CAUSAL,
-        scale=scale,
+        scale=run.scale,
     )
 
 
@@ -90,36 +121,50 @@ def _merge(out: Tensor, lse: Tensor, part: Part) -> None:
 
 
 def _attend_backward(
+    grad_out: Tensor, query: Tensor, own: KeysValues, whole: Part, run: _Run
+) -> tuple[Tensor, KeysValues]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grad_query = _token_major(query, wide)
+    grad_own = KeysValues(*(_token_major(tensor, wide) for tensor in own))
+    for call in run.layout.schedule.within:
+        grads = _part_backward(call, grad_out, query, own, whole, None, run)
+        rows = slice(call.query_start, call.query_stop)
+        grad_query[:, :, rows], grad_own.key[:, :, rows], grad_own.value[:, :, rows] = grads
+    for source in _later_sources(own, run):
+        for call in source.calls:
+            grads = _part_backward(call, grad_out, query, source.keys, whole, source.ancestor, run)
+            grad_query[:, :, call.query_start : call.query_stop] += grads.query
+            given, keys = KeysValues(grads.key, grads.value), _rows(call, run.layout)
+            if source.ancestor is None:
+                add_rows(grad_own, keys, given)
+            else:
+                source.ancestor.gateway.add_gradient(run.layer, keys, given)
+    return grad_query, grad_own
+
+
+def _part_backward(
+    call: Call,
     grad_out: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: KeysValues,
     whole: Part,
-    layout: TreeLayout,
-    scale: float,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grad_query, grad_key, grad_value = (_token_major(tensor, wide) for tensor in (query, key, value))
-    for call in (*layout.schedule.within, *layout.schedule.across):
-        rows = slice(call.query_start, call.query_stop)
-        grads = kernel.backward(
-            grad_out[:, :, rows],
-            query[:, :, rows],
-            _take(key, call, layout),
-            _take(value, call, layout),
-            Part(whole.out[:, :, rows], whole.lse[:, :, rows]),
-            mask=layout.mask(call, query.dtype),
-            causal=call.visibility is Visibility.CAUSAL,
-            scale=scale,
-        )
-        if call.query_start == call.key_start:
-            grad_query[:, :, rows], grad_key[:, :, rows], grad_value[:, :, rows] = grads
-            continue
-        grad_query[:, :, rows] += grads.query
-        _give(grad_key, grads.key, call, layout)
-        _give(grad_value, grads.value, call, layout)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    ancestor: Ancestor | None,
+    run: _Run,
+) -> Gradients:
+    rows = slice(call.query_start, call.query_stop)
+    return run.kernel.backward(
+        grad_out[:, :, rows],
+        query[:, :, rows],
+        *_taken(keys, call, run.layout),
+        Part(whole.out[:, :, rows], whole.lse[:, :, rows]),
+        mask=_mask(call, query, ancestor, run.layout),
+        causal=call.visibility is Visibility.CAUSAL,
+        scale=run.scale,
+    )
+
+
+def _mask(call: Call, query: Tensor, ancestor: Ancestor | None, layout: TreeLayout) -> Tensor | None:
+    return layout.mask(call, query.dtype, None if ancestor is None else ancestor.sight)
 
 
 def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,14 +173,12 @@ def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(batch, tokens, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
 
 
-def _take(tensor: Tensor, call: Call, layout: TreeLayout) -> Tensor:
+def _rows(call: Call, layout: TreeLayout) -> slice | Tensor:
+    """The keys of a call: a range, or int64 indices."""
     keys = layout.keys(call)
-    return tensor[:, :, call.key_start : call.key_stop] if keys is None else tensor[:, :, keys]
+    return slice(call.key_start, call.key_stop) if keys is None else keys
 
 
-def _give(total: Tensor, grad: Tensor, call: Call, layout: TreeLayout) -> None:
-    keys = layout.keys(call)
-    if keys is None:
-        total[:, :, call.key_start : call.key_stop] += grad
-        return
-    total.index_add_(2, keys, grad.to(total.dtype))
+def _taken(keys: KeysValues, call: Call, layout: TreeLayout) -> KeysValues:
+    rows = _rows(call, layout)
+    return KeysValues(*(tensor[:, :, rows] for tensor in keys))

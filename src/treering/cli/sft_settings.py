@@ -11,7 +11,7 @@ from treering.config import SftConfig
 from treering.train.loop import LoopOptions
 
 # Settings that change rounding at most, or only how long a run is.
-_FREE_TO_CHANGE = frozenset({"max_tokens", "gradient_checkpointing"})
+_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "gradient_checkpointing"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
@@ -20,6 +20,8 @@ def loop_options(config: SftConfig) -> LoopOptions:
     return LoopOptions(
         trees_per_step=config.train.trees_per_step,
         max_tokens=config.train.max_tokens,
+        parents=config.train.parents,
+        max_bytes=config.train.max_bytes,
         layout=config.train.layout,
         normalizer=config.train.normalizer,
         shared=config.train.shared,

@@ -1,9 +1,24 @@
-"""What losses and layouts refuse together, in every section that has them.
+"""What sections that train have in common: contradictions of losses and layouts, and the memory of large trees.
 
-This file knows the contradictions; it refuses to know any other setting.
+This file refuses to know any other setting.
 """
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from treering.errors import ConfigError
+
+Parents = Annotated[
+    Literal["auto", "keep", "recompute", "offload"],
+    Field(
+        description="Activations of a partition while those below it run. keep: nothing is computed twice. recompute, "
+        "offload (to the host): less memory. auto: the first of keep, offload, recompute that fits."
+    ),
+]
+MaxBytes = Annotated[
+    int | None, Field(ge=1, description="Room that parents = \"auto\" may fill with activations; none: what is free.")
+]
 
 
 def check_divisor(*, normalizer: str | None, divisor: float | None) -> None:
@@ -21,4 +36,21 @@ def check_packed(*, layout: str, normalizer: str | None) -> None:
         raise ConfigError(
             'layout = "packed" has no trees, and normalizer = "tree_mean" averages over them; set another '
             'normalizer, or layout = "tree"'
+        )
+
+
+def check_importance(*, max_importance: float | None, min_importance: float | None, importance: str | None) -> None:
+    """Refuses bounds of importance weights that say too little or contradict each other."""
+    if max_importance is None and not (min_importance is None and importance is None):
+        raise ConfigError(
+            f'importance weights need max_importance, and here it is unset with importance = "{importance}" and '
+            f"min_importance = {min_importance}; set it, or leave all three out"
+        )
+    if min_importance is None or max_importance is None:
+        return
+    if min_importance > max_importance or not (importance or "").endswith("_mask"):
+        raise ConfigError(
+            f"min_importance is at most max_importance and belongs to masks, and here min_importance = "
+            f'{min_importance} with max_importance = {max_importance} and importance = "{importance}"; lower it, or '
+            "choose token_mask or sequence_mask"
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import check_divisor, check_packed
+from treering.config.loss import check_divisor, check_importance, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
@@ -46,16 +46,31 @@ class LoopConfig(Config):
         description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
         "deviation. rloo: less the mean of the others.",
     )
-    objective: Literal["grpo", "dapo"] = Field(default="grpo", description="The loss.")
+    objective: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = Field(
+        default="grpo",
+        description="The loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped "
+        "per rollout. cispo: clipped weights, no token without a gradient.",
+    )
     clip: Annotated[tuple[_UnitInterval, NonNegative] | None, Field(strict=False)] = Field(
         default=None, description="Lower and upper clip of the ratio; none: the objective's own."
     )
-    normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] | None = Field(
+    normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] | None = Field(
         default=None, description="What the summed loss of a step is divided by; none: the objective's own."
     )
     divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')
     max_importance: Positive | None = Field(
         default=None, description="Cap of the importance weights that correct top_k and top_p; none: no weights."
+    )
+    min_importance: Positive | None = Field(
+        default=None, description="Weights below become 0, where they are masked; needs max_importance."
+    )
+    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
+        default=None,
+        description="Whose weight is bounded, and what one beyond becomes: the bound (truncate) or 0 (mask); none: "
+        "token_truncate. Needs max_importance.",
+    )
+    entropy_coefficient: NonNegative | None = Field(
+        default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
     )
     layout: Literal["tree", "packed"] = Field(
         default="tree",
@@ -77,6 +92,9 @@ class LoopConfig(Config):
         check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
         check_divisor(normalizer=self.normalizer, divisor=self.divisor)
         check_packed(layout=self.layout, normalizer=self.normalizer)
+        check_importance(
+            max_importance=self.max_importance, min_importance=self.min_importance, importance=self.importance
+        )
         return self
 
 

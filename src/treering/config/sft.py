@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import check_divisor, check_packed
+from treering.config.loss import MaxBytes, Parents, check_divisor, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.run import RunConfig
@@ -83,9 +83,11 @@ class TrainConfig(OptimConfig):
     )
     trees_per_step: Count = Field(default=8, description="Tasks, each one tree, per optimizer step.")
     max_tokens: Count = Field(
-        default=16384, description="Unique tokens per micro-batch, at most; the largest tree must fit."
+        default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
     )
-    normalizer: Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"] = Field(
+    parents: Parents = "auto"
+    max_bytes: MaxBytes = None
+    normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )
     divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')

@@ -147,7 +147,8 @@ def _checkpoint_routed(
         with _implementation(config, name):
             return block(*block_args)
 
-    return checkpoint(routed, *args)
+    # Without gradients nothing is saved that could be computed again.
+    return checkpoint(routed, *args) if torch.is_grad_enabled() else routed(*args)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -183,5 +184,6 @@ def _attention(
         )
     # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend)
+    layer: Any = module.layer_idx
+    out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend, layer=layer)
     return out.transpose(1, 2), None

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from treering.errors import InputError
 from treering.model.logits import EntropyOf
 from treering.model.scoring import Scores, score_rows
 from treering.tree.forest import Forest
@@ -25,7 +26,7 @@ class EdgeTable:
     """The edges that are scored, grouped by parent.
 
     Attributes:
-        rows: int64 [R] packed indices of the parents, ascending.
+        rows: int64 [R] places of the parents among the hidden states, ascending.
         edges: int64 [E] packed indices of the children, ordered by parent.
         edge_row: int64 [E] number of each edge's row, ascending.
     """
@@ -33,6 +34,21 @@ class EdgeTable:
     rows: NDArray[np.int64]
     edges: NDArray[np.int64]
     edge_row: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EdgeScores:
+    """What the model says of some edges, float32 or wider, differentiable.
+
+    Attributes:
+        logprobs: [E] log-probability of each edge's token given its path.
+        entropy: [E] entropy in nats of the distribution that the token was scored with.
+        values: [E] what the value head says of the state before the token; None without one.
+    """
+
+    logprobs: Float[Tensor, " E"]
+    entropy: Float[Tensor, " E"]
+    values: Float[Tensor, " E"] | None = None
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:
@@ -52,6 +68,36 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
     return EdgeTable(rows=rows.astype(np.int64), edges=edges, edge_row=edge_row.astype(np.int64))
 
 
+def split_table(table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int) -> list[EdgeTable]:
+    """One table for each partition of a tree: its rows, and the edges of their children, wherever those are.
+
+    So a child's first token is scored where its parent's last hidden state is.
+
+    Args:
+        table: of the whole tree.
+        owner: [N] partition of each token.
+        place: [N] place of each token among its partition's tokens; ascending within a partition.
+        num_owners: number of partitions.
+
+    Example: the chain 5, 6, 7 cut after 6 gives the edges 1 and 2 to the first partition, and none to the second.
+    """
+    row_owner = owner[table.rows]
+    edge_owner = row_owner[table.edge_row]
+    rows = _grouped(table.rows, row_owner, num_owners)
+    edges = _grouped(table.edges, edge_owner, num_owners)
+    parents = _grouped(table.rows[table.edge_row], edge_owner, num_owners)
+    return [
+        EdgeTable(rows=place[rows[i]], edges=edges[i], edge_row=np.searchsorted(rows[i], parents[i]))
+        for i in range(num_owners)
+    ]
+
+
+def _grouped(items: NDArray[np.int64], owner: NDArray[np.int64], num_owners: int) -> list[NDArray[np.int64]]:
+    """Items by owner, each group in the given order."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(items[order], np.searchsorted(owner[order], np.arange(1, num_owners)))
+
+
 def score_edges(
     hidden: Float[Tensor, "N C"],
     head: nn.Module,
@@ -61,29 +107,44 @@ def score_edges(
     vocab_size: int,
     table: EdgeTable,
     entropy_of: EntropyOf = "all",
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Log-probability and entropy of each scored edge, at the child's packed index; 0 elsewhere.
+    value_head: nn.Module | None = None,
+) -> EdgeScores:
+    """Log-probability, entropy and value of each edge of the table, in its order.
 
     `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, the entropy is that of the same
-    distribution. Float32 or wider. Differentiable.
+    distribution, the value is `value_head(hidden[parent[t]])`.
+
+    Raises:
+        InputError: a value head that does not give one number per row.
     """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logprobs = torch.zeros(forest.num_tokens, dtype=wide, device=hidden.device)
-    entropy = torch.zeros_like(logprobs)
     if table.edges.size == 0:
-        return logprobs + 0.0 * hidden.sum(), entropy
+        nothing = 0.0 * hidden[:0].sum(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+        return EdgeScores(logprobs=nothing, entropy=nothing, values=None if value_head is None else nothing)
     to_device = _on(hidden.device)
+    rows, edge_row = hidden[to_device(table.rows)], to_device(table.edge_row)
     scores: Scores = score_rows(
-        hidden[to_device(table.rows)],
+        rows,
         head,
         to_device(forest.tokens[table.edges].astype(np.int64)),
-        to_device(table.edge_row),
+        edge_row,
         temperature=temperature,
         entropy_of=entropy_of,
         vocab_size=vocab_size,
     )
-    at = to_device(table.edges)
-    return logprobs.index_copy(0, at, scores.logprobs), entropy.index_copy(0, at, scores.entropy)
+    values = None if value_head is None else _values(rows, value_head)[edge_row]
+    return EdgeScores(logprobs=scores.logprobs, entropy=scores.entropy, values=values)
+
+
+def _values(rows: Float[Tensor, "R C"], value_head: nn.Module) -> Float[Tensor, " R"]:
+    weight = next(value_head.parameters(), rows)
+    autocast = torch.is_autocast_enabled(rows.device.type)
+    values: Tensor = value_head(rows if autocast else rows.to(weight.dtype))
+    if values.shape not in ((rows.shape[0],), (rows.shape[0], 1)):
+        raise InputError(
+            f"a value head gives one number per hidden row, [{rows.shape[0]}, 1], got {list(values.shape)}: use "
+            f"nn.Linear({rows.shape[1]}, 1)"
+        )
+    return values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _on(device: torch.device) -> Callable[[NDArray[np.int64]], Tensor]:

@@ -7,6 +7,7 @@ Knows models, positions and vocabularies; knows no losses.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -31,10 +32,12 @@ class ForwardOutput:
     Attributes:
         logprobs: [N] log-probability of each token given its path, 0 at roots.
         entropy: [N] entropy in nats of the distribution that the token was scored with, 0 at roots.
+        values: [N] what the value head says of the state before the token, 0 at roots; None without a value head.
     """
 
     logprobs: Float[Tensor, " N"]
     entropy: Float[Tensor, " N"]
+    values: Float[Tensor, " N"] | None = None
 
 
 def forward(
@@ -44,6 +47,7 @@ def forward(
     *,
     wanted: NDArray[np.bool_] | None = None,
     entropy_of: EntropyOf = "all",
+    value_head: nn.Module | None = None,
     backend: str = "auto",
 ) -> ForwardOutput:
     """Computes every token of a forest once and scores its edges.
@@ -56,6 +60,7 @@ def forward(
         temperature: divides the logits; must be positive.
         wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
         entropy_of: "all" or "none"; "none" saves two passes over the logits and gives zeros.
+        value_head: hidden states [R, C] to one number each, such as `nn.Linear(C, 1)`.
         backend: attention backend; ignored inside `tree_attention`, which has chosen already.
 
     Raises:
@@ -75,20 +80,39 @@ def forward(
     if entropy_of not in get_args(EntropyOf):
         raise ConfigError(f"entropy_of is one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
     with nullcontext() if is_active(parts) else tree_attention(model, backend):
-        hidden = _hidden_states(parts, forest)
-    logprobs, entropy = score_edges(
+        hidden = hidden_states(parts, forest)
+    table = edge_table(forest, wanted)
+    scores = score_edges(
         hidden,
         parts.head,
         forest,
         temperature=temperature,
         vocab_size=parts.vocab_size,
-        table=edge_table(forest, wanted),
+        table=table,
         entropy_of=entropy_of,
+        value_head=value_head,
     )
-    return ForwardOutput(logprobs=logprobs, entropy=entropy)
+    spread = partial(_spread, edges=table.edges, forest=forest, hidden=hidden)
+    values = None if scores.values is None else spread(scores.values)
+    return ForwardOutput(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
 
 
-def _hidden_states(parts: ModelParts, forest: Forest) -> Float[Tensor, "N C"]:
+def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:
+    """Scores at the packed indices of their edges, 0 elsewhere; differentiable even where nothing is scored."""
+    everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
+    if edges.size == 0:
+        return everywhere + 0.0 * hidden[:1, :1].sum()
+    return everywhere.index_copy(0, torch.from_numpy(edges).to(scores.device), scores)
+
+
+def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None = None) -> Float[Tensor, "N C"]:
+    """The decoder's last hidden state of every token; inside `tree_attention`.
+
+    Args:
+        parts: of the model.
+        forest: N tokens.
+        layout: of a partition, which knows its ancestors; None makes that of the forest.
+    """
     weight = next(parts.embedding.parameters())
     if forest.num_tokens == 0:
         return weight.new_zeros(0, weight.shape[1])
@@ -98,7 +122,7 @@ def _hidden_states(parts: ModelParts, forest: Forest) -> Float[Tensor, "N C"]:
         position_ids=positions.long(),
         use_cache=False,
         return_dict=True,
-        tree_layout=TreeLayout(forest, weight.device),
+        tree_layout=layout or TreeLayout(forest, weight.device),
     )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 

@@ -13,17 +13,20 @@ from treering.rl.batch import RlBatch, empty_batch
 from treering.train import objectives
 from treering.train.batches import Layout, check_layout
 from treering.train.compute import Autocast, GradientCheckpointing
+from treering.train.importance import ImportanceMode
 from treering.train.objectives import Clip, Objective
 from treering.train.weights import Normalizer
 
-ObjectiveName = Literal["grpo", "dapo"]
+ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
+"""The policy losses that need what a loop has: it keeps no reference model and trains no value head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlOptions:
     """Options of a loop; the defaults are GRPO's.
 
-    Dr. GRPO is `estimator="dr_grpo"` with `normalizer="constant"`; DAPO's loss is `objective="dapo"`.
+    Advantages and loss are chosen apart: Dr. GRPO is "dr_grpo" as `estimator` and as `objective`, and so is RLOO with
+    "rloo".
 
     Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts a step.
     """
@@ -47,7 +50,13 @@ class RlOptions:
     divisor: float | None = None
     """Of the constant normaliser."""
     max_importance: float | None = None
-    """Cap of truncated importance weights, for sampling with top-k or top-p; None multiplies by none."""
+    """Cap of importance weights, for sampling with top-k or top-p; None multiplies by none."""
+    min_importance: float | None = None
+    """Lower bound of importance weights where they are masked; needs `max_importance`."""
+    importance: ImportanceMode | None = None
+    """Which weights are bounded, and how; None truncates those of tokens. Needs `max_importance`."""
+    entropy_coefficient: float | None = None
+    """Factor of the entropy bonus; 0 measures the entropy only, None saves its passes over the logits."""
     layout: Layout = "tree"
     """"tree", or "packed" to train every sequence by itself (the off-switch)."""
     max_tokens: int | None = None
@@ -82,13 +91,23 @@ class RlOptions:
 
     def make_objective(self, batch: RlBatch) -> Objective:
         """The loss over the branches of a batch."""
-        own: dict[str, Any] = {"clip": self.clip, "normalizer": self.normalizer, "divisor": self.divisor}
-        if self.max_importance is not None:
-            own |= {"behaviour_logprobs": batch.behaviour_logprobs, "max_importance": self.max_importance}
-        make = objectives.grpo if self.objective == "grpo" else objectives.dapo
-        return make(
+        own: dict[str, Any] = {
+            "clip": self.clip,
+            "normalizer": self.normalizer,
+            "divisor": self.divisor,
+            "entropy_coefficient": self.entropy_coefficient,
+            **self._importance(batch),
+        }
+        make = getattr(objectives, self.objective)
+        objective: Objective = make(
             batch.advantages,
             batch.trees.loss_masks,
             batch.old_logprobs,
             **{name: value for name, value in own.items() if value is not None},
         )
+        return objective
+
+    def _importance(self, batch: RlBatch) -> dict[str, Any]:
+        names = ("importance", "min_importance", "max_importance")
+        bounds = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {"behaviour_logprobs": batch.behaviour_logprobs, **bounds} if bounds else {}

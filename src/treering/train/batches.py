@@ -150,25 +150,3 @@ def check_layout(layout: Layout, *, normalizer: Normalizer, shared: Shared) -> N
             f'layout "packed" has no trees to share or to average over, got shared={shared!r} and '
             f'normalizer={normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
         )
-
-
-def check_fits(tasks: Sequence[Task], *, layout: Layout, max_tokens: int | None) -> None:
-    """Refuses a tree that no micro-batch could hold, before a run starts instead of in the middle of it.
-
-    Raises:
-        InputError: names the task with the largest such tree.
-    """
-    if max_tokens is None:
-        return
-    largest = [_largest_tree(make_batch([task], layout).forests) for task in tasks]
-    worst = int(np.argmax(largest))
-    if largest[worst] > max_tokens:
-        raise InputError(
-            f"a tree is computed whole, and task {tasks[worst].task_id!r} makes one of {largest[worst]} distinct "
-            f"tokens with layout {layout!r}, more than max_tokens={max_tokens}; raise max_tokens to {largest[worst]}, "
-            "or drop or shorten its trajectories"
-        )
-
-
-def _largest_tree(forests: Iterable[Forest]) -> int:
-    return max(int(np.diff(forest.tree_start, append=forest.num_tokens).max()) for forest in forests)

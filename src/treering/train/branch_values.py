@@ -64,6 +64,26 @@ def flatten(
     return flat
 
 
+def split_totals(name: str, items: BranchValues) -> tuple[list[BranchValue], list[BranchValue]]:
+    """Splits items that are a total of their branch or one number per token: (per-token items, totals).
+
+    What an item is not, is 0 there.
+
+    Raises:
+        InputError: no list, or a total that is not finite.
+
+    Example: items -3.0 and [-1.0, -2.0] are the per-token items [0.0, [-1.0, -2.0]] and the totals [-3.0, 0.0].
+    """
+    _check_list(name, items)
+    arrays = [_as_array(f"{name}[{branch}]", item) for branch, item in enumerate(items)]
+    for branch, array in enumerate(arrays):
+        if array.ndim == 0 and not np.isfinite(array):
+            raise InputError(f"{name}[{branch}] must be finite, got {array}")
+    per_token: list[BranchValue] = [array if array.ndim else 0.0 for array in arrays]
+    totals: list[BranchValue] = [0.0 if array.ndim else float(array) for array in arrays]
+    return per_token, totals
+
+
 def _as_mask(branch: int, mask: BranchValue, length: int) -> NDArray[np.bool_]:
     array = _as_array(f"loss mask {branch}", mask)
     if array.shape != (length,):
@@ -86,11 +106,15 @@ def _as_array(name: str, value: BranchValue) -> NDArray[Any]:
     return array
 
 
-def _check_count(name: str, items: object, branch_length: NDArray[np.int64]) -> None:
+def _check_list(name: str, items: object) -> int:
     try:
-        count = len(items)  # type: ignore[arg-type]
+        return len(items)  # type: ignore[arg-type]
     except TypeError as error:
         raise InputError(f"{name} must be a list with one item per branch, got {type(items).__name__}") from error
+
+
+def _check_count(name: str, items: object, branch_length: NDArray[np.int64]) -> None:
+    count = _check_list(name, items)
     if count != branch_length.size:
         raise InputError(
             f"{name} needs one item per branch, forests in order, then sequences: "

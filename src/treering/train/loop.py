@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from treering.errors import InputError
-from treering.train.batches import Layout, StepPlan, Task, check_fits, check_layout, make_batch
+from treering.train.batches import Layout, StepPlan, Task, check_layout, make_batch
 from treering.train.compute import Autocast, GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import sft
 from treering.train.optim import OptimOptions
+from treering.train.parents import ParentsOption
 from treering.train.resumable import Resumable
 from treering.train.step_report import StepReport
 from treering.train.update import Updater
@@ -28,6 +29,8 @@ class LoopOptions:
     Attributes:
         trees_per_step: tasks per optimizer step.
         max_tokens: distinct tokens per micro-batch; None runs a step at one time. Changes rounding only.
+        parents: of trees over `max_tokens`, see `backward`.
+        max_bytes: room for activations, see there.
         layout: "tree", or "packed" to train every sequence by itself (the off-switch).
         normalizer: of the loss, see `treering.train.weights.Weighting`.
         shared: the convention for shared tokens, see there.
@@ -40,6 +43,8 @@ class LoopOptions:
 
     trees_per_step: int
     max_tokens: int | None = None
+    parents: ParentsOption = "auto"
+    max_bytes: int | None = None
     layout: Layout = "tree"
     normalizer: Normalizer = "token_mean"
     shared: Shared = "sum"
@@ -68,7 +73,7 @@ class SftLoop(Resumable[StepReport]):
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
         Raises:
-            InputError: no task, nothing to train, or a tree larger than `max_tokens`.
+            InputError: no task, or nothing to train.
         """
         self.model = model
         self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
@@ -77,11 +82,16 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
-        check_fits(tasks, layout=options.layout, max_tokens=options.max_tokens)
         model.train()
         enable_gradient_checkpointing(model, options.gradient_checkpointing)
         self._updater = Updater(
-            model, optim, max_tokens=options.max_tokens, autocast=options.autocast, backend=options.backend
+            model,
+            optim,
+            max_tokens=options.max_tokens,
+            parents=options.parents,
+            max_bytes=options.max_bytes,
+            autocast=options.autocast,
+            backend=options.backend,
         )
 
     @property

@@ -1,28 +1,33 @@
 """The tree step: one optimizer batch of forests in, exact gradients of its branches out.
 
 Joins plan, model and objective. Log-probs are gathered along each branch, so a loss written for flat sequences works
-unchanged, and autograd's scatter-add through the gather restores the gradients of shared tokens.
-
-    F flat entries: every token of every branch, branches one after another
+unchanged, and autograd's scatter-add through the gather restores the gradients of shared tokens. An objective that must
+see a whole branch or pair, where that is not computed at one time, is split in two: a pass without gradients gives its
+gradient with respect to every log-prob, and the model's own backward takes these vectors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from treering.errors import InputError, StateError
 from treering.model.context import is_active, tree_attention
-from treering.model.families import find_parts
-from treering.model.forward import check_forest, check_temperature, forward
-from treering.train.objectives import Entries, Objective
-from treering.train.weights import SumOverRanks, entry_counts, entry_weights
+from treering.model.families import ModelParts, find_parts
+from treering.model.forward import check_forest, check_temperature
+from treering.train.flat_batch import flatten_batch
+from treering.train.objectives import Objective
+from treering.train.parents import ParentsChoice, ParentsOption, check_parents
+from treering.train.scoring import Scorer
+from treering.train.units import StepRun
+from treering.train.weights import SumOverRanks
+from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
-from treering.tree.plan import MicroBatch, Plan, plan_batch
+from treering.tree.plan import Plan, plan_batch
 
 Float64Array = NDArray[np.float64]
 
@@ -34,23 +39,35 @@ class BackwardResult:
     Attributes:
         loss: the objective over the whole batch (this rank's share, if ranks share denominators).
         num_trained_tokens: entries that were trained, counted by branches; under `once` a shared one counts once.
-        averages: the objective's own metrics, averaged over trained entries.
-        plan: the micro-batches that were run.
+        averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo).
+        plan: the micro-batches and partitioned trees that were run.
+        parents: what became of partitions' activations while others ran, and why; None if no tree was partitioned.
+        num_recomputed_tokens: tokens that went through the model a second time for that.
+        num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives may need.
+        scoring_s: seconds of that pass.
     """
 
     loss: float
     num_trained_tokens: float
     averages: dict[str, float]
     plan: Plan
+    parents: ParentsChoice | None = None
+    num_recomputed_tokens: int = 0
+    num_scoring_tokens: int = 0
+    scoring_s: float = 0.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All figures for a log: the averages, `num_trained_tokens`, `sharing` and `num_micro_batches`."""
+        """All figures for a log: the averages, token counts, `sharing` as achieved, `num_micro_batches`."""
+        flat = self.plan.num_branch_tokens
+        computed = self.plan.num_tokens + self.num_recomputed_tokens
         return {
             **self.averages,
             "num_trained_tokens": self.num_trained_tokens,
-            "sharing": self.plan.sharing,
-            "num_micro_batches": float(len(self.plan.micro_batches)),
+            "num_recomputed_tokens": float(self.num_recomputed_tokens),
+            "num_scoring_tokens": float(self.num_scoring_tokens),
+            "sharing": 1.0 - computed / flat if flat else 0.0,
+            "num_micro_batches": float(self.plan.num_micro_batches),
         }
 
 
@@ -61,27 +78,39 @@ def backward(
     max_tokens: int | None = None,
     *,
     temperature: float = 1.0,
+    value_head: nn.Module | None = None,
+    parents: ParentsOption = "auto",
+    max_bytes: int | None = None,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
     backend: str = "auto",
     sum_over_ranks: SumOverRanks | None = None,
 ) -> BackwardResult:
     """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
     Enters `tree_attention` unless the caller is already inside it. Denominators cover the whole batch, so `max_tokens`
-    changes memory and rounding, never the gradient.
+    changes memory and rounding, never the gradient. A tree over the budget runs in partitions.
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
         forests: the optimizer batch. Per-branch values of the objective follow their order: forests, then sequences.
         objective: from `treering.objectives`.
-        max_tokens: distinct tokens per micro-batch; whole trees only. None runs everything at one time.
+        max_tokens: distinct tokens per micro-batch and per partition. None runs everything at one time.
         temperature: divides the logits, as at sampling time.
+        value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
+        parents: of partitions below others: "keep" their activations (nothing is computed twice), "recompute" or
+            "offload" them, or "auto": the first of keep, offload, recompute that fits. See `result.parents`.
+        max_bytes: room for activations that "auto" may fill; None for most of what is free.
+        costs: skips sharing in trees that it would slow down; None shares wherever it can.
+        min_micro_batches: run at least that many, empty ones if need be, so that ranks of a sharded model keep step.
         backend: attention backend; ignored inside `tree_attention`.
         sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; gradients
             are then to be summed, not averaged, over ranks. None on one rank.
 
     Raises:
-        InputError: per-branch values that do not fit the branches, a tree over the budget, a token outside the
-            vocabulary. No gradient has been added then.
+        InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
+            the objective trains none, or none where it does. No gradient has been added then.
+        ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter takes any.
         UnsupportedError: a model that would not be exact, by name.
 
@@ -93,110 +122,55 @@ def backward(
     """
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
-    _check_inputs(model, forests, objective, temperature)
-    plan = plan_batch(forests, max_tokens)
-    totals = _Totals()
-    with nullcontext() if is_active(find_parts(model)) else tree_attention(model, backend):
-        batch = _flat_batch(forests, objective, sum_over_ranks or _on_one_rank)
-        for micro_batch in plan.micro_batches:
-            _run(model, micro_batch, objective, batch, temperature, totals)
-    num_trained = float(batch.counts.sum())
+    parts = find_parts(model)
+    _check_inputs(model, parts, forests, objective, temperature, value_head)
+    scorer = Scorer(
+        parts=parts,
+        temperature=temperature,
+        entropy_of="all" if "entropy" in objective.needs else "none",
+        value_head=value_head,
+    )
+    check_parents(parents, scorer.device, max_bytes)
+    plan = plan_batch(forests, max_tokens, costs=costs, min_micro_batches=min_micro_batches)
+    with nullcontext() if is_active(parts) else tree_attention(model, backend):
+        batch = flatten_batch(forests, objective, sum_over_ranks or _on_one_rank)
+        run = StepRun(plan, objective, batch, scorer, parents=parents, max_bytes=max_bytes)
+        run.backward()
+    num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
     return BackwardResult(
-        loss=totals.loss, num_trained_tokens=num_trained, averages=totals.averages(num_trained), plan=plan
+        loss=run.totals.loss,
+        num_trained_tokens=batch.num_trained,
+        averages=run.totals.averages(num_terms),
+        plan=plan,
+        parents=run.parents,
+        num_recomputed_tokens=run.num_recomputed_tokens,
+        num_scoring_tokens=run.num_scoring_tokens,
+        scoring_s=run.scoring_s,
     )
 
 
-def _check_inputs(model: nn.Module, forests: list[Forest], objective: Objective, temperature: float) -> None:
-    parts = find_parts(model)
+def _check_inputs(
+    model: nn.Module,
+    parts: ModelParts,
+    forests: Sequence[Forest],
+    objective: Objective,
+    temperature: float,
+    value_head: nn.Module | None,
+) -> None:
     check_temperature(temperature)
     for forest in forests:
         check_forest(forest, parts)
     if not isinstance(objective, Objective):
         raise InputError(f"expected an objective, got {objective!r}: call one, such as treering.objectives.sft()")
+    if ("value" in objective.needs) != (value_head is not None):
+        raise InputError(
+            f"a value head is given where the objective trains one: {objective.name} "
+            + ("does, and value_head is None" if value_head is None else "does not; leave it out, or give ppo returns")
+        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise StateError("backward needs gradients, and they are switched off here: leave no_grad or inference_mode")
     if not any(weight.requires_grad for weight in model.parameters()):
         raise StateError("backward needs a parameter with requires_grad=True, and all are frozen: unfreeze some")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _FlatBatch:
-    """Per-entry data of all branches of the optimizer batch; branch i owns entries offsets[i] to offsets[i + 1]."""
-
-    offsets: NDArray[np.int64]  # [K + 1]
-    counts: Float64Array  # [F]
-    weights: Float64Array  # [F]
-    values: dict[str, Float64Array]  # [F] each
-
-    def entries_of(self, branches: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Entry numbers of some branches, one after another."""
-        parts = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in branches]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-class _Totals:
-    """Sums over micro-batches."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self._metric_sums: dict[str, float] = {}
-
-    def add(self, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        self.loss += float(loss)
-        for name, value in metrics.items():
-            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + float(value)
-
-    def averages(self, num_trained: float) -> dict[str, float]:
-        return {name: value / max(num_trained, 1e-300) for name, value in self._metric_sums.items()}
-
-
-def _flat_batch(forests: list[Forest], objective: Objective, sum_over_ranks: SumOverRanks) -> _FlatBatch:
-    empty = np.zeros(0, np.int64)
-    branch_length = np.concatenate([empty, *(forest.branch_length for forest in forests)])
-    tree_offsets = np.cumsum([0, *(forest.num_trees for forest in forests)])
-    branch_tree = [forest.branch_tree + first for forest, first in zip(forests, tree_offsets, strict=False)]
-    counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
-    values = objective.flat_values(branch_length, trained=counts > 0)
-    weights = entry_weights(
-        counts,
-        branch_length=branch_length,
-        branch_tree=np.concatenate([empty, *branch_tree]),
-        weighting=objective.weighting,
-        sum_over_ranks=sum_over_ranks,
-    )
-    offsets = np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64)
-    return _FlatBatch(offsets=offsets, counts=counts, weights=weights, values=values)
-
-
-def _run(
-    model: nn.Module,
-    micro_batch: MicroBatch,
-    objective: Objective,
-    batch: _FlatBatch,
-    temperature: float,
-    totals: _Totals,
-) -> None:
-    forest = micro_batch.forest
-    indices, _ = forest.paths()
-    entries = batch.entries_of(micro_batch.branches)
-    trained = batch.counts[entries] > 0
-    indices, entries = indices[trained], entries[trained]
-    if entries.size == 0:
-        return
-    wanted = np.zeros(forest.num_tokens, bool)
-    wanted[indices] = True
-    scored = forward(model, forest, temperature, wanted=wanted, entropy_of="none")
-    logprobs = scored.logprobs[torch.from_numpy(indices.astype(np.int64)).to(scored.logprobs.device)]
-
-    def on_entries(values: Float64Array) -> Tensor:
-        return torch.from_numpy(values[entries]).to(logprobs)
-
-    values = {name: on_entries(array) for name, array in batch.values.items()}
-    terms = objective.terms(Entries(logprobs=logprobs, values=values))
-    loss = (on_entries(batch.weights) * terms.loss).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    counts = on_entries(batch.counts)
-    totals.add(loss.detach(), {name: (counts * value).sum() for name, value in terms.metrics.items()})
 
 
 def _on_one_rank(values: Float64Array) -> Float64Array:

@@ -15,6 +15,7 @@ from treering.train.batches import StepBatch
 from treering.train.compute import Autocast, peak_memory_bytes, precision
 from treering.train.objectives import Objective
 from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.parents import ParentsOption
 from treering.train.step import backward
 
 
@@ -31,7 +32,8 @@ class Update:
         num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
         num_branch_tokens: flat tokens.
         num_tokens: tokens that were computed; with layout "packed" all flat ones.
-        num_micro_batches: forwards.
+        num_micro_batches: micro-batches and partitions.
+        num_recomputed_tokens: tokens that were computed a second time because their activations had no room.
         peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
         metrics: averages of the objective's own metrics.
     """
@@ -45,13 +47,14 @@ class Update:
     num_branch_tokens: int
     num_tokens: int
     num_micro_batches: int
+    num_recomputed_tokens: int = 0
     peak_memory_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sharing(self) -> float:
-        """1 - computed / flat tokens."""
-        return 1.0 - self.num_tokens / self.num_branch_tokens
+        """1 - computed / flat tokens, those that were computed twice counted twice."""
+        return 1.0 - (self.num_tokens + self.num_recomputed_tokens) / self.num_branch_tokens
 
     def values(self) -> dict[str, float]:
         """The update under the names of `treering.metrics`."""
@@ -86,10 +89,12 @@ class Updater:
         optim: OptimOptions,
         *,
         max_tokens: int | None = None,
+        parents: ParentsOption = "auto",
+        max_bytes: int | None = None,
         autocast: Autocast = "none",
         backend: str = "auto",
     ) -> None:
-        """`max_tokens`: distinct tokens per micro-batch; None runs a batch at one time.
+        """Options of `backward`: `max_tokens`, `parents`, `max_bytes`, `backend`; and of `precision`: `autocast`.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
@@ -97,6 +102,8 @@ class Updater:
         self._model = model
         self._optim = optim
         self._max_tokens = max_tokens
+        self._parents = parents
+        self._max_bytes = max_bytes
         self._autocast = autocast
         self._backend = backend
         self._optimizer = make_optimizer(model, optim)
@@ -117,6 +124,8 @@ class Updater:
                 objective,
                 self._max_tokens,
                 temperature=temperature,
+                parents=self._parents,
+                max_bytes=self._max_bytes,
                 backend=self._backend,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
@@ -131,7 +140,8 @@ class Updater:
             num_loss_tokens=result.num_trained_tokens,
             num_branch_tokens=result.plan.num_branch_tokens,
             num_tokens=result.plan.num_tokens,
-            num_micro_batches=len(result.plan.micro_batches),
+            num_micro_batches=result.plan.num_micro_batches,
+            num_recomputed_tokens=result.num_recomputed_tokens,
             peak_memory_bytes=peak_memory_bytes(self._model),
             metrics=result.averages,
         )

@@ -19,7 +19,7 @@ from treering.tree.forest import Forest
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
 
-Normalizer = Literal["token_mean", "sequence_mean", "tree_mean", "constant", "sum"]
+Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"]
 Shared = Literal["sum", "once"]
 
 _TINY = 1e-150
@@ -35,8 +35,9 @@ class Weighting:
 
     Attributes:
         normalizer: token_mean: sum over trained entries / their number. sequence_mean: the mean over a branch's trained
-            entries, then the mean over all branches. tree_mean: summed in a branch, 1/K inside a tree, then the mean
-            over trees. constant: sum / divisor. sum: sum.
+            entries, then the mean over all branches. sequence_sum: summed in a branch, then the mean over all branches.
+            tree_mean: summed in a branch, 1/K inside a tree, then the mean over trees. constant: sum / divisor. sum:
+            sum.
         shared: "sum" equals training every branch separately; "once" counts a shared token once: its term is the mean
             over the branches whose mask includes it, and counts as one entry in every denominator.
         divisor: of the constant normaliser, else None.
@@ -123,6 +124,8 @@ def entry_weights(
             branch = np.repeat(np.arange(branch_length.size), branch_length)
             per_branch = np.bincount(branch, weights=counts, minlength=branch_length.size)
             factor = 1.0 / (np.maximum(per_branch, _TINY) * num_branches)
+        case "sequence_sum":
+            factor = np.full(branch_length.size, 1.0 / num_branches)
         case "tree_mean":
             tree_size = np.bincount(branch_tree, minlength=1)[branch_tree]
             factor = 1.0 / (tree_size * num_trees_everywhere)

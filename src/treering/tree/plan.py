@@ -1,17 +1,20 @@
-"""Packing: whole trees into micro-batches under a token budget.
+"""The plan of an optimizer batch: whole trees packed into micro-batches, larger ones cut, losing ones not shared.
 
-Knows sizes, not models: a micro-batch is a forest plus the numbers of its branches. A tree is never cut here.
+Knows sizes and, where it is given one, a cost model; no models and no clock. Equal inputs give equal plans.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
+from treering.tree.bins import pack
+from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
+from treering.tree.gate import Unshared, chains_of, why_unshared
+from treering.tree.partition import PartitionedTree, cut_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,7 +22,7 @@ class MicroBatch:
     """Trees that are computed at one time.
 
     Attributes:
-        forest: the trees side by side.
+        forest: the trees side by side; without any in a micro-batch that only keeps step with other ranks.
         branches: int64 [K] number of each of its branches among all branches of the plan, in the forest's order.
     """
 
@@ -32,64 +35,112 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """How an optimizer batch is cut into micro-batches, and what it saves.
+    """How an optimizer batch is computed, and what that saves.
 
     Attributes:
         micro_batches: in the order in which they run.
-        max_tokens: the budget of distinct tokens that each keeps, None for no limit.
+        max_tokens: the budget of distinct tokens that each micro-batch and each partition keeps, None for no limit.
+        partitioned: trees over the budget.
+        unshared: trees that are computed as separate chains, since that is estimated to be faster.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     max_tokens: int | None
+    partitioned: tuple[PartitionedTree, ...] = ()
+    unshared: tuple[Unshared, ...] = ()
+
+    @property
+    def forests(self) -> tuple[Forest, ...]:
+        """What is computed: the forests of the micro-batches, then the partitioned trees."""
+        return tuple(part.forest for part in (*self.micro_batches, *self.partitioned))
 
     @property
     def num_tokens(self) -> int:
-        """Distinct tokens that are computed."""
-        return sum(batch.forest.num_tokens for batch in self.micro_batches)
+        """Tokens that are computed."""
+        return sum(forest.num_tokens for forest in self.forests)
 
     @property
     def num_branch_tokens(self) -> int:
         """Tokens that training every branch separately would compute."""
-        return sum(batch.forest.num_branch_tokens for batch in self.micro_batches)
+        return sum(forest.num_branch_tokens for forest in self.forests)
 
     @property
     def num_branches(self) -> int:
         """Sequences in the batch."""
-        return sum(batch.forest.num_branches for batch in self.micro_batches)
+        return sum(forest.num_branches for forest in self.forests)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes: micro-batches, empty ones included, and partitions."""
+        return len(self.micro_batches) + sum(len(tree.partitions) for tree in self.partitioned)
 
     @property
     def sharing(self) -> float:
-        """1 - distinct / flat tokens; 0.0 for an empty plan."""
+        """1 - computed / flat tokens; 0.0 for an empty plan."""
         flat = self.num_branch_tokens
         return 1.0 - self.num_tokens / flat if flat else 0.0
 
+    def in_words(self) -> str:
+        """A few lines for a log: what is computed in what, and each tree that is not shared, with the reason."""
+        lines = [
+            f"{self.num_tokens:,} of {self.num_branch_tokens:,} tokens are computed (sharing {self.sharing:.2f}), in "
+            f"{len(self.micro_batches)} micro-batches and {len(self.partitioned)} partitioned trees"
+        ]
+        return "\n".join([*lines, *(tree.in_words() for tree in self.unshared)])
 
-def plan_batch(forests: Sequence[Forest], max_tokens: int | None = None) -> Plan:
-    """Packs the trees of `forests` into micro-batches of at most `max_tokens` distinct tokens.
 
-    First fit by falling size: never more than 11/9 of the fewest possible micro-batches (plus one). Branches are
-    numbered through all forests in order. Deterministic.
+def plan_batch(
+    forests: Sequence[Forest],
+    max_tokens: int | None = None,
+    *,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
+) -> Plan:
+    """Plans the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
+
+    Whole trees go into the fewest micro-batches where there are few of them, else by first fit by falling size (never
+    more than 11/9 of the fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
+
+    Args:
+        forests: branches are numbered through all of them in order.
+        max_tokens: None computes everything at one time.
+        costs: a tree that costs more than its branches one by one is planned as chains; None shares whatever can be.
+        min_micro_batches: forward passes that there must be at least, so that data-parallel ranks run equally many:
+            micro-batches of several trees are split, then empty ones added.
 
     Raises:
-        InputError: a tree larger than the budget, or a budget below one.
+        InputError: a budget below one, or a negative number of micro-batches.
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
+    _check_options(max_tokens, min_micro_batches)
+    trees, branches = _trees(forests)
+    unshared: tuple[Unshared, ...] = ()
+    if costs is not None:
+        trees, branches, unshared = _gated(trees, branches, costs)
+    is_cut = [max_tokens is not None and tree.num_tokens > max_tokens for tree in trees]
+    partitioned = tuple(
+        PartitionedTree(forest=trees[i], branches=branches[i], partitions=cut_tree(trees[i], max_tokens))
+        for i in np.flatnonzero(is_cut)
+        if max_tokens is not None
+    )
+    num_partitions = sum(len(tree.partitions) for tree in partitioned)
+    whole = np.flatnonzero(~np.array(is_cut, bool))
+    sizes = np.array([tree.num_tokens for tree in trees], np.int64)
+    bins = _split_bins(_bins(whole, sizes, max_tokens), sizes, min_micro_batches - num_partitions)
+    return Plan(
+        micro_batches=tuple(_micro_batch([trees[i] for i in bin], [branches[i] for i in bin]) for bin in bins),
+        max_tokens=max_tokens,
+        partitioned=partitioned,
+        unshared=unshared,
+    )
+
+
+def _check_options(max_tokens: int | None, min_micro_batches: int) -> None:
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
         raise InputError(f"max_tokens must be an integer of at least 1, or None, got {max_tokens!r}")
-    trees, branches = _trees(forests)
-    sizes = [tree.num_tokens for tree in trees]
-    _check_sizes(sizes, max_tokens)
-    return Plan(
-        micro_batches=tuple(
-            MicroBatch(
-                forest=Forest.concatenate([trees[i] for i in members]),
-                branches=np.concatenate([branches[i] for i in members]),
-            )
-            for members in _first_fit(sizes, max_tokens)
-        ),
-        max_tokens=max_tokens,
-    )
+    if not (isinstance(min_micro_batches, int) and min_micro_batches >= 0):
+        raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
 
 
 def _trees(forests: Sequence[Forest]) -> tuple[list[Forest], list[NDArray[np.int64]]]:
@@ -103,38 +154,41 @@ def _trees(forests: Sequence[Forest]) -> tuple[list[Forest], list[NDArray[np.int
     return trees, branches
 
 
-def _check_sizes(sizes: Sequence[int], max_tokens: int | None) -> None:
-    if max_tokens is None or not sizes or max(sizes) <= max_tokens:
-        return
-    largest = int(np.argmax(sizes))
-    raise InputError(
-        f"tree {largest} has {sizes[largest]} distinct tokens, more than max_tokens={max_tokens}, and a tree is "
-        f"computed whole: raise max_tokens to at least {max(sizes)}, or drop or shorten its sequences"
-    )
+def _gated(
+    trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]], costs: CostModel
+) -> tuple[list[Forest], list[NDArray[np.int64]], tuple[Unshared, ...]]:
+    """Trees and branches with every losing tree replaced by its chains."""
+    kept: list[Forest] = []
+    numbers: list[NDArray[np.int64]] = []
+    unshared: list[Unshared] = []
+    for number, (tree, own) in enumerate(zip(trees, branches, strict=True)):
+        why = why_unshared(number, tree, costs)
+        kept.extend([tree] if why is None else chains_of(tree))
+        numbers.extend([own] if why is None else np.split(own, own.size))
+        unshared.extend([] if why is None else [why])
+    return kept, numbers, tuple(unshared)
 
 
-def _first_fit(sizes: Sequence[int], max_tokens: int | None) -> list[list[int]]:
-    """Bins of tree numbers, members and bins in input order."""
-    if not sizes:
-        return []
-    if max_tokens is None:
-        return [list(range(len(sizes)))]
-    by_size = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
-    bin_of = np.empty(len(sizes), np.int64)
-    bin_of[by_size] = _first_fit_bins(np.asarray(sizes, np.int64)[by_size], max_tokens)
-    members = np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of))[:-1])
-    return sorted(trees.tolist() for trees in members)
+def _bins(whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | None) -> list[list[int]]:
+    """Micro-batches as tree numbers, members and micro-batches in input order."""
+    if whole.size == 0 or max_tokens is None:
+        return [whole.tolist()] if whole.size else []
+    bins = pack(sizes[whole], max_tokens)
+    members = np.split(whole[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
+    return sorted(trees.tolist() for trees in members if trees.size)
 
 
-@njit(cache=True)
-def _first_fit_bins(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """The bin that each size goes into: the first with room for it, or a new one."""
-    bins = np.empty(sizes.size, np.int64)
-    room = np.full(sizes.size, capacity, np.int64)
-    for i in range(sizes.size):
-        at = 0
-        while room[at] < sizes[i]:
-            at += 1
-        bins[i] = at
-        room[at] -= sizes[i]
-    return bins
+def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
+    """At least `num_wanted` bins: the one with most tokens among those that can be is halved, then empty ones follow."""
+    bins = list(bins)
+    while len(bins) < num_wanted and any(len(members) > 1 for members in bins):
+        fullest = max((i for i in range(len(bins)) if len(bins[i]) > 1), key=lambda i: int(sizes[bins[i]].sum()))
+        halves: tuple[list[int], list[int]] = ([], [])
+        for tree in sorted(bins[fullest], key=lambda i: -int(sizes[i])):
+            min(halves, key=lambda half: int(sizes[half].sum())).append(tree)
+        bins[fullest : fullest + 1] = [sorted(half) for half in halves]
+    return bins + [[] for _ in range(num_wanted - len(bins))]
+
+
+def _micro_batch(trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]]) -> MicroBatch:
+    return MicroBatch(forest=Forest.concatenate(trees), branches=np.concatenate([np.empty(0, np.int64), *branches]))

@@ -1,0 +1,116 @@
+"""The calls in which a partition's queries see keys of a partition above it.
+
+From ranges of query rows per key to a short list of rectangles. A long run of keys that the same queries see is one
+unmasked call on the keys where they stand; short runs are gathered and computed together under a small mask.
+
+    M keys of the ancestor   Q query rows
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from treering.attention.gateway import Gateway
+from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS, Call, Int64Array, Visibility
+from treering.tree.fragment import Sight
+
+MIN_RUN_TOKENS = 128
+"""A run of keys this long is read where it stands; shorter ones are gathered with their neighbours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ancestor:
+    """A partition above: where its keys and values are, and who sees them.
+
+    Attributes:
+        gateway: of the ancestor.
+        sight: for each of its M tokens the query rows that see it.
+        calls: that cover every visible pair once.
+    """
+
+    gateway: Gateway
+    sight: Sight
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def seen_through(cls, gateway: Gateway, sight: Sight) -> "Ancestor":
+        """An ancestor with the calls that its sight asks for."""
+        return cls(gateway=gateway, sight=sight, calls=tuple(ancestor_calls(sight)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Keys [start, stop) that query rows [first, last) see."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+def ancestor_calls(sight: Sight) -> Iterator[Call]:
+    """Rectangles of visible pairs, each row of each seeing at least one key.
+
+    Example: 200 keys that rows 0 to 9 see are one unmasked call; 2 keys that rows 0 to 9 see, followed by 1 that rows 3
+    to 5 see, are one masked call of 10 rows and 3 keys.
+    """
+    group: list[_Run] = []
+    wasted = 0
+    for run in _runs(sight):
+        if run.stop - run.start >= MIN_RUN_TOKENS:
+            yield _as_call([run])
+            continue
+        # The first run of a group is seen by all its rows, so later ones may be seen by fewer, never by others.
+        more = _wasted(group[0], run) if group and _is_within(run, group[0]) else None
+        if more is None or wasted + more > MAX_WASTED_PAIRS or _num_entries([*group, run]) > MAX_STEP_ENTRIES:
+            if group:
+                yield _as_call(group)
+            group, wasted = [run], 0
+            continue
+        group.append(run)
+        wasted += more
+    if group:
+        yield _as_call(group)
+
+
+def _runs(sight: Sight) -> Iterator[_Run]:
+    """Maximal runs of neighbouring keys that the same query rows see; keys that none sees are left out."""
+    changes = (np.diff(sight.first) != 0) | (np.diff(sight.stop) != 0)
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), sight.first.size]
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        if start < stop and sight.first[start] < sight.stop[start]:
+            yield _Run(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
+
+
+def _is_within(run: _Run, outer: _Run) -> bool:
+    return outer.first <= run.first and run.last <= outer.last
+
+
+def _wasted(outer: _Run, run: _Run) -> int:
+    return (run.stop - run.start) * ((outer.last - outer.first) - (run.last - run.first))
+
+
+def _num_entries(runs: list[_Run]) -> int:
+    """Entries of the mask that these runs would need; none if all are seen by the same rows."""
+    if all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs):
+        return 0
+    return (runs[0].last - runs[0].first) * sum(run.stop - run.start for run in runs)
+
+
+def _as_call(runs: list[_Run]) -> Call:
+    is_full = all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs)
+    return Call(
+        query_start=runs[0].first,
+        query_stop=runs[0].last,
+        key_start=runs[0].start,
+        key_stop=runs[-1].stop,
+        visibility=Visibility.FULL if is_full else Visibility.MASKED,
+        keys=_gathered(runs),
+    )
+
+
+def _gathered(runs: list[_Run]) -> Int64Array | None:
+    if all(left.stop == right.start for left, right in zip(runs[:-1], runs[1:], strict=True)):
+        return None
+    return np.concatenate([np.arange(run.start, run.stop) for run in runs])

@@ -1,0 +1,64 @@
+"""Scores of edges as vectors over a forest: spread to packed indices, joined as leaves, and their gradients put to use.
+
+Any loss splits in two: its gradient with respect to the scores, and the model's vector-Jacobian product with that. Here
+are the tensors in between. Knows nothing of objectives.
+
+    N tokens
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from treering.model.edges import EdgeScores, EdgeTable
+
+
+def spread_scores(scores: EdgeScores, table: EdgeTable, num_tokens: int) -> EdgeScores:
+    """Scores at the packed indices of their edges, 0 elsewhere."""
+    at = torch.from_numpy(table.edges).to(scores.logprobs.device)
+
+    def spread(part: Tensor) -> Tensor:
+        return part.new_zeros(num_tokens).index_copy_(0, at, part)
+
+    values = None if scores.values is None else spread(scores.values)
+    return EdgeScores(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
+
+
+def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
+    """Scores of several forests one after another, as leaves that take gradients."""
+
+    def leaf(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors).requires_grad_()
+
+    values = [part.values for part in scores if part.values is not None]
+    return EdgeScores(
+        logprobs=leaf([part.logprobs for part in scores]),
+        entropy=leaf([part.entropy for part in scores]),
+        values=leaf(values) if values else None,
+    )
+
+
+def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
+    """The leaves' gradients, cut into forests of these numbers of tokens; zeros where there is none."""
+
+    def parts(leaf: Tensor) -> tuple[Tensor, ...]:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return torch.split(gradient, list(sizes))
+
+    values = [None] * len(sizes) if leaves.values is None else parts(leaves.values)
+    return [
+        EdgeScores(logprobs=logprobs, entropy=entropy, values=value)
+        for logprobs, entropy, value in zip(parts(leaves.logprobs), parts(leaves.entropy), values, strict=True)
+    ]
+
+
+def vector_product(scores: EdgeScores, vectors: EdgeScores, table: EdgeTable) -> Tensor:
+    """A scalar whose gradient with respect to the scores are the vectors at the table's edges."""
+    at = torch.from_numpy(table.edges).to(scores.logprobs.device)
+    product = (scores.logprobs * vectors.logprobs[at]).sum()
+    if scores.entropy.requires_grad:
+        product = product + (scores.entropy * vectors.entropy[at]).sum()
+    if scores.values is not None and vectors.values is not None:
+        product = product + (scores.values * vectors.values[at]).sum()
+    return product

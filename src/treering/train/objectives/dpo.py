@@ -1,0 +1,146 @@
+"""DPO: preferences between two sequences, without a reward model and without sampling."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.errors import ConfigError, InputError
+from treering.train.branch_sums import branch_sizes, branch_sums
+from treering.train.branch_values import BranchValues, split_totals
+from treering.train.objectives.objective import Entries, Objective, Terms
+from treering.train.weights import Shared, Weighting
+
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
+"""Of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:
+max(0, 1 - m) (arXiv 2309.06657). ipo: ((m - 1/2) / beta)^2 (arXiv 2310.12036), with log-ratios that are sums."""
+
+Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
+"""(chosen, rejected) numbers of branches: forests in order, then sequences."""
+
+
+def dpo(
+    pairs: Pairs,
+    loss_masks: BranchValues | None = None,
+    ref_logprobs: BranchValues | None = None,
+    beta: float = 0.1,
+    *,
+    label_smoothing: float = 0.0,
+    loss_type: PreferenceLoss = "sigmoid",
+    shared: Shared = "sum",
+) -> Objective:
+    """Direct preference optimisation: -log sigmoid(beta * (log-ratio of chosen - of rejected)), averaged over pairs.
+
+    A branch's log-ratio is the sum of its log-probs over its trained tokens, less the reference's (arXiv 2305.18290,
+    equation 7). Both branches of a pair usually share their prompt; mask it out, so that it is no part of either sum
+    (in the difference it cancels, but not in the metrics). A branch may be in many pairs.
+
+    Args:
+        pairs: P pairs of different branch numbers, (chosen, rejected).
+        loss_masks: K masks with one 0/1 entry per token (a sequence's first entry is ignored); None takes all tokens.
+        ref_logprobs: of a reference model, for each of K branches one number, the *sum* over its trained tokens, or a
+            list with one log-probability per token. None is reference-free: 0.
+        beta: how far the policy may stray from the reference; positive.
+        label_smoothing: the chance, below 0.5, that a label is wrong (conservative DPO); of "sigmoid" only.
+        loss_type: see `PreferenceLoss`.
+        shared: "sum" only.
+
+    Raises:
+        InputError: pairs that are none; a number that no branch has is refused by `backward`.
+        ConfigError: an option that is none, label smoothing of another loss, or shared="once".
+
+    Example: log-ratios 1.0 (chosen) and -1.0 (rejected) with beta=0.1 give -log sigmoid(0.2) = 0.598.
+    """
+    _check(beta, label_smoothing, loss_type, shared)
+
+    def terms(entries: Entries) -> Terms:
+        assert entries.pairs is not None
+        rewards = beta * _log_ratios(entries)
+        chosen, rejected = rewards[entries.pairs[:, 0]], rewards[entries.pairs[:, 1]]
+        loss = _loss(chosen - rejected, beta=beta, label_smoothing=label_smoothing, loss_type=loss_type)
+        return Terms(loss=loss, metrics=_metrics(chosen.detach(), rejected.detach()))
+
+    values: dict[str, BranchValues] = {}
+    if ref_logprobs is not None:
+        values["ref_logprobs"], values["ref_sums"] = split_totals("ref_logprobs", ref_logprobs)
+    return Objective(
+        name="dpo",
+        weighting=Weighting(normalizer="sum"),
+        terms=terms,
+        loss_masks=loss_masks,
+        values=values,
+        scope="pair",
+        pairs=_as_pairs(pairs),
+    )
+
+
+def _log_ratios(entries: Entries) -> Float[Tensor, " B"]:
+    """The log-ratio of each branch; 0 where nothing is trained."""
+    if not entries.values:
+        return branch_sums(entries.logprobs, entries.branch, entries.num_branches)
+    # A sum of a branch stands at each of its entries, and so counts as many times as there are entries.
+    sizes = branch_sizes(entries.branch, entries.num_branches, like=entries.logprobs)
+    reference = entries.values["ref_logprobs"] + entries.values["ref_sums"] / sizes[entries.branch]
+    return branch_sums(entries.logprobs - reference, entries.branch, entries.num_branches)
+
+
+def _loss(
+    margin: Float[Tensor, " P"], *, beta: float, label_smoothing: float, loss_type: PreferenceLoss
+) -> Float[Tensor, " P"]:
+    match loss_type:
+        case "sigmoid":
+            right, wrong = torch.nn.functional.logsigmoid(margin), torch.nn.functional.logsigmoid(-margin)
+            return -(1 - label_smoothing) * right - label_smoothing * wrong
+        case "hinge":
+            return torch.relu(1 - margin)
+        case "ipo":
+            return ((margin - 0.5) / beta).square()
+
+
+def _metrics(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> dict[str, Float[Tensor, " P"]]:
+    return {
+        "reward_margin": chosen - rejected,
+        "accuracy": (chosen > rejected).to(chosen.dtype),
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+
+
+def _as_pairs(pairs: Pairs) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(pairs)
+    except ValueError as error:
+        raise InputError(f"pairs is a list of (chosen, rejected) branch numbers; it is ragged ({error})") from error
+    if array.size == 0:
+        return np.zeros((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise InputError(
+            f"pairs is a list of (chosen, rejected) branch numbers, got {array.dtype} of shape {array.shape}"
+        )
+    if array.min() < 0:
+        raise InputError(f"branches are numbered from 0, forests in order, then sequences, got {array.min()} in pairs")
+    equal = np.flatnonzero(array[:, 0] == array[:, 1])
+    if equal.size:
+        raise InputError(f"a pair holds two different branches, and pair {equal[0]} holds {array[equal[0], 0]} twice")
+    return array.astype(np.int64)
+
+
+def _check(beta: float, label_smoothing: float, loss_type: PreferenceLoss, shared: Shared) -> None:
+    if loss_type not in get_args(PreferenceLoss):
+        raise ConfigError(f"loss_type is one of {', '.join(get_args(PreferenceLoss))}, got {loss_type!r}")
+    if not isinstance(beta, int | float) or not 0 < beta < math.inf:
+        raise ConfigError(f"beta is a positive number, got {beta!r}; 0.1 is common")
+    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing is a number from 0 to below 0.5, got {label_smoothing!r}")
+    if label_smoothing > 0 and loss_type != "sigmoid":
+        raise ConfigError(f'label_smoothing belongs to loss_type="sigmoid", got {loss_type!r}; leave it out')
+    if shared != "sum":
+        raise ConfigError(
+            'dpo takes shared="sum" only: it compares whole sequences, so a token that sequences share has no term of '
+            f"its own that could count once; got shared={shared!r}"
+        )

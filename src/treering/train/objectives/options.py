@@ -1,0 +1,67 @@
+"""The options that all policy objectives share, described once: importance sampling, a KL penalty, an entropy bonus.
+
+Knows their names and what belongs together; the formulas live in `importance` and `regularizers`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from treering.errors import ConfigError
+from treering.train.branch_values import BranchValues
+from treering.train.importance import ImportanceMode
+from treering.train.regularizers import KlEstimator
+
+_SIMILARITY = 0.5
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Keyword arguments of every policy objective; one that is left out, or None, changes nothing.
+
+    Where an engine's top-p, top-k or rounding sampled from another distribution than the trainer's, weights correct
+    for it: each term is multiplied by exp(logp_old - behaviour_logp), bounded and held constant. logp_old is
+    `old_logprobs`, the trainer's own log-prob of the policy that sampled, or the current log-prob where these are None.
+    The KL penalty and the entropy bonus are added to the term of every trained token, with the same weights of the
+    normaliser, and are not multiplied by importance weights.
+
+    Example: `grpo(advantages, masks, old, ref_logprobs=ref, kl_coefficient=0.04)` is GRPO with equation 4 of its paper.
+    """
+
+    behaviour_logprobs: BranchValues | None
+    """K lists with one log-probability per token, of the distribution that was sampled; needs `max_importance`."""
+    max_importance: float | None
+    """Cap of an importance weight, or upper bound of the mask; positive."""
+    min_importance: float | None
+    """Lower bound of the mask; 0 if left out. Only of the two masks."""
+    importance: ImportanceMode | None
+    """"token_truncate" if left out; see `ImportanceMode`. The two of sequences are refused with shared="once"."""
+    ref_logprobs: BranchValues | None
+    """K lists with one log-probability per token, of a reference model; needs `kl_coefficient`."""
+    kl_coefficient: float | None
+    """Factor of the KL penalty, at least 0."""
+    kl_estimator: KlEstimator | None
+    """"k3" if left out; see `KlEstimator`."""
+    entropy_coefficient: float | None
+    """Factor of the entropy bonus, at least 0; 0 measures the entropy only."""
+
+
+def check_names(objective: str, options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
+    """Refuses options that no policy objective has.
+
+    Args:
+        objective: whose options these are.
+        options: keyword arguments.
+        own: arguments of the objective itself, which the caller may have meant.
+
+    Raises:
+        ConfigError: with the nearest name that there is.
+
+    Example: grpo with `kl_coeficient` is refused, and asked whether `kl_coefficient` was meant.
+    """
+    for name in options:
+        if name in PolicyOptions.__annotations__:
+            continue
+        known = [*own, *PolicyOptions.__annotations__]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
+        raise ConfigError(f"{objective} has no option {name!r}; {hint}")

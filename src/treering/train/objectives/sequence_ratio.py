@@ -1,0 +1,46 @@
+"""The ratio of a whole sequence, at each of its tokens: what GSPO and RLOO clip.
+
+Knows trained entries and their branches. Knows nothing of advantages.
+
+    F flat entries
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from treering.train.branch_sums import branch_sizes, branch_sums
+from treering.train.objectives.objective import Entries
+
+
+def mean_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
+    """The mean of log r over each entry's branch, with a gradient of 1 in the entry's own log-prob alone.
+
+    Summed over the tokens of a sequence, with one advantage for all, that is the gradient of their number times the
+    mean; and it stays right where advantages differ from token to token.
+
+    Example: log-ratios [0.1, 0.3] of a branch have the value 0.2 at both.
+    """
+    log_ratio = entries.logprobs - old_logprobs
+    sums = branch_sums(log_ratio.detach(), entries.branch, entries.num_branches)
+    return (sums[entries.branch] / num_tokens(entries)) + _own(entries)
+
+
+def summed_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
+    """The sum of log r over each entry's branch, with their number as the gradient in the entry's own log-prob.
+
+    A term of it, divided by that number, has the sequence's value and gradient when it is summed over the tokens.
+
+    Example: log-ratios [0.1, 0.3] of a branch have the value 0.4 at both.
+    """
+    log_ratio = entries.logprobs - old_logprobs
+    sums = branch_sums(log_ratio.detach(), entries.branch, entries.num_branches)
+    return sums[entries.branch] + num_tokens(entries) * _own(entries)
+
+
+def num_tokens(entries: Entries) -> Float[Tensor, " F"]:
+    """The number of trained entries of each entry's branch."""
+    return branch_sizes(entries.branch, entries.num_branches, like=entries.logprobs)[entries.branch]
+
+
+def _own(entries: Entries) -> Float[Tensor, " F"]:
+    return entries.logprobs - entries.logprobs.detach()

@@ -1,0 +1,136 @@
+"""What becomes of a partition's activations while the partitions below it run, and the memory model that chooses.
+
+Knows tokens and bytes. Knows nothing of trees beyond the lengths of their chains.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from treering.errors import ConfigError
+
+Parents = Literal["keep", "recompute", "offload"]
+"""keep: they stay, and nothing is computed twice. recompute: they are dropped and computed again before the backward;
+keys and values stay. offload: they wait in host memory."""
+
+ParentsOption = Literal["auto", "keep", "recompute", "offload"]
+
+USABLE_SHARE = 0.8
+"""Of the memory that is free; the rest is for gradients of gateways, temporaries and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a choice depends on.
+
+    Attributes:
+        chain_tokens: tokens of the longest chain of partitions.
+        bytes_per_token: what a forward saves for its backward.
+        free_bytes: room for activations where the model is.
+        free_host_bytes: room in host memory; None where the model is on the host itself.
+    """
+
+    chain_tokens: int
+    bytes_per_token: float
+    free_bytes: float
+    free_host_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParentsChoice:
+    """What was chosen, and why, in words for a log."""
+
+    parents: Parents
+    reason: str
+
+
+def check_parents(requested: str, device: torch.device, max_bytes: int | None) -> None:
+    """Refuses an unknown option, an offload that would move nothing, and a room of no bytes.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    if requested not in get_args(ParentsOption):
+        raise ConfigError(f"parents is one of {', '.join(get_args(ParentsOption))}, got {requested!r}; choose one")
+    if requested == "offload" and device.type == "cpu":
+        raise ConfigError(
+            'parents="offload" moves activations to host memory, and the model is there already; use "keep" or '
+            '"recompute"'
+        )
+    if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes >= 1):
+        raise ConfigError(f"max_bytes is a positive number of bytes, or None for what is free, got {max_bytes!r}")
+
+
+def choose_parents(requested: ParentsOption, measure: Callable[[], Memory]) -> ParentsChoice:
+    """The option that was asked for, or for "auto" the fastest that fits: keep, then offload, then recompute.
+
+    All three give the same gradients, bit for bit where the device computes deterministically.
+
+    Example: a chain of 10,000 tokens at 1 MB each is kept in 20 GB of free memory, offloaded with 5 GB free on the
+    device and 20 GB on the host, and recomputed with 5 GB on both.
+    """
+    if requested != "auto":
+        return ParentsChoice(parents=requested, reason="as requested")
+    memory = measure()
+    needed = memory.chain_tokens * memory.bytes_per_token
+    said = (
+        f"auto: the longest chain of partitions holds {memory.chain_tokens:,} tokens, about {needed / 1e9:.2f} GB of "
+        f"activations, and {memory.free_bytes / 1e9:.2f} GB are free"
+    )
+    if needed <= memory.free_bytes:
+        return ParentsChoice(parents="keep", reason=said)
+    if memory.free_host_bytes is not None and needed <= memory.free_host_bytes:
+        return ParentsChoice(parents="offload", reason=f"{said}; the host has {memory.free_host_bytes / 1e9:.2f} GB")
+    return ParentsChoice(parents="recompute", reason=said)
+
+
+def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
+    """Bytes that a forward saves for its backward: storages that are not weights, each counted once.
+
+    Args:
+        run: the forward; its result is kept until the count is done.
+        weights: addresses of the storages to leave out.
+    """
+    storages: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    del result
+    return sum(storages.values())
+
+
+def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, float | None]:
+    """Bytes free for activations where the model is, and on the host if that is elsewhere; `max_bytes` replaces the
+    first."""
+    host = _free_host_bytes() * USABLE_SHARE
+    if device.type == "cpu":
+        return (host if max_bytes is None else float(max_bytes)), None
+    if max_bytes is not None or device.type != "cuda":
+        return (float("inf") if max_bytes is None else float(max_bytes)), host
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + unused) * USABLE_SHARE, host
+
+
+def _free_host_bytes() -> int:
+    """Linux says what could be had without swapping; elsewhere all physical memory stands in."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,163 @@
+"""One tree in partitions: each is computed behind its ancestors' gateways, and the gradients are those of the whole tree.
+
+Depth-first over the partitions: a partition runs forward, then everything below it forward and backward, then its own
+backward, which picks up the gradients that came back through its gateway. What happens to its activations meanwhile is
+the caller's choice of `Parents`. The loss of an edge is taken where its parent token is, so it needs no gateway; and it
+is taken right before the backward, so that no logits wait.
+
+    N tokens of the tree   M tokens of a partition
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.attention import TreeLayout
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import Gateway
+from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
+from treering.model.forward import hidden_states
+from treering.train.offload import saved_on_host
+from treering.train.parents import Parents
+from treering.train.scoring import Scorer
+from treering.tree.forest import Forest
+from treering.tree.fragment import sight_of, take_fragment
+from treering.tree.partition import PartitionedTree
+
+Event = tuple[Literal["enter", "leave"], int]
+
+LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
+"""The loss that a partition's edges add, a scalar: given its number, its edges and their scores."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A partition between its two events."""
+
+    fragment: Forest
+    layout: TreeLayout
+    hidden: Tensor | None = None
+
+
+class PartitionedStep:
+    """The forwards and backwards of one partitioned tree.
+
+    Attributes:
+        tables: the scored edges of each partition.
+        num_recomputed: tokens that were computed a second time so far.
+    """
+
+    def __init__(self, tree: PartitionedTree, wanted: NDArray[np.bool_], scorer: Scorer, parents: Parents) -> None:
+        """`wanted`: bool [N], the tokens whose edges are scored; partitions above none of these are left out."""
+        self._tree = tree
+        self._scorer = scorer
+        self._parents = parents
+        self.num_recomputed = 0
+        owner, place = np.empty((2, tree.forest.num_tokens), np.int64)
+        for i, partition in enumerate(tree.partitions):
+            owner[partition.tokens], place[partition.tokens] = i, np.arange(partition.tokens.size)
+        table = edge_table(tree.forest, wanted)
+        self.tables = split_table(table, owner, place, len(tree.partitions))
+        self.owner_of_edge = np.full(tree.forest.num_tokens, -1, np.int64)
+        self.place_of_edge = np.full(tree.forest.num_tokens, -1, np.int64)
+        for i, part in enumerate(self.tables):
+            self.owner_of_edge[part.edges], self.place_of_edge[part.edges] = i, np.arange(part.edges.size)
+        self._children = self._needed_children()
+        self._live: dict[int, _Live] = {}
+
+    def backward(self, loss_of: LossOf) -> None:
+        """Adds the gradients of the losses of all partitions to `.grad`."""
+        for event, number in self._events():
+            if event == "enter":
+                self._enter(number)
+            else:
+                self._leave(number, loss_of)
+
+    def score(self) -> EdgeScores:
+        """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients."""
+        zeros = torch.zeros(self._tree.forest.num_tokens, device=self._scorer.device)
+        everywhere: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for event, number in self._events():
+                if event == "leave":
+                    del self._live[number]
+                    continue
+                live = self._live[number] = self._open(number)
+                table = self.tables[number]
+                scores = self._scorer.scores(self._hidden(live), self._tree.forest, table)
+                at = torch.from_numpy(table.edges).to(zeros.device)
+                for name in ("logprobs", "entropy", "values"):
+                    part = getattr(scores, name)
+                    if part is not None:
+                        everywhere.setdefault(name, zeros.to(part.dtype).clone()).index_copy_(0, at, part)
+        return EdgeScores(**everywhere)
+
+    def _enter(self, number: int) -> None:
+        live = self._live[number] = self._open(number)
+        has_children = bool(self._children[number])
+        if has_children and self._parents == "recompute":
+            with torch.no_grad():
+                self._hidden(live)
+            self.num_recomputed += live.fragment.num_tokens
+            return
+        with saved_on_host(self._scorer.parts) if has_children and self._parents == "offload" else nullcontext():
+            live.hidden = self._hidden(live)
+
+    def _leave(self, number: int, loss_of: LossOf) -> None:
+        live = self._live.pop(number)
+        if live.layout.gateway is not None:
+            live.layout.gateway.close()
+        hidden = self._hidden(live) if live.hidden is None else live.hidden
+        # Gradients come back through the gateways even where the partition itself trains nothing.
+        loss = 0.0 * hidden[0, 0]
+        table = self.tables[number]
+        if table.edges.size:
+            loss = loss + loss_of(number, table, self._scorer.scores(hidden, self._tree.forest, table))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _hidden(self, live: _Live) -> Tensor:
+        return hidden_states(self._scorer.parts, live.fragment, live.layout)
+
+    def _open(self, number: int) -> _Live:
+        """A partition's tokens, with the gateways of its ancestors that they look through."""
+        partitions, forest = self._tree.partitions, self._tree.forest
+        tokens = partitions[number].tokens
+        fragment = take_fragment(forest, tokens)
+        ancestors: list[Ancestor] = []
+        above = partitions[number].parent
+        while above >= 0:
+            sight = sight_of(forest, partitions[above].tokens, tokens)
+            gateway = self._live[above].layout.gateway
+            assert gateway is not None
+            if (sight.first < sight.stop).any():
+                ancestors.append(Ancestor.seen_through(gateway, sight))
+            above = partitions[above].parent
+        gateway = Gateway() if self._children[number] else None
+        layout = TreeLayout(fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway)
+        return _Live(fragment=fragment, layout=layout)
+
+    def _needed_children(self) -> list[list[int]]:
+        """Children of each partition that have scored edges in them or below."""
+        children: list[list[int]] = [[] for _ in self._tree.partitions]
+        for number in range(len(children) - 1, 0, -1):
+            if children[number] or self.tables[number].edges.size:
+                children[self._tree.partitions[number].parent].insert(0, number)
+        return children
+
+    def _events(self) -> Iterator[Event]:
+        """Depth-first: each partition is entered before and left after all that is below it."""
+        stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self.tables[0].edges.size else []
+        while stack:
+            event, number = stack.pop()
+            yield event, number
+            if event == "enter":
+                stack += [
+                    step for child in reversed(self._children[number]) for step in (("leave", child), ("enter", child))
+                ]

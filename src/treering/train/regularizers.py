@@ -1,0 +1,94 @@
+"""What keeps a policy near a reference and its distribution wide: a KL penalty and an entropy bonus per entry.
+
+Knows log-probabilities and entropies of entries. Knows nothing of objectives.
+
+    F flat entries
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from treering.errors import ConfigError
+from treering.train.branch_values import BranchValues
+
+KlEstimator = Literal["k1", "k2", "k3"]
+"""With d = logp - reference logp: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, which is never negative."""
+
+MAX_LOG_RATIO = 60.0
+"""Log-ratios are clamped here, where the ratio (1e26) is still finite in float32: an infinite one would make gradients
+NaN even where the clip cuts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regularizers:
+    """The coefficients of both; None leaves a part out, 0 measures it without a gradient.
+
+    Attributes:
+        kl_coefficient: factor of the estimated KL(policy, reference), at least 0.
+        kl_estimator: see `KlEstimator`.
+        entropy_coefficient: factor of the entropy in nats, at least 0; a bonus, so it is subtracted.
+    """
+
+    kl_coefficient: float | None = None
+    kl_estimator: KlEstimator = "k3"
+    entropy_coefficient: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kl_estimator not in get_args(KlEstimator):
+            raise ConfigError(f"kl_estimator is one of {', '.join(get_args(KlEstimator))}, got {self.kl_estimator!r}")
+        for name in ("kl_coefficient", "entropy_coefficient"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ConfigError(f"{name} is a finite number of at least 0, got {value!r}; None leaves it out")
+
+
+def make_regularizers(
+    *,
+    ref_logprobs: BranchValues | None,
+    kl_coefficient: float | None,
+    kl_estimator: KlEstimator | None,
+    entropy_coefficient: float | None,
+) -> Regularizers:
+    """The record.
+
+    Raises:
+        ConfigError: options of the KL penalty without the others that it needs, or a coefficient that is none.
+    """
+    needed = {"ref_logprobs": ref_logprobs, "kl_coefficient": kl_coefficient}
+    missing = [name for name, option in needed.items() if option is None]
+    if missing and (len(missing) < 2 or kl_estimator is not None):
+        raise ConfigError(
+            f"a KL penalty needs ref_logprobs and kl_coefficient, got no {' and no '.join(missing)}; give both, or "
+            "none of ref_logprobs, kl_coefficient, kl_estimator"
+        )
+    return Regularizers(
+        kl_coefficient=kl_coefficient,
+        kl_estimator="k3" if kl_estimator is None else kl_estimator,
+        entropy_coefficient=entropy_coefficient,
+    )
+
+
+def estimate_kl(
+    logprobs: Float[Tensor, " F"], ref_logprobs: Float[Tensor, " F"], *, estimator: KlEstimator
+) -> Float[Tensor, " F"]:
+    """KL(policy, reference) estimated at each sampled token, differentiable in `logprobs`.
+
+    k1 and k3 are unbiased estimates, k2 is not. As a loss, k2 has the gradient of the KL on average over tokens that
+    the policy itself samples, k3 nearly so close to the reference, and k1 has none: its mean gradient is 0.
+
+    Example: logp -1.0 against -1.5 gives k1 = 0.5, k2 = 0.125 and k3 = 0.1065.
+    """
+    difference = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return torch.expm1(-bounded) + bounded

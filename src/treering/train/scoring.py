@@ -1,0 +1,49 @@
+"""How a step scores hidden states: one bundle of model parts and options that every forward of the step shares.
+
+Knows nothing of objectives, plans and gradients.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from treering.model.edges import EdgeScores, EdgeTable, score_edges
+from treering.model.families import ModelParts
+from treering.model.logits import EntropyOf
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scorer:
+    """Turns hidden states into scores of edges.
+
+    Attributes:
+        parts: of the model.
+        temperature: divides the logits.
+        entropy_of: "all" where the objective reads entropies.
+        value_head: hidden state to value, where the objective reads values.
+    """
+
+    parts: ModelParts
+    temperature: float
+    entropy_of: EntropyOf
+    value_head: nn.Module | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's embedding is."""
+        return next(self.parts.embedding.parameters()).device
+
+    def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
+        """Scores of the table's edges, whose tokens are those of `forest`."""
+        return score_edges(
+            hidden,
+            self.parts.head,
+            forest,
+            temperature=self.temperature,
+            vocab_size=self.parts.vocab_size,
+            table=table,
+            entropy_of=self.entropy_of,
+            value_head=self.value_head,
+        )

@@ -1,0 +1,70 @@
+"""What computing a forest costs in seconds: a linear model of tokens, visible pairs and segments.
+
+Knows three numbers and how they are stored. Measures nothing and reads no clock: `train.fit_costs` fits them.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from treering.errors import ConfigError, StateError
+from treering.tree.forest import Forest
+from treering.tree.stats import flat_pairs, visible_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of forward and backward, beside what every micro-batch costs whatever is in it.
+
+    Attributes:
+        token_s: seconds per distinct token.
+        pair_s: seconds per (query, visible key) pair.
+        segment_s: seconds per segment.
+
+    Example:
+        >>> costs = CostModel(token_s=1e-3, pair_s=1e-6, segment_s=1e-2)
+        >>> round(costs.of(Forest.from_sequences([[5, 6, 7], [5, 6, 8]])), 6)  # 4 tokens, 9 pairs, 3 segments
+        0.034009
+    """
+
+    token_s: float
+    pair_s: float
+    segment_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} of a cost model must be a finite number >= 0, got {value!r}; fit it again")
+        if self.token_s == self.pair_s == self.segment_s == 0:
+            raise ConfigError("a cost model needs one cost above 0, got three zeros; fit it again")
+
+    def cost(self, num_tokens: int, num_pairs: int, num_segments: int) -> float:
+        """Seconds of that many tokens, visible pairs and segments."""
+        return self.token_s * num_tokens + self.pair_s * num_pairs + self.segment_s * num_segments
+
+    def of(self, forest: Forest) -> float:
+        """Seconds of computing each distinct token of a forest once."""
+        return self.cost(forest.num_tokens, visible_pairs(forest), forest.num_segments)
+
+    def of_branches(self, forest: Forest) -> float:
+        """Seconds of computing every branch of a forest as a sequence of its own."""
+        return self.cost(forest.num_branch_tokens, flat_pairs(forest), forest.num_branches)
+
+    def to_json(self) -> str:
+        """One JSON object that `from_json` reads back to the same numbers."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "CostModel":
+        """The cost model that `to_json` wrote.
+
+        Raises:
+            StateError: the text is no such object.
+        """
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, ConfigError) as error:
+            raise StateError(
+                f"a stored cost model is a JSON object with token_s, pair_s and segment_s, got {text[:80]!r} ({error}); "
+                "delete it and fit again"
+            ) from error

@@ -1,0 +1,157 @@
+"""Attention through gateways: calls cover what is seen once, values equal the whole tree's, gradients come back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.forests import SHAPES, sequence_sets
+from tests.partitions import random_partitions
+from treering.attention import BACKENDS, TreeLayout, attend
+from treering.attention.ancestors import MIN_RUN_TOKENS, Ancestor, ancestor_calls
+from treering.attention.gateway import Gateway, KeysValues
+from treering.attention.schedule import Visibility
+from treering.errors import StateError
+from treering.tree.forest import Forest
+from treering.tree.fragment import Sight, sight_of, take_fragment
+from treering.tree.partition import Partition
+
+CPU = torch.device("cpu")
+SCALE = 0.3
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def random_inputs(num_tokens: int) -> Inputs:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, heads, num_tokens, 8) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+def in_partitions(inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: str) -> None:
+    """Runs all partitions forward, then all backward from the last, with the loss sum(out * cos(index))."""
+    layouts: list[TreeLayout] = []
+    losses: list[Tensor] = []
+    for part in partitions:
+        ancestors = []
+        above = part.parent
+        while above >= 0:
+            gateway = layouts[above].gateway
+            assert gateway is not None
+            ancestors.append(
+                Ancestor.seen_through(gateway, sight_of(tree, partitions[above].tokens, part.tokens))
+            )
+            above = partitions[above].parent
+        fragment = take_fragment(tree, part.tokens)
+        layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors), gateway=Gateway())
+        rows = torch.from_numpy(part.tokens.astype(np.int64))
+        out = attend(*(x[:, :, rows] for x in inputs), layout=layout, scale=SCALE, backend=backend, layer=3)  # type: ignore[arg-type]
+        layouts.append(layout)
+        losses.append(loss_of(out, rows))
+    for loss in reversed(losses):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def loss_of(out: Tensor, rows: Tensor) -> Tensor:
+    size = out.shape[1] * out.shape[3]
+    weights = torch.cos(rows[:, None] * size + torch.arange(size)).double()
+    return (out[0].transpose(0, 1).reshape(-1, size) * weights).sum()
+
+
+def gradients(inputs: Inputs) -> list[Tensor]:
+    taken = [x.grad.clone() for x in inputs if x.grad is not None]
+    for x in inputs:
+        x.grad = None
+    return taken
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(sequences=sequence_sets(), seed=st.integers(0, 10**6), size=st.integers(1, 12))
+@settings(max_examples=40)
+def test_gradients_through_gateways_equal_those_of_the_whole_tree(
+    backend: str, sequences: list[list[int]], seed: int, size: int
+) -> None:
+    tree = Forest.from_sequences(sequences).trees()[0]
+    inputs = random_inputs(tree.num_tokens)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), scale=SCALE, backend="reference")
+    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(inputs)
+    in_partitions(inputs, tree, random_partitions(tree, seed, size), backend)
+    for got, wanted in zip(gradients(inputs), expected, strict=True):
+        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_exact_through_gateways(shape: str) -> None:
+    tree = max(Forest.from_sequences(SHAPES[shape]).trees(), key=lambda tree: tree.num_tokens)
+    inputs = random_inputs(tree.num_tokens)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), scale=SCALE, backend="reference")
+    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(inputs)
+    in_partitions(inputs, tree, random_partitions(tree, 0, 60, cut=0.02), "segments")
+    for got, wanted in zip(gradients(inputs), expected, strict=True):
+        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+
+
+@given(sequences=sequence_sets(max_sequences=12, max_extra=30), seed=st.integers(0, 10**6), size=st.integers(1, 40))
+def test_calls_cover_each_visible_pair_once_and_leave_no_row_blind(
+    sequences: list[list[int]], seed: int, size: int
+) -> None:
+    tree = Forest.from_sequences(sequences).trees()[0]
+    partitions = random_partitions(tree, seed, size)
+    for part in partitions:
+        above = part.parent
+        while above >= 0:
+            assert_covered(sight_of(tree, partitions[above].tokens, part.tokens), part.num_tokens)
+            above = partitions[above].parent
+
+
+def assert_covered(sight: Sight, num_queries: int) -> None:
+    rows = np.arange(num_queries)[:, None]
+    visible = (sight.first[None, :] <= rows) & (rows < sight.stop[None, :])
+    covered = np.zeros(visible.shape, int)
+    for call in ancestor_calls(sight):
+        seen = call.mask(sight)
+        assert seen.any(1).all(), "a row without a key has no softmax"
+        assert call.visibility is Visibility.MASKED or seen.all()
+        covered[np.ix_(np.arange(call.query_start, call.query_stop), call.key_indices())] += seen
+    assert np.array_equal(covered, visible)
+
+
+def test_a_long_run_of_keys_is_one_call_that_copies_nothing() -> None:
+    sight = Sight(first=np.zeros(MIN_RUN_TOKENS, np.int64), stop=np.full(MIN_RUN_TOKENS, 10))
+    (call,) = ancestor_calls(sight)
+    assert (call.keys, call.visibility, call.query_stop) == (None, Visibility.FULL, 10)
+
+
+def test_short_runs_share_a_call() -> None:
+    first, stop = np.array([0, 0, 3, 9, 0]), np.array([10, 10, 5, 9, 10])
+    (call,) = ancestor_calls(Sight(first=first, stop=stop))
+    assert call.keys is not None
+    assert (call.keys.tolist(), call.visibility) == ([0, 1, 2, 4], Visibility.MASKED)
+
+
+def test_gradients_are_summed_in_float32_for_bfloat16() -> None:
+    gateway = Gateway()
+    ones = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
+    gateway.export(0, ones, ones)
+    for _ in range(257):
+        gateway.add_gradient(0, slice(None), KeysValues(ones, ones))
+    total = gateway.take_gradient(0)
+    assert total is not None
+    assert (total.key.dtype, total.key[0, 0, 0, 0].item()) == (torch.float32, 257.0)
+    assert gateway.take_gradient(0) is None
+
+
+def test_a_partition_that_runs_before_its_parent_is_refused() -> None:
+    gateway = Gateway()
+    with pytest.raises(StateError, match="layer 2 of an ancestor partition is not there: it must run before"):
+        gateway.read(2)
+    gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    assert gateway.num_bytes == 2 * 3 * 4 * 4
+    gateway.close()
+    gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    with pytest.raises(StateError, match="is not there"):
+        gateway.read(2)

@@ -1,0 +1,53 @@
+"""Law 2 for every objective and option: loss and gradients are those of flat sequences, whole and in micro-batches."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.forests import SHAPES
+from tests.models import assert_gradients_equal, build_float64, take_gradients
+from tests.train.flat_objectives import Data, data_of, datas, run_flat
+from tests.train.objective_cases import CASES, Case
+from treering.train.step import BackwardResult, backward
+from treering.tree.forest import Forest
+
+EXACT = 1e-10
+MODEL = build_float64()
+HEAD = nn.Linear(32, 1).double()
+SHAPED = [SHAPES["bushy"][:6], SHAPES["prefixes of each other"], SHAPES["duplicates"], [[3]]]
+
+
+def assert_case_is_exact(
+    case: Case, data: Data, *, max_tokens: int | None = None, temperature: float = 1.0
+) -> BackwardResult:
+    expected = case.loss(data, run_flat(MODEL, data, value_head=HEAD, temperature=temperature))
+    if expected.requires_grad:
+        expected.backward()  # type: ignore[no-untyped-call]
+    both = nn.ModuleList([MODEL, HEAD])
+    expected_gradients = take_gradients(both)
+    result = backward(
+        MODEL,
+        [Forest.from_sequences(group) for group in data.groups],
+        case.make(data),
+        max_tokens,
+        temperature=temperature,
+        value_head=HEAD if case.needs_value_head else None,
+    )
+    assert result.loss == pytest.approx(expected.item(), rel=EXACT, abs=EXACT)
+    assert_gradients_equal(take_gradients(both), expected_gradients, EXACT)
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=datas(MODEL), temperature=st.sampled_from([1.0, 0.7]))
+@settings(max_examples=3)
+def test_an_objective_equals_its_flat_version(name: str, data: Data, temperature: float) -> None:
+    assert_case_is_exact(CASES[name], data, temperature=temperature)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_so_in_micro_batches(name: str) -> None:
+    data = data_of(SHAPED, MODEL, seed=7)
+    largest = max(Forest.from_sequences(group).num_tokens for group in data.groups)
+    assert len(assert_case_is_exact(CASES[name], data, max_tokens=largest).plan.micro_batches) > 1
