@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from benchmarks.peer import HINT, PeerResult, find_peers
 from benchmarks.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
-from benchmarks.tree_real import MAX_TOKENS, MIN_MEAN_SEGMENT, MIN_SHARING, measure_sets
+from benchmarks.tree_counts import MIN_MEAN_SEGMENT, MIN_SHARING
+from benchmarks.tree_real import MAX_TOKENS, measure_sets
 from benchmarks.tree_sets import SAMPLE_TOKENS, SEED, SET_NAMES, TaskSample, TaskSource, find_source
 from benchmarks.tree_sets import SHAPE as SET_SHAPE
 from benchmarks.tree_steps import BASELINES, build_steps, gradient_after, relative_error
@@ -26,7 +27,7 @@ from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
-__all__ = ["HINT", "NO_DATA", "CaseResult", "measure"]
+__all__ = ["HINT", "CaseResult", "measure"]
 
 NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 NUM_RUNS = 5
@@ -71,11 +72,11 @@ def measure(
     tokenizer: Path | None = None,
     on_progress: OnProgress = lambda words, done=None: None,
 ) -> dict[str, Any]:
-    """The report: `{"cases": [CaseResult...], "sets": [SetResult...], "environment": {...}}`, ready for JSON.
+    """The report, ready for JSON: lists of results under "cases" and "sets", the "environment", and "notes" in words.
 
     Args:
         cases: instead of the published ones.
-        num_runs: rounds; None is `NUM_RUNS` for cases, and `tree_real.default_runs` for sets.
+        num_runs: rounds; None is `NUM_RUNS` for cases, and `tree_counts.default_runs` for sets.
         only: names of cases and sets; all of them when empty.
         sample_tokens: flat tokens of a set, about; None trains all of its tasks.
         tokenizer: folder of another tokenizer than the data folder's.
@@ -101,6 +102,7 @@ def measure(
         "cases": [asdict(result) for result in results],
         "sets": [asdict(result) for result in sets],
         "environment": environment(num_runs or NUM_RUNS, sample_tokens),
+        "notes": [NO_DATA] if source is None and not only else [],
     }
 
 

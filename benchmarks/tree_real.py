@@ -8,26 +8,17 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.saved_bytes import watch_saved_bytes
 from benchmarks.timing import Step, interleaved_seconds, wall_seconds
 from benchmarks.tree_cases import build_model
+from benchmarks.tree_counts import SetCounts, count, default_runs, tokens_at_peak, work_of
 from benchmarks.tree_sets import SHAPE, TaskSample
 from benchmarks.tree_steps import BASELINES, build_steps, gradient, relative_error
-from treering.tree.forest import Forest
-from treering.tree.stats import branching, flat_work, tree_work, work_bounds
 
 MAX_TOKENS = 16_384
 """Tokens of a micro-batch, for every way."""
-
-MIN_SHARING = 0.4
-MIN_MEAN_SEGMENT = 32.0
-"""Sets with that much sharing in segments that long are held to a share of the FLOP bound."""
-
-NUM_RUNS = 3
-"""Rounds of a set that is held to something; one of the others, unless the caller says how many."""
 
 MAX_LAG = 1.1
 """A baseline that takes this much longer than the fastest one in the first round is not run again."""
@@ -40,25 +31,6 @@ OnWay = Callable[[str, int], None]
 
 OnShare = Callable[[str, float], None]
 """Told in words what is being measured, and the share of all work that is done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetCounts:
-    """What a sample holds; all of it counts, no clock."""
-
-    num_tasks: int
-    num_tasks_of_set: int
-    num_branches: int
-    flat_tokens: int
-    unique_tokens: int
-    trained_tokens: int
-    """Tokens with loss, counted by branches."""
-    sharing: float
-    mean_segment: float
-    token_bound: float
-    flop_bound: float
-    gated: bool
-    """Whether the set is held to a share of the FLOP bound: enough sharing, in segments long enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,42 +56,10 @@ class SetResult:
     saved_bytes: int
     """Most bytes that the tree step kept for its backward at one time, parameters left out."""
     flat_saved_bytes: int
-    """The same of packed chains with the same micro-batch tokens."""
-
-
-def count(sample: TaskSample) -> SetCounts:
-    """Tokens, sharing and bounds of a sample with the model `SHAPE`.
-
-    Example: one task of [5, 6, 7] and [5, 6, 8] has 6 flat and 4 unique tokens, sharing 0.33 and mean segment 1.33.
-    """
-    forests = [Forest.from_sequences(group) for group in sample.groups]
-    lengths = np.array([sequence.size for group in sample.groups for sequence in group])
-    flat, tree = flat_work(lengths), tree_work(forests)
-    bounds, sharing = work_bounds(flat, tree, SHAPE), 1.0 - tree.num_tokens / flat.num_tokens
-    mean_segment = branching(*forests).mean_segment_length
-    return SetCounts(
-        num_tasks=len(forests),
-        num_tasks_of_set=sample.num_tasks_of_set,
-        num_branches=lengths.size,
-        flat_tokens=flat.num_tokens,
-        unique_tokens=tree.num_tokens,
-        trained_tokens=sample.num_trained_tokens,
-        sharing=sharing,
-        mean_segment=mean_segment,
-        token_bound=bounds.token_bound,
-        flop_bound=bounds.flop_bound,
-        gated=sharing >= MIN_SHARING and mean_segment >= MIN_MEAN_SEGMENT,
-    )
-
-
-def default_runs(counts: SetCounts) -> int:
-    """Rounds where the caller names none: `NUM_RUNS` for a set that is gated or shares nothing, else one."""
-    return NUM_RUNS if counts.gated or counts.sharing == 0.0 else 1
-
-
-def work_of(counts: SetCounts, num_runs: int) -> int:
-    """Tokens that measuring a set computes, if one baseline outlasts the first round."""
-    return num_runs * (counts.flat_tokens + counts.unique_tokens) + (len(BASELINES) - 1) * counts.flat_tokens
+    """The same of packed chains with the same budget of tokens per micro-batch."""
+    tokens_at_peak: int
+    """Tokens of the largest micro-batch or chain of partitions that the tree step kept them for."""
+    flat_tokens_at_peak: int
 
 
 def measure_sets(
@@ -176,6 +116,8 @@ def measure_set(
         baseline_grad_errors={name: first.errors[name] for name in BASELINES},
         saved_bytes=first.saved_bytes["tree"],
         flat_saved_bytes=first.saved_bytes["packed_chains"],
+        tokens_at_peak=tokens_at_peak(sample.groups, max_tokens),
+        flat_tokens_at_peak=tokens_at_peak([[branch] for group in sample.groups for branch in group], max_tokens),
     )
 
 

@@ -40,9 +40,7 @@ def in_partitions(inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...
         while above >= 0:
             gateway = layouts[above].gateway
             assert gateway is not None
-            ancestors.append(
-                Ancestor.seen_through(gateway, sight_of(tree, partitions[above].tokens, part.tokens))
-            )
+            ancestors.append(Ancestor.seen_through(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
             above = partitions[above].parent
         fragment = take_fragment(tree, part.tokens)
         layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors), gateway=Gateway())

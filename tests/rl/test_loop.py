@@ -227,16 +227,12 @@ def test_a_step_with_no_rollout_at_all_is_reported_without_rewards() -> None:
     assert report.update is None
 
 
-def test_a_tree_over_the_budget_is_refused_before_any_weight_moves() -> None:
-    loop = scripted_loop(max_tokens=5)
-    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    with pytest.raises(InputError, match="max_tokens"):
-        loop.step()
-    assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
-    assert loop.num_steps_done == 0
-    # The engine is idle again, and no draw was spent.
-    with pytest.raises(InputError, match="max_tokens"):
-        loop.step()
+def test_a_tree_over_the_budget_trains_in_partitions_to_the_same_weights() -> None:
+    whole, cut = scripted_loop(), scripted_loop(max_tokens=5)
+    reports = [loop.step() for loop in (whole, cut)]
+    assert reports[1].update.num_micro_batches > reports[0].update.num_micro_batches
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(cut.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_whose_gradient_is_not_finite_moves_no_weight_and_no_version() -> None:

@@ -1,18 +1,20 @@
 """The traps of tree training, each built in on purpose: law 2's check must catch every one of them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import treering.model.forward as forward_module
 from tests.models import build_float64
 from tests.train.flat import Batch
 from tests.train.test_backward import assert_step_is_exact, batch_of
 from treering.model import edges
 from treering.model.edges import EdgeTable
-from treering.train import step
+from treering.train import evaluation, step, units
+from treering.train.flat_batch import FlatBatch
 from treering.train.objectives import Entries
 from treering.tree.forest import Forest
 
@@ -49,19 +51,19 @@ def shift_labels_in_packed_order(patch: pytest.MonkeyPatch) -> None:
         rows, edge_row = np.unique(table.edges[order] - 1, return_inverse=True)
         return EdgeTable(rows=rows, edges=table.edges[order], edge_row=edge_row)
 
-    patch.setattr(forward_module, "edge_table", shifted)
+    patch.setattr(units, "edge_table", shifted)
 
 
 def number_positions_in_packed_order(patch: pytest.MonkeyPatch) -> None:
     """RoPE rotates by packed index instead of depth."""
-    honest = forward_module.hidden_states
+    honest = units.hidden_states
 
     def misplaced(parts: object, forest: Forest) -> torch.Tensor:
         packed = np.arange(forest.num_tokens, dtype=np.int32)
         moved = Forest(**{name: getattr(forest, name) for name in FIELDS} | {"position": packed})
         return honest(parts, moved)  # type: ignore[arg-type]
 
-    patch.setattr(forward_module, "hidden_states", misplaced)
+    patch.setattr(units, "hidden_states", misplaced)
 
 
 def drop_first_tokens_of_children(patch: pytest.MonkeyPatch) -> None:
@@ -73,29 +75,28 @@ def drop_first_tokens_of_children(patch: pytest.MonkeyPatch) -> None:
         kept[forest.segment_start] = False
         return honest(forest, kept)
 
-    patch.setattr(forward_module, "edge_table", dropped)
+    patch.setattr(units, "edge_table", dropped)
 
 
 def average_advantages_before_clipping(patch: pytest.MonkeyPatch) -> None:
     """Shared tokens get the mean advantage of their branches: right for a linear loss, wrong under a clip."""
-    honest = step._flat_batch
+    honest = step.flatten_batch
 
-    def averaged(forests: list[Forest], *rest: object) -> step._FlatBatch:
+    def averaged(forests: list[Forest], *rest: object) -> FlatBatch:
         batch = honest(forests, *rest)  # type: ignore[arg-type]
         indices, _ = forests[0].paths()
         advantages = batch.values["advantages"]
         means = np.bincount(indices, advantages) / np.maximum(np.bincount(indices), 1)
-        batch.values["advantages"] = means[indices]
-        return batch
+        return replace(batch, values={**batch.values, "advantages": means[indices]})
 
-    patch.setattr(step, "_flat_batch", averaged)
+    patch.setattr(step, "flatten_batch", averaged)
 
 
 def count_shared_tokens_once_too_few(patch: pytest.MonkeyPatch) -> None:
     """Shared tokens enter with the weight of one branch: gradients are not restored."""
-    honest = step._flat_batch
+    honest = step.flatten_batch
 
-    def unrestored(forests: list[Forest], *rest: object) -> step._FlatBatch:
+    def unrestored(forests: list[Forest], *rest: object) -> FlatBatch:
         batch = honest(forests, *rest)  # type: ignore[arg-type]
         indices, _ = forests[0].paths()
         _, first = np.unique(indices, return_index=True)
@@ -104,19 +105,21 @@ def count_shared_tokens_once_too_few(patch: pytest.MonkeyPatch) -> None:
         batch.weights[repeated] = 0.0
         return batch
 
-    patch.setattr(step, "_flat_batch", unrestored)
+    patch.setattr(step, "flatten_batch", unrestored)
 
 
 def clip_the_sum_of_branches(patch: pytest.MonkeyPatch) -> None:
     """One clipped term per token instead of one per branch."""
     honest = Entries
 
-    def summed(*, logprobs: torch.Tensor, values: dict[str, torch.Tensor]) -> Entries:
+    def summed(*, logprobs: torch.Tensor, values: dict[str, torch.Tensor], **rest: Any) -> Entries:
         return honest(
-            logprobs=logprobs, values={**values, "old_logprobs": values["old_logprobs"].mean().expand_as(logprobs)}
+            logprobs=logprobs,
+            values={**values, "old_logprobs": values["old_logprobs"].mean().expand_as(logprobs)},
+            **rest,
         )
 
-    patch.setattr(step, "Entries", summed)
+    patch.setattr(evaluation, "Entries", summed)
 
 
 FIELDS = ("tokens", "parent", "position", "subtree_end", "branch_end", "segment_start", "segment_parent")

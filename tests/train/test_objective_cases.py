@@ -51,3 +51,11 @@ def test_it_does_so_in_micro_batches(name: str) -> None:
     data = data_of(SHAPED, MODEL, seed=7)
     largest = max(Forest.from_sequences(group).num_tokens for group in data.groups)
     assert len(assert_case_is_exact(CASES[name], data, max_tokens=largest).plan.micro_batches) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_so_in_partitions(name: str) -> None:
+    result = assert_case_is_exact(CASES[name], data_of(SHAPED, MODEL, seed=8), max_tokens=12)
+    assert result.plan.partitioned
+    is_of_sequences = CASES[name].make(data_of(SHAPED, MODEL, seed=8)).scope != "entry"
+    assert (result.num_scoring_tokens > 0) == is_of_sequences

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from benchmarks.saved_bytes import peak_saved_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from benchmarks.saved_bytes import peak_saved_bytes
 from tests.forests import SHAPES, comb, star
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, take_gradients
 from tests.partitions import chain_partitions, random_partitions
@@ -21,7 +21,7 @@ from tests.train.test_backward import assert_step_is_exact, batch_of, objective_
 from treering.attention import BACKENDS
 from treering.attention.gateway import Gateway
 from treering.errors import ConfigError
-from treering.train import partitioned, step
+from treering.train import partitioned, step, units
 from treering.train.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import sft
 from treering.train.parents import Memory, Parents, choose_parents, free_memory, saved_bytes
@@ -227,7 +227,9 @@ def see_no_ancestors(patch: pytest.MonkeyPatch) -> None:
     """A partition begins as if nothing were above it."""
     honest = partitioned.TreeLayout
     patch.setattr(
-        partitioned, "TreeLayout", lambda fragment, device, *, ancestors, gateway: honest(fragment, device, gateway=gateway)
+        partitioned,
+        "TreeLayout",
+        lambda fragment, device, *, ancestors, gateway: honest(fragment, device, gateway=gateway),
     )
 
 
@@ -237,7 +239,9 @@ def see_the_parent_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         partitioned,
         "TreeLayout",
-        lambda fragment, device, *, ancestors, gateway: honest(fragment, device, ancestors=ancestors[:1], gateway=gateway),
+        lambda fragment, device, *, ancestors, gateway: honest(
+            fragment, device, ancestors=ancestors[:1], gateway=gateway
+        ),
     )
 
 
@@ -358,3 +362,19 @@ def test_options_that_make_no_sense_are_refused_before_any_gradient() -> None:
         with pytest.raises(ConfigError, match=message):
             backward(MODEL, forest, sft(), 2, **options)  # type: ignore[arg-type]
     assert all(weight.grad is None for weight in MODEL.parameters())
+
+
+def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    honest = units.hidden_states
+    monkeypatch.setattr(units, "hidden_states", lambda *given: passes.append(0) or honest(*given))  # type: ignore[func-returns-value]
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
+    backward(MODEL, forest, sft(normalizer="sum"))
+    expected = take_gradients(MODEL)
+    del passes[:]
+    backward(MODEL, forest, sft(normalizer="sum"), min_micro_batches=4)
+    assert len(passes) == 4
+    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
+    backward(MODEL, forest, sft([[0, 0, 0]] * 2), min_micro_batches=2)
+    assert len(passes) == 6
+    assert all(not gradient.any() for gradient in take_gradients(MODEL).values())

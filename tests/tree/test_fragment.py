@@ -1,5 +1,7 @@
 """A fragment keeps structure and positions of its tree, and a query sees a key iff it descends from it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,7 +45,7 @@ def test_segments_of_a_fragment_are_chains_of_one_end(sequences: list[list[int]]
     tree = Forest.from_sequences(sequences)
     fragment = take_fragment(tree, chosen_tokens(tree, seed))
     bounds = [*fragment.segment_start.tolist(), fragment.num_tokens]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         assert len(set(fragment.subtree_end[start:stop].tolist())) == 1
     for number, above in enumerate(fragment.segment_parent.tolist()):
         parent = int(fragment.parent[fragment.segment_start[number]])

@@ -8,6 +8,7 @@ unmasked call on the keys where they stand; short runs are gathered and computed
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def _runs(sight: Sight) -> Iterator[_Run]:
     """Maximal runs of neighbouring keys that the same query rows see; keys that none sees are left out."""
     changes = (np.diff(sight.first) != 0) | (np.diff(sight.stop) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), sight.first.size]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         if start < stop and sight.first[start] < sight.stop[start]:
             yield _Run(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
 
@@ -111,6 +112,6 @@ def _as_call(runs: list[_Run]) -> Call:
 
 
 def _gathered(runs: list[_Run]) -> Int64Array | None:
-    if all(left.stop == right.start for left, right in zip(runs[:-1], runs[1:], strict=True)):
+    if all(left.stop == right.start for left, right in pairwise(runs)):
         return None
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])

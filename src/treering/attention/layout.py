@@ -54,7 +54,7 @@ class TreeLayout:
         return self._schedule
 
     def visible(self) -> torch.Tensor:
-        """The whole mask, bool [N, N], ancestors' keys before the own ones. For the reference only: others stay O(N)."""
+        """The whole mask, bool [N, N], ancestors' keys before the own ones. For the reference only: others are O(N)."""
         index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
         sights = [*(ancestor.sight for ancestor in self.ancestors), self._sight]
         first, stop = (torch.from_numpy(np.concatenate(ranges)).to(self.device) for ranges in zip(*sights, strict=True))

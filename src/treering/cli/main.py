@@ -164,14 +164,26 @@ def bench(
             "generate."
         ),
     ],
-    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs per case; medians are reported.")] = 5,
+    runs: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Timed runs per case, whose median is reported; 5, and 1 to 3 for sets."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="tree: these cases and sets only, such as star,toolbench.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="tree: all tasks of every set instead of a sample; takes hours.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="tree: another tokenizer than that of the real-data folder.")
+    ] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure a claim on this machine, with its baseline beside it.
 
-    Example: treering bench engine --json
+    Example: treering bench tree --only star,toolbench --json
     """
     from treering.cli.bench import run
 
-    run(name=name, json_output=json_output, out=out, runs=runs)
+    run(name=name, json_output=json_output, out=out, runs=runs, only=only, full=full, tokenizer=tokenizer)

@@ -18,7 +18,7 @@ from treering.train.optim import OptimOptions
 
 # Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
 # [history]: what a rollout says does not depend on them.
-_FREE_TO_CHANGE = frozenset({"max_tokens", "gradient_checkpointing", "num_train_threads"})
+_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "gradient_checkpointing", "num_train_threads"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
@@ -41,6 +41,8 @@ def rl_options(config: RlConfig, source: TaskSource) -> RlOptions:
         entropy_coefficient=rl.entropy_coefficient,
         layout=rl.layout,
         max_tokens=rl.max_tokens,
+        parents=rl.parents,
+        max_bytes=rl.max_bytes,
         autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
         gradient_checkpointing=rl.gradient_checkpointing,
         num_train_threads=rl.num_train_threads,

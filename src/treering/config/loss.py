@@ -17,7 +17,7 @@ Parents = Annotated[
     ),
 ]
 MaxBytes = Annotated[
-    int | None, Field(ge=1, description="Room that parents = \"auto\" may fill with activations; none: what is free.")
+    int | None, Field(ge=1, description='Room that parents = "auto" may fill with activations; none: what is free.')
 ]
 
 

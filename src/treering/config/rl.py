@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import check_divisor, check_importance, check_packed
+from treering.config.loss import MaxBytes, Parents, check_divisor, check_importance, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
@@ -77,8 +77,10 @@ class LoopConfig(Config):
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
     max_tokens: Count = Field(
-        default=16384, description="Unique tokens per micro-batch, at most; the largest tree must fit."
+        default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
     )
+    parents: Parents = "auto"
+    max_bytes: MaxBytes = None
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )

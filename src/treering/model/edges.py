@@ -68,7 +68,9 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
     return EdgeTable(rows=rows.astype(np.int64), edges=edges, edge_row=edge_row.astype(np.int64))
 
 
-def split_table(table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int) -> list[EdgeTable]:
+def split_table(
+    table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int
+) -> list[EdgeTable]:
     """One table for each partition of a tree: its rows, and the edges of their children, wherever those are.
 
     So a child's first token is scored where its parent's last hidden state is.

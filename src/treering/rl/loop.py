@@ -83,7 +83,13 @@ class RlLoop(Resumable[RlStepReport]):
         model.train()
         enable_gradient_checkpointing(model, options.gradient_checkpointing)
         self._updater = Updater(
-            model, optim, max_tokens=options.max_tokens, autocast=options.autocast, backend=options.backend
+            model,
+            optim,
+            max_tokens=options.max_tokens,
+            parents=options.parents,
+            max_bytes=options.max_bytes,
+            autocast=options.autocast,
+            backend=options.backend,
         )
         self._num_steps_done = 0
         self._version = 0
@@ -119,7 +125,7 @@ class RlLoop(Resumable[RlStepReport]):
         A step in which no group teaches anything moves no weight and keeps the policy version.
 
         Raises:
-            InputError: a prompt that the engine cannot hold, or a tree over `max_tokens`; no weight has moved then.
+            InputError: a prompt that the engine cannot hold; no weight has moved then.
             StateError: gradients that are not finite; the weights are still those of the last step.
         """
         engine, started = self.engine, time.perf_counter()

@@ -15,6 +15,7 @@ from treering.train.batches import Layout, check_layout
 from treering.train.compute import Autocast, GradientCheckpointing
 from treering.train.importance import ImportanceMode
 from treering.train.objectives import Clip, Objective
+from treering.train.parents import ParentsOption
 from treering.train.weights import Normalizer
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
@@ -60,7 +61,11 @@ class RlOptions:
     layout: Layout = "tree"
     """"tree", or "packed" to train every sequence by itself (the off-switch)."""
     max_tokens: int | None = None
-    """Distinct tokens per micro-batch; None trains a step at one time."""
+    """Distinct tokens per micro-batch and partition; None trains a step at one time."""
+    parents: ParentsOption = "auto"
+    """Of trees over `max_tokens`, see `backward`."""
+    max_bytes: int | None = None
+    """Room for activations, see there."""
     autocast: Autocast = "none"
     """"bfloat16" trains in bfloat16 where torch's autocast allows, over the weights' own dtype."""
     gradient_checkpointing: GradientCheckpointing = "none"

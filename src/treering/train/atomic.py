@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all, and that can tell whether they are still whole.
+"""Folders and files that appear whole or not at all; folders can tell whether they are still whole.
 
-Written beside their place under a hidden name, flushed to the disk and renamed; a manifest holds the size and SHA-256
-of every file. Knows nothing of what the files mean, and needs no torch.
+Written beside their place under a hidden name, flushed to the disk and renamed; a folder's manifest holds the size and
+SHA-256 of every file. Knows nothing of what the files mean, and needs no torch.
 """
 
 import hashlib
@@ -44,6 +44,21 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
         remove_folder(target)
     os.rename(draft, target)
     _flush(parent)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Makes or replaces the file `target`; a kill at any moment leaves the old one or the new one, whole.
+
+    Several processes may write one target at a time: the last one wins.
+
+    Example: `write_text(Path("costs.json"), "{}")`.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    _flush(draft)
+    os.replace(draft, target)
+    _flush(target.parent)
 
 
 def remove_folder(folder: Path) -> None:

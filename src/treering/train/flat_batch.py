@@ -92,7 +92,9 @@ class Selection:
             branches=np.concatenate([nothing, *(part.branches for part in parts)]),
             edges=np.concatenate([nothing, *(p.edges + first for p, first in zip(parts, first_edge, strict=False))]),
             entries=np.concatenate([nothing, *(part.entries for part in parts)]),
-            branch=np.concatenate([nothing, *(p.branch + first for p, first in zip(parts, first_branch, strict=False))]),
+            branch=np.concatenate(
+                [nothing, *(p.branch + first for p, first in zip(parts, first_branch, strict=False))]
+            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""One tree in partitions: each is computed behind its ancestors' gateways, and the gradients are those of the whole tree.
+"""One tree in partitions: each is computed behind its ancestors' gateways; gradients are those of the whole tree.
 
 Depth-first over the partitions: a partition runs forward, then everything below it forward and backward, then its own
 backward, which picks up the gradients that came back through its gateway. What happens to its activations meanwhile is
@@ -50,6 +50,7 @@ class PartitionedStep:
 
     Attributes:
         tables: the scored edges of each partition.
+        num_passes: forwards with a backward so far.
         num_recomputed: tokens that were computed a second time so far.
     """
 
@@ -58,6 +59,7 @@ class PartitionedStep:
         self._tree = tree
         self._scorer = scorer
         self._parents = parents
+        self.num_passes = 0
         self.num_recomputed = 0
         owner, place = np.empty((2, tree.forest.num_tokens), np.int64)
         for i, partition in enumerate(tree.partitions):
@@ -110,6 +112,7 @@ class PartitionedStep:
             live.hidden = self._hidden(live)
 
     def _leave(self, number: int, loss_of: LossOf) -> None:
+        self.num_passes += 1
         live = self._live.pop(number)
         if live.layout.gateway is not None:
             live.layout.gateway.close()

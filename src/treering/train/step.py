@@ -134,7 +134,9 @@ def backward(
     plan = plan_batch(forests, max_tokens, costs=costs, min_micro_batches=min_micro_batches)
     with nullcontext() if is_active(parts) else tree_attention(model, backend):
         batch = flatten_batch(forests, objective, sum_over_ranks or _on_one_rank)
-        run = StepRun(plan, objective, batch, scorer, parents=parents, max_bytes=max_bytes)
+        run = StepRun(
+            plan, objective, batch, scorer, parents=parents, max_bytes=max_bytes, min_micro_batches=min_micro_batches
+        )
         run.backward()
     num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
     return BackwardResult(

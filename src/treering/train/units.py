@@ -51,8 +51,11 @@ class StepRun:
         *,
         parents: ParentsOption,
         max_bytes: int | None,
+        min_micro_batches: int,
     ) -> None:
         """`scorer` is that of the model; the caller is inside `tree_attention`."""
+        self._min_passes = min_micro_batches
+        self._num_passes = 0
         self.totals = Totals()
         self.num_recomputed_tokens = 0
         self.num_scoring_tokens = 0
@@ -73,12 +76,13 @@ class StepRun:
                 self._run_whole(unit, self._selected[number], vectors.get(number))
             else:
                 self._run_partitioned(unit, self._selected[number], vectors.get(number))
+        for _ in range(self._num_passes, self._min_passes):
+            self._run_nothing()
 
     def _run_whole(self, unit: MicroBatch, selected: Selection, vectors: EdgeScores | None) -> None:
-        if unit.forest.num_tokens == 0:
-            return self._run_nothing()
         if selected.entries.size == 0:
             return
+        self._num_passes += 1
         table = edge_table(unit.forest, _wanted(unit.forest, selected))
         hidden = hidden_states(self._scorer.parts, unit.forest)
         scores = self._scorer.scores(hidden, unit.forest, table)
@@ -108,6 +112,7 @@ class StepRun:
             return evaluate(self._objective, self._batch, scores, places, own, self.totals)
 
         step.backward(loss_of)
+        self._num_passes += step.num_passes
         self.num_recomputed_tokens += step.num_recomputed
 
     def _crossing(self) -> list[int]:

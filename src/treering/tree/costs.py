@@ -65,6 +65,7 @@ class CostModel:
             return cls(**json.loads(text))
         except (ValueError, TypeError, ConfigError) as error:
             raise StateError(
-                f"a stored cost model is a JSON object with token_s, pair_s and segment_s, got {text[:80]!r} ({error}); "
+                f"a stored cost model is a JSON object with token_s, pair_s and segment_s, got {text[:60]!r} "
+                f"({error}); "
                 "delete it and fit again"
             ) from error

@@ -197,7 +197,8 @@ def cut_runs(
             state.tail[segment] = state.tail[kept.max()]
         _cut_segment(state, segment, state.size[kept].sum(), budget)
     _cut_range(state, 0, state.tail[0])
-    return _sorted_runs(state, parent)
+    runs: Runs = _sorted_runs(state, parent)
+    return runs
 
 
 @njit(cache=True, nogil=True)
@@ -210,7 +211,8 @@ def _largest_first(state: _State, children: Int64Array) -> Int64Array:
             kept[num_kept] = child
             num_kept += 1
     kept = kept[:num_kept]
-    return kept[stable_order(-state.size[kept])]
+    order: Int64Array = stable_order(-state.size[kept])
+    return kept[order]
 
 
 @njit(cache=True, nogil=True)

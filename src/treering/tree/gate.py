@@ -41,7 +41,7 @@ class Unshared:
 
 
 def why_unshared(number: int, tree: Forest, costs: CostModel) -> Unshared | None:
-    """The record of a tree that costs more than its branches one by one; None where sharing pays, or changes nothing."""
+    """The record of a tree that costs more than its branches one by one; None where it does not."""
     tree_s, chains_s = costs.of(tree), costs.of_branches(tree)
     if tree_s <= chains_s:
         return None

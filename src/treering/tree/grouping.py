@@ -121,7 +121,8 @@ def _put_together(label: Int64Array, size: Int64Array, budget: int) -> Int64Arra
             num_items += 1
         item[by_label[i]] = num_items
         totals[num_items] += size[by_label[i]]
-    return pack(totals[: min(label.size, num_items + 1)], budget)[item]
+    bins: Int64Array = pack(totals[: min(label.size, num_items + 1)], budget)
+    return bins[item]
 
 
 @njit(cache=True, nogil=True)

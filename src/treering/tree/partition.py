@@ -72,9 +72,9 @@ class PartitionedTree:
 def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
     """Cuts one tree into partitions of at most `max_tokens` tokens: few, then a short longest chain of them.
 
-    A cut may fall anywhere. Trees of up to `SMALL` segments try every choice of forks to cut at; larger ones take linear
-    time (times the logarithm that sorting costs). Both try cutting at forks only, and cutting full parts that end inside
-    segments.
+    A cut may fall anywhere. Trees of up to `SMALL` segments try every choice of forks to cut at; larger ones take
+    linear time (times the logarithm that sorting costs). Either way two policies compete: cutting at forks, and cutting
+    full parts that end inside segments.
 
     Raises:
         InputError: a forest that is not one tree, or a budget below one.

@@ -52,7 +52,7 @@ class Plan:
     @property
     def forests(self) -> tuple[Forest, ...]:
         """What is computed: the forests of the micro-batches, then the partitioned trees."""
-        return tuple(part.forest for part in (*self.micro_batches, *self.partitioned))
+        return (*(batch.forest for batch in self.micro_batches), *(tree.forest for tree in self.partitioned))
 
     @property
     def num_tokens(self) -> int:
@@ -179,7 +179,7 @@ def _bins(whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | 
 
 
 def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
-    """At least `num_wanted` bins: the one with most tokens among those that can be is halved, then empty ones follow."""
+    """At least `num_wanted` bins: of those with several trees the fullest is halved, and then empty ones follow."""
     bins = list(bins)
     while len(bins) < num_wanted and any(len(members) > 1 for members in bins):
         fullest = max((i for i in range(len(bins)) if len(bins[i]) > 1), key=lambda i: int(sizes[bins[i]].sum()))

@@ -1,0 +1,188 @@
+"""The cost model of one model on one device, fitted to timed tree steps, once, and kept in a file.
+
+The only place where the planner's costs meet a clock: planning itself reads none. A run that must be repeatable keeps
+the file with its checkpoints.
+"""
+
+import hashlib
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from treering.errors import InputError, StateError
+from treering.model.families import find_parts
+from treering.train.atomic import write_text
+from treering.train.objectives import sft
+from treering.train.step import backward
+from treering.tree.costs import CostModel
+from treering.tree.forest import Forest
+from treering.tree.stats import visible_pairs
+
+MIN_TOKENS = 256
+
+
+def fit_costs(model: nn.Module, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto") -> CostModel:
+    """Times the tree step on eight small forests and fits seconds per token, pair and segment.
+
+    Takes the time of training `6 * num_tokens * (num_runs + 1)` tokens: about 5 s for a model of two layers and hidden
+    size 256 on two cores. Weights, their gradients and random states are as before.
+
+    Args:
+        model: as for `backward`, on its device, with the settings that it will train with.
+        num_tokens: of the largest forests, at least `MIN_TOKENS`; more of them tell pairs from tokens better.
+        num_runs: timed runs of each forest; the median counts.
+        backend: attention backend.
+
+    Raises:
+        InputError: fewer tokens or runs than that.
+        StateError, UnsupportedError: see `backward`.
+    """
+    if num_tokens < MIN_TOKENS or num_runs < 1:
+        raise InputError(
+            f"fitting costs needs num_tokens >= {MIN_TOKENS} and num_runs >= 1, got {num_tokens} and {num_runs}"
+        )
+    forests = probe_forests(num_tokens, find_parts(model).vocab_size)
+    kept = [weight.grad for weight in model.parameters()]
+    try:
+        seconds = _median_seconds(model, forests, num_runs, backend)
+    finally:
+        for weight, grad in zip(model.parameters(), kept, strict=True):
+            weight.grad = grad
+    return fit_seconds(forests, seconds)
+
+
+def cached_costs(
+    model: nn.Module, path: Path, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto"
+) -> CostModel:
+    """The costs in the file `path` if they were fitted to this model on this device, else `fit_costs`, and the file.
+
+    A file that belongs to another model, device, thread count or version of torch is replaced.
+
+    Raises:
+        StateError: the file is corrupt; see also `fit_costs`.
+    """
+    key = _key(model, backend)
+    if path.exists():
+        stored_key, costs = _read(path)
+        if stored_key == key:
+            return costs
+    costs = fit_costs(model, num_tokens=num_tokens, num_runs=num_runs, backend=backend)
+    write_text(path, json.dumps({"key": key, "costs": json.loads(costs.to_json())}, indent=1))
+    return costs
+
+
+def probe_forests(num_tokens: int, vocab_size: int) -> list[Forest]:
+    """Forests in which tokens, pairs and segments vary apart: chains of several lengths, stars, combs."""
+    rng = np.random.default_rng(0)
+
+    def run(length: int) -> list[int]:
+        tokens: list[int] = rng.integers(0, vocab_size, length).tolist()
+        return tokens
+
+    def chains(count: int, length: int) -> Forest:
+        return Forest.concatenate([Forest.from_sequences([run(length)]) for _ in range(count)])
+
+    def star(prompt: int, width: int, response: int) -> Forest:
+        # First tokens that differ by counting: responses of random tokens could merge, and their number would vary.
+        shared = run(prompt)
+        return Forest.from_sequences([[*shared, i % vocab_size, *run(response - 1)] for i in range(width)])
+
+    def comb(count: int, length: int) -> Forest:
+        spine = run(count * length)
+        off = [(spine[i] + 1) % vocab_size for i in range(0, len(spine), length)]
+        teeth = [[*spine[: i * length], off[i], *run(length - 1)] for i in range(1, count)]
+        return Forest.from_sequences([spine, *teeth])
+
+    n = num_tokens
+    return [
+        chains(1, n),
+        chains(1, n // 4),
+        chains(4, n // 4),
+        chains(16, n // 16),
+        star(n // 2, 8, n // 16),
+        star(n // 4, 24, max(n // 64, 2)),
+        comb(16, n // 32),
+        comb(32, 4),
+    ]
+
+
+def fit_seconds(forests: Sequence[Forest], seconds: Sequence[float]) -> CostModel:
+    """Least squares of the relative errors with no cost below zero; what every call costs is fitted and left out.
+
+    Example: chains that take 0.1 s and 1 ms per token give token_s=0.001 and zeros.
+    """
+    counts = [[forest.num_tokens, visible_pairs(forest), forest.num_segments, 1] for forest in forests]
+    measured = np.asarray(seconds, np.float64)
+    rows = np.asarray(counts, np.float64) / measured[:, None]
+    token_s, pair_s, segment_s, _ = _nonnegative_least_squares(rows, np.ones(measured.size)).tolist()
+    return CostModel(token_s=token_s, pair_s=pair_s, segment_s=segment_s)
+
+
+def _nonnegative_least_squares(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The best solution among those of all sets of columns that come out without a negative entry."""
+    scale = np.abs(rows).max(0)
+    best, best_error = np.zeros(rows.shape[1]), np.inf
+    for size in range(1, rows.shape[1] + 1):
+        for columns in map(list, itertools.combinations(range(rows.shape[1]), size)):
+            found = np.linalg.lstsq(rows[:, columns] / scale[columns], target, rcond=None)[0] / scale[columns]
+            error = float(np.linalg.norm(rows[:, columns] @ found - target))
+            if (found >= 0).all() and error < best_error:
+                best, best_error = np.zeros(rows.shape[1]), error
+                best[columns] = found
+    return best
+
+
+def _median_seconds(model: nn.Module, forests: Sequence[Forest], num_runs: int, backend: str) -> list[float]:
+    """Interleaved, after a warm-up round."""
+    seconds: list[list[float]] = [[] for _ in forests]
+    device = next(model.parameters()).device
+    for round_number in range(num_runs + 1):
+        for number, forest in enumerate(forests):
+            for weight in model.parameters():
+                weight.grad = None
+            _wait_for(device)
+            start = time.perf_counter()
+            backward(model, forest, sft(), backend=backend)
+            _wait_for(device)
+            if round_number > 0:
+                seconds[number].append(time.perf_counter() - start)
+    return [statistics.median(runs) for runs in seconds]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _key(model: nn.Module, backend: str) -> dict[str, str | int | bool]:
+    """What the costs depend on."""
+    weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in model.named_parameters()]
+    heads = find_parts(model).config.num_attention_heads
+    device = next(model.parameters()).device
+    return {
+        "model": hashlib.sha256(repr((heads, weights)).encode()).hexdigest(),
+        "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "num_threads": torch.get_num_threads(),
+        "backend": backend,
+        "torch": torch.__version__,
+    }
+
+
+def _read(path: Path) -> tuple[object, CostModel]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return stored["key"], CostModel.from_json(json.dumps(stored["costs"]))
+    except (OSError, ValueError, KeyError, TypeError, StateError) as error:
+        raise StateError(
+            f"{path} must hold fitted costs, and it does not ({error}); delete it to fit them again"
+        ) from error
