@@ -1,4 +1,4 @@
-"""What a sample of trajectories holds: tokens, sharing and bounds, whether it is held to them, and the work to measure it.
+"""What a sample of trajectories holds: tokens, sharing and bounds, what it is held to, and how much work it is.
 
 All of it counts. Knows nothing of models, clocks or files.
 """

@@ -20,8 +20,8 @@ NOTE = (
 def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
     """How to measure what was left out."""
     cases = report["cases"]
-    without_peers = cases and not any(case["peers"] for case in cases)
-    return [benchmark.HINT] * bool(without_peers) + report.get("notes", [])
+    hint: str = benchmark.HINT
+    return [*([hint] if cases and not any(case["peers"] for case in cases) else []), *report["notes"]]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
