@@ -39,7 +39,8 @@ class SavedBytes:
 
     def pack(self, tensor: Tensor) -> "_Handle":
         """Counts a tensor from now until the handle that is returned dies."""
-        handle = _Handle(tensor)
+        # Detached: an output that an operation saves would otherwise keep the operation alive, and that the output.
+        handle = _Handle(tensor.detach())
         storage = _storage_id(tensor)
         if storage in self._left_out:
             return handle

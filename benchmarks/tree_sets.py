@@ -181,10 +181,11 @@ def num_flat_tokens(task: Task) -> int:
 
 
 def _with_appendix(trajectory: Trajectory, text: str) -> Trajectory:
-    messages = trajectory.messages or ()
+    if trajectory.messages is None:
+        raise InputError(f"tool schemas extend messages, task {trajectory.task_id!r} has tokens: leave the schemas out")
     extended = tuple(
         replace(message, content=f"{message.content or ''}{text}") if message.role == "system" else message
-        for message in messages
+        for message in trajectory.messages
     )
     return replace(trajectory, messages=extended)
 

@@ -9,8 +9,9 @@ import benchmarks.engine
 import benchmarks.tree
 import pytest
 from benchmarks.tree_cases import star
+from rich.console import Console
 
-from treering.cli import bench
+from treering.cli import bench, bench_progress
 from treering.errors import InputError, UnsupportedError
 
 
@@ -19,7 +20,7 @@ def test_the_command_prints_one_json_object_and_writes_the_same_to_a_file(
 ) -> None:
     monkeypatch.setattr(benchmarks.tree, "published_cases", lambda: [star(prompt=9, response=4, group=3)])
     monkeypatch.setattr(benchmarks.tree, "find_peers", list)
-    bench.run(name="tree", json_output=True, out=tmp_path / "tree.json", runs=1)
+    bench.run(name="tree", json_output=True, out=tmp_path / "tree.json", runs=1, only="star")
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads((tmp_path / "tree.json").read_text())
     assert [case["flat_tokens"] for case in json.loads(printed.out)["cases"]] == [39]
@@ -37,14 +38,86 @@ def test_the_table_shows_each_case_with_its_share_of_the_bound(
         | {"baselines": {"one_by_one": 1.5}, "peers": {"other": {"speedup": 1.25, "seconds": 1.2}}}
         for name in ("star", "caterpillar")
     ]
-    report = {"cases": cases, "environment": {"cpu": "a cpu", "threads": 1, "runs": 5}}
+    report = {"cases": cases, "environment": {"cpu": "a cpu", "threads": 1, "runs": 5}, "sets": [], "notes": []}
     monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: report)
     bench.run(name="tree", json_output=False, out=None)
     printed = capsys.readouterr()
     row = next(line for line in printed.out.splitlines() if "caterpillar" in line)
     assert row.split()[1:] == ["1,234", "617", "2.00x", "3.000", "1.000", "1.50x", "75%", "3e-07"]
     assert printed.out.count("other: 1.25x in 1.200 s") == 2
-    assert printed.err == ""
+    assert "half an hour" in printed.err
+
+
+def set_report() -> dict[str, Any]:
+    def result(name: str, gated: bool, overhead: float | None) -> dict[str, Any]:
+        counts = {"num_tasks": 2, "num_tasks_of_set": 8, "num_branches": 14, "flat_tokens": 24302, "flop_bound": 2.5}
+        counts |= {"unique_tokens": 8779, "sharing": 0.64, "mean_segment": 351.2, "token_bound": 2.77, "gated": gated}
+        figures = {"baseline": "padded_batch", "baseline_s": 30.5, "tree_s": 12.25, "speedup": 2.49, "grad_error": 4e-7}
+        memory = {"saved_bytes": 2_000_000, "tokens_at_peak": 20, "flat_saved_bytes": 9_900_000}
+        bound = {"flop_bound_share": 0.996, "flat_tokens_at_peak": 90, "overhead": overhead}
+        return {"set": name, "counts": counts} | figures | memory | bound
+
+    facts = {"threads": 2, "max_tokens": 16384, "model": {"name": "qwen3-8x512"}}
+    sets = [result("toolbench", True, None), result("text", False, None), result("no_sharing", False, 0.021)]
+    environment = {"cpu": "a cpu", "threads": 1, "runs": 5, "sets": facts}
+    return {"cases": [], "sets": sets, "environment": environment, "notes": ["nothing else"]}
+
+
+def test_the_tables_of_sets_show_the_gate_the_memory_and_the_overhead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: set_report())
+    bench.run(name="tree", json_output=False, out=None)
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    shared = ["padded_batch", "30.50", "12.25", "2.49x", "2.50x", "100%", "100", "110", "4e-07"]
+    assert ["toolbench", "*", *shared] in rows
+    assert ["text", *shared] in rows
+    assert ["no_sharing", *shared[:3], "+2.1%", *shared[4:]] in rows
+    sample = ["2", "of", "8", "14", "24,302", "8,779", "0.64", "351", "2.77x"]
+    assert ["toolbench", "*", *sample] in rows
+    assert "qwen3-8x512, 2 threads" in printed.out
+    assert "nothing else" in printed.err
+    assert "make peers" not in printed.err
+
+
+def test_options_of_the_tree_benchmark_reach_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(benchmarks.tree, "measure", lambda **options: given.update(options) or set_report())
+    bench.run(name="tree", json_output=True, out=None)
+    assert set(given) == {"on_progress"}
+    bench.run(name="tree", json_output=True, out=None, runs=2, only="star, math", full=True, tokenizer=Path("a"))
+    del given["on_progress"]
+    assert given == {"num_runs": 2, "only": ["star", "math"], "sample_tokens": None, "tokenizer": Path("a")}
+    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: pytest.fail("measured"))
+    for option in ({"only": "star"}, {"full": True}, {"tokenizer": Path("a")}):
+        with pytest.raises(InputError, match=f"--{next(iter(option))} belongs to `treering bench tree`"):
+            bench.run(name="engine", json_output=True, out=None, **option)
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(bench_progress.time, "monotonic", lambda: now)
+    with bench_progress.BenchProgress(Console(stderr=True)) as progress:
+        for seconds, words, done in (
+            (500.0, "a case", None),
+            (1000.0, "math", 0.0),
+            (1060.0, "math: one_by_one done", 0.1),
+            (1120.0, "math: tree done", 0.2),
+            (1150.0, "text", 0.25),
+            (1300.0, "text: tree done", 0.9),
+        ):
+            now = seconds
+            progress.tell(words, done)
+    # The share grew by 0.1 a minute from 1000 s on; from 1300 s on 0.1 is left of what took 300 s for 0.9.
+    assert capsys.readouterr().err.splitlines() == [
+        "math, 0%",
+        "math: tree done, 20%, about 8 min left",
+        "text: tree done, 90%, less than a minute left",
+    ]
 
 
 def engine_report() -> dict[str, Any]:

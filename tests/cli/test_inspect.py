@@ -146,3 +146,67 @@ def test_real_sets_share_what_was_measured_of_the_whole_of_them(real_data, name)
     assert report.sharing == pytest.approx(sharing, abs=0.03)
     assert report.token_bound == pytest.approx(token_bound, rel=0.07)
     assert report.prompt_only_bound == pytest.approx(prompt_only_bound, rel=0.06)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """Three rows: row 3 is row 1 of the same task with its second token changed; row 2 is of another task."""
+    run_of_equal = list(range(100, 140))
+    rows = [("a", [1, 2, *run_of_equal]), ("b", [9] * 5), ("a", [1, 3, *run_of_equal])]
+    file = tmp_path / "edited.jsonl"
+    write_trajectories(file, [trajectory(task, tokens, [1] * len(tokens)) for task, tokens in rows])
+    return file
+
+
+def test_why_names_the_rows_the_place_and_the_tokens(edited):
+    [report] = inspect_files([edited], None, "qwen3-8b", num_causes=3)
+    assert (report.why.repeated_tokens, report.why.places) == (40, 1)
+    assert report.why.repeated_share == pytest.approx(40 / report.unique_tokens)
+    [cause] = report.why.causes
+    assert (cause.row, cause.other_row, cause.same_task, cause.position) == (3, 1, True, 1)
+    assert (cause.token, cause.other_token, cause.text, cause.other_text) == (3, 2, None, None)
+    assert (cause.tokens, cause.shift) == (40, 0)
+
+
+def test_why_is_json_and_a_table_and_is_left_out_unasked(edited, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run([edited], None, "qwen3-8b", "plain", json_output=True, num_causes=3)
+    [file] = json.loads(capsys.readouterr().out)["files"]
+    assert file["why"]["causes"][0]["row"] == 3
+    run([edited], None, "qwen3-8b", "plain", json_output=False, num_causes=3)
+    out = capsys.readouterr().out
+    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 places" in " ".join(out.split())
+    assert ["3", "1", "1", "3", "2", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
+    run([edited], None, "qwen3-8b", "plain", json_output=False)
+    assert "repeat another trajectory" not in capsys.readouterr().out
+
+
+def test_why_reads_tokens_and_never_reads_them_as_markup(tmp_path, real_data, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    tail = " and then the same words follow for a good long while, so that many tokens of them are there to be lost"
+    write_trajectories(
+        tmp_path / "set.jsonl",
+        [
+            Trajectory(task_id=1, messages=(Message(role="user", content=f"It is {time}{tail}"),), format="raw")
+            for time in ("noon", "[bold]")
+        ],
+    )
+    run([tmp_path / "set.jsonl"], real_data / "tokenizer", "qwen3-8b", "plain", json_output=False, num_causes=1)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("2 ")]
+    assert "[bold]" in line
+    assert "noon" in line
+
+
+def test_why_is_an_option(edited):
+    command = [
+        sys.executable,
+        "-c",
+        "from treering.cli.main import main; main()",
+        "inspect",
+        str(edited),
+        "--why",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    [file] = json.loads(done.stdout)["files"]
+    assert file["why"]["repeated_tokens"] == 40

@@ -55,10 +55,20 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
-        (["bench", "engine"], {"name": "engine", "json_output": False, "out": None, "runs": 5}),
+        (
+            ["bench", "engine"],
+            {"name": "engine", "json_output": False, "out": None, "runs": None}
+            | {"only": None, "full": False, "tokenizer": None},
+        ),
         (
             ["bench", "tree", "--json", "--out", "r.json", "--runs", "3"],
-            {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3},
+            {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3}
+            | {"only": None, "full": False, "tokenizer": None},
+        ),
+        (
+            ["bench", "tree", "--only", "a,b", "--full", "--tokenizer", "t"],
+            {"name": "tree", "json_output": False, "out": None, "runs": None}
+            | {"only": "a,b", "full": True, "tokenizer": Path("t")},
         ),
     ],
 )

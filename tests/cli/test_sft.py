@@ -156,6 +156,28 @@ def test_settings_that_change_only_memory_or_length_may_change(
     assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
 
 
+def test_measured_sharing_keeps_its_costs_with_the_run_and_the_gradient_as_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(folder)
+    always, _ = sft(capsys, path, "run.dir=always")
+    measured, _ = sft(capsys, path, "run.dir=measured", "train.sharing=measured")
+    assert measured["last_loss"] == pytest.approx(always["last_loss"], rel=1e-5)
+    costs = (folder / "measured" / "costs.json").read_text()
+    sft(capsys, path, "run.dir=measured", "train.sharing=measured", "train.num_steps=6")
+    assert (folder / "measured" / "costs.json").read_text() == costs
+    assert not (folder / "always" / "costs.json").exists()
+
+
+def test_a_tree_over_the_budget_trains_to_the_same_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(folder)
+    whole, _ = sft(capsys, path, "run.dir=whole")
+    for parents in ("keep", "recompute"):
+        cut, _ = sft(capsys, path, f"run.dir={parents}", "train.max_tokens=20", f"train.parents={parents}")
+        assert cut["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-5)
+        assert cut["num_micro_batches"] > whole["num_micro_batches"]
+
+
 def test_a_damaged_checkpoint_is_named_to_the_user(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder)
     summary, _ = sft(capsys, path, "run.dir=out")

@@ -33,6 +33,7 @@ def test_json_brings_the_same_numbers_back() -> None:
         '{"token_s": 1.0, "pair_s": 1.0}',
         '{"token_s": 1.0, "pair_s": 1.0, "segment_s": -1.0}',
         '{"token_s": 1.0, "pair_s": "fast", "segment_s": 1.0}',
+        '{"token_s": Infinity, "pair_s": 1.0, "segment_s": 1.0}',
         '{"token_s": NaN, "pair_s": 1.0, "segment_s": 1.0}',
         '{"token_s": 1.0, "pair_s": 1.0, "segment_s": 1.0, "bias_s": 1.0}',
     ],

@@ -122,7 +122,8 @@ def test_nothing_at_all_is_an_empty_forest() -> None:
 def test_arrays_are_int32_and_read_only() -> None:
     forest = Forest.from_sequences([np.array([1, 2], np.uint8), (1, 3)])
     for field in fields(Forest):
-        assert getattr(forest, field.name).dtype == np.int32
+        parts = [forest, *Forest.from_sequences([[1, 2], [2, 1]]).trees(), Forest.concatenate([forest, forest])]
+        assert {getattr(part, field.name).dtype for part in parts} == {np.dtype(np.int32)}
     with pytest.raises(ValueError, match="read-only"):
         forest.tokens[0] = 9
 

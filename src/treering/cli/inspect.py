@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
+from treering.cli.inspect_why import WhyReport, as_table, explain_tasks
 from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
 from treering.tree.forest import Forest
 from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
@@ -64,12 +65,20 @@ class FileReport:
     whole_set: WholeSetReport
     turns: TurnsReport
     branching: Branching
+    why: WhyReport | None = None
+    """Where sharing is lost; None if that was not asked for."""
 
 
 def inspect_files(
-    paths: Sequence[Path], tokenizer_dir: Path | None, model_shape: str, template: Literal["plain", "hf"] = "plain"
+    paths: Sequence[Path],
+    tokenizer_dir: Path | None,
+    model_shape: str,
+    template: Literal["plain", "hf"] = "plain",
+    num_causes: int = 0,
 ) -> list[FileReport]:
     """Reads, renders and measures trajectory files, with a progress bar on stderr where that is a terminal.
+
+    With `num_causes` above 0 the report of each file says at how many places, and at which ones, sharing is lost.
 
     Raises InputError for bad files or messages without a tokenizer, ConfigError for an unknown model shape.
 
@@ -87,17 +96,24 @@ def inspect_files(
             progress.update(job, advance=1, description=f"{path.name}: tokenizing")
             rendered = renderer.render(trajectories)
             progress.update(job, advance=1, description=f"{path.name}: merging")
-            reports.append(measure(str(path), rendered, shape))
+            reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
             progress.advance(job)
     return reports
 
 
-def measure(file: str, trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> FileReport:
+def measure(
+    file: str,
+    trajectories: Sequence[RenderedTrajectory],
+    shape: ModelShape,
+    tokenizer_dir: Path | None = None,
+    num_causes: int = 0,
+) -> FileReport:
     """The report of rendered trajectories, one or more, under the name `file`."""
     tasks = by_task(trajectories)
     forests = [Forest.from_sequences([t.tokens for t in task]) for task in tasks]
     flat, tree = flat_work(_lengths(trajectories)), tree_work(forests)
     bounds = work_bounds(flat, tree, shape)
+    why = explain_tasks(trajectories, tasks, forests, tokenizer_dir, num_causes) if num_causes else None
     return FileReport(
         file=file,
         trajectories=len(trajectories),
@@ -111,6 +127,7 @@ def measure(file: str, trajectories: Sequence[RenderedTrajectory], shape: ModelS
         whole_set=_whole_set(trajectories, shape),
         turns=_turns(tasks, shape),
         branching=branching(*forests),
+        why=why,
     )
 
 
@@ -120,7 +137,10 @@ def as_json(reports: Sequence[FileReport]) -> str:
 
 
 def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
-    """The reports as three tables for a terminal: what sharing gives, other cuts of the data, how the trees branch."""
+    """The reports as tables for a terminal: what sharing gives, other cuts of the data, how the trees branch.
+
+    One more for each file follows where it was asked why sharing is lost.
+    """
     gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
     cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
     shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
@@ -128,7 +148,8 @@ def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
         gains.add_row(*_gain_cells(report))
         cuts.add_row(*_cut_cells(report))
         shapes.add_row(*_shape_cells(report))
-    return [gains, cuts, shapes]
+    causes = [as_table(_stem(report), report.unique_tokens, report.why) for report in reports if report.why]
+    return [gains, cuts, shapes, *causes]
 
 
 def run(
@@ -137,9 +158,10 @@ def run(
     model_shape: str,
     template: Literal["plain", "hf"],
     json_output: bool,
+    num_causes: int = 0,
 ) -> None:
     """Prints the reports of `files` to stdout, as JSON or as tables."""
-    reports = inspect_files(files, tokenizer, model_shape, template)
+    reports = inspect_files(files, tokenizer, model_shape, template, num_causes)
     if json_output:
         print(as_json(reports))
         return

@@ -86,15 +86,25 @@ def inspect(
     template: Annotated[
         Literal["plain", "hf"], typer.Option(help="How messages become text: plain, or the tokenizer's template.")
     ] = "plain",
+    why: Annotated[
+        bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what trajectories share, and the best speedup that training them as trees can give.
 
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
     """
     from treering.cli.inspect import run
 
-    run(files=files, tokenizer=tokenizer, model_shape=model_shape, template=template, json_output=json_output)
+    run(
+        files=files,
+        tokenizer=tokenizer,
+        model_shape=model_shape,
+        template=template,
+        json_output=json_output,
+        num_causes=10 if why else 0,
+    )
 
 
 @app.command()

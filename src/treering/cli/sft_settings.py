@@ -9,19 +9,21 @@ from treering.cli.corpus import Corpus
 from treering.cli.settings import Scalar, model_identity, section_identity
 from treering.config import SftConfig
 from treering.train.loop import LoopOptions
+from treering.tree.costs import CostModel
 
 # Settings that change rounding at most, or only how long a run is.
-_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "gradient_checkpointing"})
+_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
-def loop_options(config: SftConfig) -> LoopOptions:
-    """The loop's record."""
+def loop_options(config: SftConfig, costs: CostModel | None) -> LoopOptions:
+    """The loop's record; `costs` where sharing is measured."""
     return LoopOptions(
         trees_per_step=config.train.trees_per_step,
         max_tokens=config.train.max_tokens,
         parents=config.train.parents,
         max_bytes=config.train.max_bytes,
+        costs=costs,
         layout=config.train.layout,
         normalizer=config.train.normalizer,
         shared=config.train.shared,

@@ -17,6 +17,7 @@ from treering.cli.run_folder import open_sinks, told_on, write_settings
 from treering.cli.settings import count_steps, optim_options
 from treering.cli.sft_settings import identity, loop_options
 from treering.cli.sft_summary import SftSummary, totals
+from treering.cli.sharing import sharing_costs
 from treering.config import SftConfig
 from treering.metrics import Metrics
 from treering.train.batches import StepPlan
@@ -33,7 +34,14 @@ def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
     corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
-    options = loop_options(config)
+    costs = sharing_costs(
+        config.train.sharing,
+        model,
+        config.run.dir,
+        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
+        gradient_checkpointing=config.train.gradient_checkpointing,
+    )
+    options = loop_options(config, costs)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
     loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=options)

@@ -15,15 +15,18 @@ from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
 from treering.train.loop import LoopOptions
 from treering.train.optim import OptimOptions
+from treering.tree.costs import CostModel
 
 # Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
 # [history]: what a rollout says does not depend on them.
-_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "gradient_checkpointing", "num_train_threads"})
+_FREE_TO_CHANGE = frozenset(
+    {"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
+)
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
-def rl_options(config: RlConfig, source: TaskSource) -> RlOptions:
-    """The loop's record."""
+def rl_options(config: RlConfig, source: TaskSource, costs: CostModel | None) -> RlOptions:
+    """The loop's record; `costs` where sharing is measured."""
     rl = config.rl
     return RlOptions(
         prompts_per_step=rl.prompts_per_step,
@@ -43,6 +46,7 @@ def rl_options(config: RlConfig, source: TaskSource) -> RlOptions:
         max_tokens=rl.max_tokens,
         parents=rl.parents,
         max_bytes=rl.max_bytes,
+        costs=costs,
         autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
         gradient_checkpointing=rl.gradient_checkpointing,
         num_train_threads=rl.num_train_threads,

@@ -16,6 +16,13 @@ Parents = Annotated[
         "offload (to the host): less memory. auto: the first of keep, offload, recompute that fits."
     ),
 ]
+Sharing = Annotated[
+    Literal["always", "measured"],
+    Field(
+        description="measured: step times are fitted at the start and kept in the run folder (costs.json), and a tree "
+        "that sharing would slow down is trained branch by branch, to the same gradient. always: never."
+    ),
+]
 MaxBytes = Annotated[
     int | None, Field(ge=1, description='Room that parents = "auto" may fill with activations; none: what is free.')
 ]

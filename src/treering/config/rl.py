@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import MaxBytes, Parents, check_divisor, check_importance, check_packed
+from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_importance, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
@@ -81,6 +81,7 @@ class LoopConfig(Config):
     )
     parents: Parents = "auto"
     max_bytes: MaxBytes = None
+    sharing: Sharing = "always"
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import MaxBytes, Parents, check_divisor, check_packed
+from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.run import RunConfig
@@ -87,6 +87,7 @@ class TrainConfig(OptimConfig):
     )
     parents: Parents = "auto"
     max_bytes: MaxBytes = None
+    sharing: Sharing = "always"
     normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )

@@ -88,6 +88,7 @@ class RlLoop(Resumable[RlStepReport]):
             max_tokens=options.max_tokens,
             parents=options.parents,
             max_bytes=options.max_bytes,
+            costs=options.costs,
             autocast=options.autocast,
             backend=options.backend,
         )

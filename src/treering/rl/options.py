@@ -17,6 +17,7 @@ from treering.train.importance import ImportanceMode
 from treering.train.objectives import Clip, Objective
 from treering.train.parents import ParentsOption
 from treering.train.weights import Normalizer
+from treering.tree.costs import CostModel
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
 """The policy losses that need what a loop has: it keeps no reference model and trains no value head."""
@@ -66,6 +67,8 @@ class RlOptions:
     """Of trees over `max_tokens`, see `backward`."""
     max_bytes: int | None = None
     """Room for activations, see there."""
+    costs: CostModel | None = None
+    """Skips sharing where it would be slower, see there."""
     autocast: Autocast = "none"
     """"bfloat16" trains in bfloat16 where torch's autocast allows, over the weights' own dtype."""
     gradient_checkpointing: GradientCheckpointing = "none"

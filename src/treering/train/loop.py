@@ -20,6 +20,7 @@ from treering.train.resumable import Resumable
 from treering.train.step_report import StepReport
 from treering.train.update import Updater
 from treering.train.weights import Normalizer, Shared, Weighting
+from treering.tree.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class LoopOptions:
         max_tokens: distinct tokens per micro-batch; None runs a step at one time. Changes rounding only.
         parents: of trees over `max_tokens`, see `backward`.
         max_bytes: room for activations, see there.
+        costs: skips sharing where it would be slower, see there.
         layout: "tree", or "packed" to train every sequence by itself (the off-switch).
         normalizer: of the loss, see `treering.train.weights.Weighting`.
         shared: the convention for shared tokens, see there.
@@ -45,6 +47,7 @@ class LoopOptions:
     max_tokens: int | None = None
     parents: ParentsOption = "auto"
     max_bytes: int | None = None
+    costs: CostModel | None = None
     layout: Layout = "tree"
     normalizer: Normalizer = "token_mean"
     shared: Shared = "sum"
@@ -90,6 +93,7 @@ class SftLoop(Resumable[StepReport]):
             max_tokens=options.max_tokens,
             parents=options.parents,
             max_bytes=options.max_bytes,
+            costs=options.costs,
             autocast=options.autocast,
             backend=options.backend,
         )

@@ -114,7 +114,7 @@ def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
 
 
 def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, float | None]:
-    """Bytes free for activations where the model is (`max_bytes` replaces them), and on the host if that is elsewhere."""
+    """Bytes free for activations where the model is, or `max_bytes`; and on the host, where that is elsewhere."""
     host = _free_host_bytes() * USABLE_SHARE
     if device.type == "cpu":
         return (host if max_bytes is None else float(max_bytes)), None

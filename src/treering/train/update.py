@@ -17,6 +17,7 @@ from treering.train.objectives import Objective
 from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from treering.train.parents import ParentsOption
 from treering.train.step import backward
+from treering.tree.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Update:
         num_tokens: tokens that were computed; with layout "packed" all flat ones.
         num_micro_batches: micro-batches and partitions.
         num_recomputed_tokens: tokens that were computed a second time because their activations had no room.
+        num_unshared_trees: trees that were computed branch by branch, because sharing would have been slower.
         peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
         metrics: averages of the objective's own metrics.
     """
@@ -48,6 +50,7 @@ class Update:
     num_tokens: int
     num_micro_batches: int
     num_recomputed_tokens: int = 0
+    num_unshared_trees: int = 0
     peak_memory_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -71,6 +74,8 @@ class Update:
             metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
             metrics.NUM_TOKENS: self.num_tokens,
             metrics.SHARING: self.sharing,
+            metrics.NUM_RECOMPUTED_TOKENS: self.num_recomputed_tokens,
+            metrics.NUM_UNSHARED_TREES: self.num_unshared_trees,
         }
 
 
@@ -91,10 +96,11 @@ class Updater:
         max_tokens: int | None = None,
         parents: ParentsOption = "auto",
         max_bytes: int | None = None,
+        costs: CostModel | None = None,
         autocast: Autocast = "none",
         backend: str = "auto",
     ) -> None:
-        """Options of `backward`: `max_tokens`, `parents`, `max_bytes`, `backend`; and of `precision`: `autocast`.
+        """Options of `backward`, and `autocast` of `precision`.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
@@ -104,6 +110,7 @@ class Updater:
         self._max_tokens = max_tokens
         self._parents = parents
         self._max_bytes = max_bytes
+        self._costs = costs
         self._autocast = autocast
         self._backend = backend
         self._optimizer = make_optimizer(model, optim)
@@ -126,6 +133,7 @@ class Updater:
                 temperature=temperature,
                 parents=self._parents,
                 max_bytes=self._max_bytes,
+                costs=self._costs,
                 backend=self._backend,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
@@ -142,6 +150,7 @@ class Updater:
             num_tokens=result.plan.num_tokens,
             num_micro_batches=result.plan.num_micro_batches,
             num_recomputed_tokens=result.num_recomputed_tokens,
+            num_unshared_trees=len(result.plan.unshared),
             peak_memory_bytes=peak_memory_bytes(self._model),
             metrics=result.averages,
         )

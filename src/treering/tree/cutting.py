@@ -117,12 +117,12 @@ def _cut_largest(state: _State, children: Int64Array, budget: int) -> None:
 def _cut_full_parts(state: _State, children: Int64Array, budget: int) -> None:
     """Cuts parts of exactly `budget` tokens off while the children hold as many; `children` stand by falling size.
 
-    A part is whole children from both ends, and for the gap the lower end of one that stays.
+    A part is whole children from both ends, and for the gap the lower end of the smallest one that is left. What stays
+    of that one is not cut again: the part below it would hang off the next one, and off nothing else in its own.
     """
     total = state.size[children].sum()
     largest, smallest = 0, children.size - 1
-    trimmed = -1
-    while total >= budget:
+    while total >= budget and largest <= smallest:
         room = budget
         while largest <= smallest and state.size[children[largest]] <= room:
             room -= state.size[children[largest]]
@@ -132,17 +132,12 @@ def _cut_full_parts(state: _State, children: Int64Array, budget: int) -> None:
             room -= state.size[children[smallest]]
             _cut_range(state, children[smallest], state.tail[children[smallest]])
             smallest -= 1
-        while room > 0 and (largest <= smallest or (trimmed >= 0 and state.size[trimmed] > 1)):
-            if trimmed < 0 or state.size[trimmed] == 1:
-                trimmed = children[largest]
-                largest += 1
-            taken = min(room, state.size[trimmed] - 1)
-            _trim(state, trimmed, taken)
-            room -= taken
+        if room > 0 and largest <= smallest:
+            _trim(state, children[smallest], room)
+            smallest -= 1
+            room = 0
         state.counts[1] += 1
         total -= budget - room
-        if room == budget:
-            break
 
 
 @njit(cache=True, nogil=True)

@@ -1,8 +1,8 @@
 """Why sharing was lost: where branches part although what follows is the same.
 
 A prefix tree shares a token only if everything before it is equal. Text that is tokenized again, a system prompt with
-the time of day, an edited context: one token differs, and all that follows is computed again. Knows token ids; what they
-mean is for the reader.
+the time of day, an edited context: one token differs, and all that follows is computed again. Knows token ids; what
+they mean is for the reader.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ class Divergence:
         branch, other_branch: numbers among all branches: forests in order, then sequences.
         position: the first one where the two differ.
         token, other_token: what stands there; None for a branch that ends before.
-        num_tokens: tokens of this side that repeat the other and are computed again.
+        num_tokens: tokens of this side that repeat the other and are computed again; between forests, those before the
+            position too.
         shift: by how much later they stand on this side, in the longest run; 0 is a replacement of equal length.
     """
 
@@ -43,8 +44,7 @@ class Divergence:
     def in_words(self) -> str:
         """One sentence for a log.
 
-        Example: "branches 3 and 0 differ at position 812 (token 5, not 9); 1,204 tokens behind it are the same again,
-        4 places later".
+        Example: "branches 3 and 0 differ at position 812 (token 5, not 9); 1,204 tokens are the same, 4 places later".
         """
         where = f"branches {self.branch} and {self.other_branch} differ at position {self.position:,}"
         what = f"(token {_named(self.token)}, not {_named(self.other_token)})"
@@ -77,9 +77,10 @@ class Losses:
 
 
 def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
-    """Finds what branches have in common behind the places where they part, within forests and between them.
+    """Finds what branches have in common although they part, within forests and between them.
 
-    Linear in distinct tokens. A token counts once, against the earliest branch that holds the same 16 tokens.
+    Linear in distinct tokens. A token counts once, against the earliest branch that holds the same 16 tokens; what a
+    branch repeats of its own path does not count.
 
     Example: `[1, 2, *run]` and `[1, 3, *run]` with a run of 20 tokens part at position 1, tokens 3 and 2, and lose 20.
     """

@@ -91,9 +91,10 @@ class Forest:
         segment_offsets = np.cumsum([0, *(forest.segment_start.size for forest in forests)])
 
         def joined(name: str, offsets: Int64Array) -> Int32Array:
-            arrays = [getattr(forest, name) for forest in forests]
-            shifted = [np.where(a < 0, a, a + offset) for a, offset in zip(arrays, offsets[:-1], strict=True)]
-            return np.concatenate([np.empty(0, np.int32), *shifted]).astype(np.int32)
+            arrays = [np.empty(0, np.int32), *(getattr(forest, name) for forest in forests)]
+            flat = np.concatenate(arrays)
+            shift = np.repeat(offsets[:-1], [array.size for array in arrays[1:]])
+            return np.where(flat < 0, flat, flat + shift).astype(np.int32)
 
         zeros = np.zeros(len(forests) + 1, np.int64)
         return cls(
@@ -206,15 +207,16 @@ class Forest:
         return np.split(order, np.searchsorted(branch_tree[order], np.arange(1, self.num_trees)))[: self.num_trees]
 
     def _slice(self, *, tokens: slice, segments: slice, branches: Int64Array) -> "Forest":
-        start, first_segment = tokens.start, segments.start
+        # As int32 scalars, so that the differences are int32 at once: a batch may have many small trees.
+        start, first_segment = np.int32(tokens.start), np.int32(segments.start)
         return Forest(
             tokens=self.tokens[tokens],
-            parent=np.maximum(self.parent[tokens] - start, -1).astype(np.int32),
+            parent=np.maximum(self.parent[tokens] - start, np.int32(-1)),
             position=self.position[tokens],
-            subtree_end=(self.subtree_end[tokens] - start).astype(np.int32),
-            branch_end=(self.branch_end[branches] - start).astype(np.int32),
-            segment_start=(self.segment_start[segments] - start).astype(np.int32),
-            segment_parent=np.maximum(self.segment_parent[segments] - first_segment, -1).astype(np.int32),
+            subtree_end=self.subtree_end[tokens] - start,
+            branch_end=self.branch_end[branches] - start,
+            segment_start=self.segment_start[segments] - start,
+            segment_parent=np.maximum(self.segment_parent[segments] - first_segment, np.int32(-1)),
         )
 
 
