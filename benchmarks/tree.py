@@ -1,8 +1,9 @@
 """Claim: training a tree takes less time than training its branches, close to what counted FLOPs allow, exactly.
 
 `treering bench tree` runs this. Three published cases with a small model: one thread, process time, and another
-project's trainer beside it where `make peers` has installed it. Then samples of real trajectories with a model of eight
-layers: all threads, wall time. The baseline is the fastest of three tuned ways to train the branches.
+project's trainer beside it where `make peers` has installed it. The same model with trees ten times the budget. Then
+samples of real trajectories with a model of eight layers: all threads, wall time. The baseline is the fastest of three
+tuned ways to train the branches.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from benchmarks.peer import HINT, PeerResult, find_peers
 from benchmarks.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
 from benchmarks.tree_counts import MIN_MEAN_SEGMENT, MIN_SHARING
+from benchmarks.tree_partitions import PARTITIONS, PartitionResult, measure_partitions
 from benchmarks.tree_real import MAX_TOKENS, measure_sets
 from benchmarks.tree_sets import SAMPLE_TOKENS, SEED, SET_NAMES, TaskSample, TaskSource, find_source
 from benchmarks.tree_sets import SHAPE as SET_SHAPE
@@ -72,12 +74,12 @@ def measure(
     tokenizer: Path | None = None,
     on_progress: OnProgress = lambda words, done=None: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: lists of results under "cases" and "sets", the "environment", and "notes" in words.
+    """The report, ready for JSON: lists under "cases", "partitions" and "sets", the "environment", "notes" in words.
 
     Args:
         cases: instead of the published ones.
         num_runs: rounds; None is `NUM_RUNS` for cases, and `tree_counts.default_runs` for sets.
-        only: names of cases and sets; all of them when empty.
+        only: names of cases and sets, and "partitions"; all of them when empty.
         sample_tokens: flat tokens of a set, about; None trains all of its tasks.
         tokenizer: folder of another tokenizer than the data folder's.
         on_progress: told what is being measured.
@@ -97,9 +99,11 @@ def measure(
     names = [name for name in SET_NAMES if name in only or not only]
     samples = [] if source is None else [_sample(source, name, sample_tokens, on_progress) for name in names]
     results = _measure_cases(chosen, num_runs or NUM_RUNS, on_progress)
+    partitions = _measure_partitions(num_runs or NUM_RUNS, on_progress) if PARTITIONS in only or not only else []
     sets = measure_sets(samples, num_runs, on_progress)
     return {
         "cases": [asdict(result) for result in results],
+        "partitions": [asdict(result) for result in partitions],
         "sets": [asdict(result) for result in sets],
         "environment": environment(num_runs or NUM_RUNS, sample_tokens),
         "notes": [NO_DATA] if source is None and not only else [],
@@ -167,6 +171,11 @@ def _measure_cases(cases: Sequence[Case], num_runs: int, on_progress: Callable[[
         return [measure_case(model, case, num_runs, on_progress) for case in cases]
 
 
+def _measure_partitions(num_runs: int, on_progress: Callable[[str], None]) -> list[PartitionResult]:
+    with one_thread():
+        return measure_partitions(build_model(), num_runs, on_progress)
+
+
 def _sample(source: TaskSource, name: str, num_tokens: int | None, on_progress: OnProgress) -> TaskSample:
     on_progress(f"{name}: reading")
     return source.sample(name, num_tokens=num_tokens)
@@ -178,10 +187,12 @@ def _check_runs(num_runs: int | None) -> None:
 
 
 def _check_names(only: Sequence[str], cases: Sequence[str], source: TaskSource | None) -> None:
-    known = [*cases, *SET_NAMES]
+    known = [*cases, PARTITIONS, *SET_NAMES]
     for name in only:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-            raise InputError(f"--only takes names of cases and sets, got {name!r}; nearest names: {', '.join(near)}")
+            raise InputError(
+                f"--only takes names of cases and sets, and partitions, got {name!r}; nearest names: {', '.join(near)}"
+            )
         if name in SET_NAMES and source is None:
             raise InputError(f"the set {name!r} needs real data: set {DATA_VARIABLE} to a folder that has it")

@@ -38,7 +38,13 @@ def test_the_table_shows_each_case_with_its_share_of_the_bound(
         | {"baselines": {"one_by_one": 1.5}, "peers": {"other": {"speedup": 1.25, "seconds": 1.2}}}
         for name in ("star", "caterpillar")
     ]
-    report = {"cases": cases, "environment": {"cpu": "a cpu", "threads": 1, "runs": 5}, "sets": [], "notes": []}
+    report = {
+        "cases": cases,
+        "environment": {"cpu": "a cpu", "threads": 1, "runs": 5},
+        "partitions": [],
+        "sets": [],
+        "notes": [],
+    }
     monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: report)
     bench.run(name="tree", json_output=False, out=None)
     printed = capsys.readouterr()
@@ -60,7 +66,7 @@ def set_report() -> dict[str, Any]:
     facts = {"threads": 2, "max_tokens": 16384, "model": {"name": "qwen3-8x512"}}
     sets = [result("toolbench", True, None), result("text", False, None), result("no_sharing", False, 0.021)]
     environment = {"cpu": "a cpu", "threads": 1, "runs": 5, "sets": facts}
-    return {"cases": [], "sets": sets, "environment": environment, "notes": ["nothing else"]}
+    return {"cases": [], "partitions": [], "sets": sets, "environment": environment, "notes": ["nothing else"]}
 
 
 def test_the_tables_of_sets_show_the_gate_the_memory_and_the_overhead(

@@ -25,10 +25,12 @@ def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """A table of the cases, every baseline and peer below it, and two tables of the sets."""
+    """A table of the cases, every baseline and peer below it, one of the partitioned trees, and two of the sets."""
     if report["cases"]:
         console.print(case_table(report))
         _show_ways(report["cases"], console)
+    if report["partitions"]:
+        console.print(partition_table(report))
     if report["sets"]:
         console.print(speed_table(report))
         console.print(sharing_table(report))
@@ -61,6 +63,17 @@ def speed_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def partition_table(report: dict[str, Any]) -> Table:
+    """The trees over the budget, a row for each objective and each way: time, memory and gradient beside the whole."""
+    table = _table("trees of ten times the budget, against the whole tree at one time", "tree")
+    for name in ("loss", "parents", "s", "of whole", "scoring s", "computed twice", "saved MB", "grad error"):
+        table.add_column(name, justify="right")
+    for result in report["partitions"]:
+        for key in result["seconds"]:
+            table.add_row(*_partition_cells(result, *key.split()))
+    return table
+
+
 def sharing_table(report: dict[str, Any]) -> Table:
     """What the samples of the sets hold, a row each."""
     table = _table("their samples; mean segment in tokens", "set")
@@ -90,6 +103,22 @@ def _case_cells(case: dict[str, Any]) -> list[str]:
         f"{case['speedup']:.2f}x",
         f"{case['speedup'] / case['flop_bound']:.0%}",
         f"{case['grad_error']:.0e}",
+    ]
+
+
+def _partition_cells(result: dict[str, Any], loss: str, way: str) -> list[str]:
+    seconds = result["seconds"]
+    has_bytes = loss == "sft"
+    return [
+        result["tree"],
+        loss,
+        way,
+        f"{seconds[f'{loss} {way}']:.2f}",
+        f"{seconds[f'{loss} {way}'] / seconds[f'{loss} whole']:.2f}x",
+        f"{result['scoring_s']:.2f}" if (loss, way) == ("gspo", "keep") else "",
+        "" if way == "whole" else f"{result['num_recomputed_tokens'][way]:,}",
+        f"{result['saved_bytes'][way] / 1e6:.0f}" if has_bytes else "",
+        f"{result['grad_errors'][f'{loss} {way}']:.0e}",
     ]
 
 
