@@ -150,7 +150,7 @@ def _way(
 
 
 def _sequence_objective(tree: Forest) -> Objective:
-    """A loss of whole sequences: old log-probs make it look at their ratios, a wide clip lets every gradient through."""
+    """A loss of whole sequences: old log-probs make it look at their ratios; the wide clip cuts no gradient."""
     lengths = tree.branch_length.tolist()
     uniform = -float(np.log(SHAPE.vocab_size))
     return gspo(
