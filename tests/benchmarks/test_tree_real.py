@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks import tree_real
 from benchmarks.saved_bytes import peak_saved_bytes
+from benchmarks.timing import Step
 from benchmarks.tree_cases import star
 from benchmarks.tree_counts import count
 from benchmarks.tree_real import fastest_baselines, measure_set, measure_sets, paired_overhead
@@ -193,6 +194,20 @@ def test_the_share_that_is_done_rises_and_stays_below_one(generated_data: Path) 
     assert shares[0] == 0.0
     assert shares == sorted(shares)
     assert 0.8 < shares[-1] < 1.0
+
+
+@pytest.mark.usefixtures("generated_data")
+def test_every_way_has_run_before_the_first_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def steps_of(model: object, sample: TaskSample, max_tokens: int) -> dict[str, Step]:
+        num_branches = len(sample.loss_masks())
+        return {name: lambda name=name: ran.append((name, num_branches)) for name in (*BASELINES, "tree")}
+
+    monkeypatch.setattr(tree_real, "build_steps", steps_of)
+    monkeypatch.setattr(tree_real, "measure_set", lambda model, sample, *counts, **options: list(ran))
+    (before,) = measure_sets([tiny_sample()], 1, lambda words, share: None)
+    assert before == [(name, 2) for name in (*BASELINES, "tree")]
 
 
 def test_no_set_needs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (
             ["inspect", "a", "--tokenizer", "t", "--model-shape", "llama3-8b", "--template", "hf", "--json"],
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
-            | {"template": "hf", "json_output": True},
+            | {"template": "hf", "json_output": True, "num_causes": 0},
         ),
         (["sft", "c.toml"], {"config_path": Path("c.toml"), "overrides": [], "json_output": False}),
         (

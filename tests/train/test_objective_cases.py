@@ -41,7 +41,7 @@ def assert_case_is_exact(
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=datas(MODEL), temperature=st.sampled_from([1.0, 0.7]))
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_an_objective_equals_its_flat_version(name: str, data: Data, temperature: float) -> None:
     assert_case_is_exact(CASES[name], data, temperature=temperature)
 

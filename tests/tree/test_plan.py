@@ -146,3 +146,18 @@ def test_partitions_count_as_micro_batches_where_some_are_wanted() -> None:
     forests = [Forest.from_sequences([[1] * 10]), Forest.from_sequences([[1, 1]])]
     assert [batch.forest.num_tokens for batch in plan_batch(forests, 4, min_micro_batches=5).micro_batches] == [2, 0]
     assert len(plan_batch(forests, 4, min_micro_batches=4).micro_batches) == 1
+
+
+def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> None:
+    forests = [Forest.from_sequences([[i] * size]) for i, size in enumerate((9, 3, 2, 6, 2))]
+    plan = plan_batch(forests, 8, fill_tokens=5)
+    assert [batch.branches.tolist() for batch in plan.micro_batches] == [[1, 2], [3], [4]]
+    assert [tree.branches.tolist() for tree in plan.partitioned] == [[0]]
+    assert [batch.branches.tolist() for batch in plan_batch(forests, fill_tokens=5).micro_batches] == [
+        [0],
+        [1, 2],
+        [3],
+        [4],
+    ]
+    with pytest.raises(InputError, match="fill_tokens must be an integer of at least 1"):
+        plan_batch(forests, 8, fill_tokens=0)

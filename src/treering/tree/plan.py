@@ -93,6 +93,7 @@ def plan_batch(
     forests: Sequence[Forest],
     max_tokens: int | None = None,
     *,
+    fill_tokens: int | None = None,
     costs: CostModel | None = None,
     min_micro_batches: int = 0,
 ) -> Plan:
@@ -104,6 +105,8 @@ def plan_batch(
     Args:
         forests: branches are numbered through all of them in order.
         max_tokens: None computes everything at one time.
+        fill_tokens: where several trees go together, they hold at most this many tokens; a larger tree stands alone.
+            None fills up to `max_tokens`.
         costs: a tree that costs more than its branches one by one is planned as chains; None shares whatever can be.
         min_micro_batches: forward passes that there must be at least, so that data-parallel ranks run equally many:
             micro-batches of several trees are split, then empty ones added.
@@ -113,7 +116,7 @@ def plan_batch(
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
-    _check_options(max_tokens, min_micro_batches)
+    _check_options(max_tokens, fill_tokens, min_micro_batches)
     trees, branches = _trees(forests)
     unshared: tuple[Unshared, ...] = ()
     if costs is not None:
@@ -127,7 +130,7 @@ def plan_batch(
     num_partitions = sum(len(tree.partitions) for tree in partitioned)
     whole = np.flatnonzero(~np.array(is_cut, bool))
     sizes = np.array([tree.num_tokens for tree in trees], np.int64)
-    bins = _split_bins(_bins(whole, sizes, max_tokens), sizes, min_micro_batches - num_partitions)
+    bins = _split_bins(_bins(whole, sizes, max_tokens, fill_tokens), sizes, min_micro_batches - num_partitions)
     return Plan(
         micro_batches=tuple(_micro_batch([trees[i] for i in bin], [branches[i] for i in bin]) for bin in bins),
         max_tokens=max_tokens,
@@ -136,9 +139,10 @@ def plan_batch(
     )
 
 
-def _check_options(max_tokens: int | None, min_micro_batches: int) -> None:
-    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
-        raise InputError(f"max_tokens must be an integer of at least 1, or None, got {max_tokens!r}")
+def _check_options(max_tokens: int | None, fill_tokens: int | None, min_micro_batches: int) -> None:
+    for name, value in (("max_tokens", max_tokens), ("fill_tokens", fill_tokens)):
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
     if not (isinstance(min_micro_batches, int) and min_micro_batches >= 0):
         raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
 
@@ -169,13 +173,18 @@ def _gated(
     return kept, numbers, tuple(unshared)
 
 
-def _bins(whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | None) -> list[list[int]]:
+def _bins(
+    whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | None, fill_tokens: int | None
+) -> list[list[int]]:
     """Micro-batches as tree numbers, members and micro-batches in input order."""
-    if whole.size == 0 or max_tokens is None:
+    limits = [limit for limit in (max_tokens, fill_tokens) if limit is not None]
+    if whole.size == 0 or not limits:
         return [whole.tolist()] if whole.size else []
-    bins = pack(sizes[whole], max_tokens)
-    members = np.split(whole[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
-    return sorted(trees.tolist() for trees in members if trees.size)
+    room = min(limits)
+    alone, together = whole[sizes[whole] > room], whole[sizes[whole] <= room]
+    bins = pack(sizes[together], room)
+    members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
+    return sorted([[tree] for tree in alone.tolist()] + [trees.tolist() for trees in members if trees.size])
 
 
 def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
