@@ -1,14 +1,17 @@
 """Law 2 for every objective and option: loss and gradients are those of flat sequences, whole and in micro-batches."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.forests import SHAPES
-from tests.models import assert_gradients_equal, build_float64, take_gradients
+from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
 from tests.train.flat_objectives import Data, data_of, datas, run_flat
 from tests.train.objective_cases import CASES, Case
+from treering.train.objectives import dpo
 from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
 
@@ -59,3 +62,21 @@ def test_it_does_so_in_partitions(name: str) -> None:
     assert result.plan.partitioned
     is_of_sequences = CASES[name].make(data_of(SHAPED, MODEL, seed=8)).scope != "entry"
     assert (result.num_scoring_tokens > 0) == is_of_sequences
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9, 4])
+def test_pairs_and_sequences_without_a_trained_token_count_wherever_they_are_computed(max_tokens: int | None) -> None:
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 6], [7, 2, 3, 4], [7, 2, 1, 1], [8, 1, 1, 1], [8, 1, 1, 2]]
+    masks = [[0] * 5, [0] * 5, [0] * 4, [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 0]]
+    pairs = [(0, 1), (2, 3), (4, 5), (0, 4)]
+    forest = Forest.from_sequences(sequences)
+    ratios = [
+        sum(lp.item() for lp, m in zip(flat_logprobs(MODEL, s)[0], mask[1:], strict=True) if m)
+        for s, mask in zip(sequences, masks, strict=True)
+    ]
+    expected = [math.log1p(math.exp(-0.1 * (ratios[chosen] - ratios[rejected]))) for chosen, rejected in pairs]
+    result = backward(MODEL, forest, dpo(pairs, masks), max_tokens)
+    assert result.loss == pytest.approx(sum(expected) / len(pairs), rel=EXACT)
+    untrained = dpo([(0, 1)], [[0] * len(s) for s in sequences])
+    assert backward(MODEL, forest, untrained, max_tokens).loss == pytest.approx(math.log(2), rel=1e-6)
+    MODEL.zero_grad(set_to_none=True)

@@ -14,15 +14,16 @@ from torch import Tensor
 from treering.model.edges import EdgeScores, EdgeTable
 
 
-def spread_scores(scores: EdgeScores, table: EdgeTable, num_tokens: int) -> EdgeScores:
-    """Scores at the packed indices of their edges, 0 elsewhere."""
-    at = torch.from_numpy(table.edges).to(scores.logprobs.device)
-
-    def spread(part: Tensor) -> Tensor:
-        return part.new_zeros(num_tokens).index_copy_(0, at, part)
-
-    values = None if scores.values is None else spread(scores.values)
-    return EdgeScores(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
+def put_scores(everywhere: EdgeScores, scores: EdgeScores, table: EdgeTable) -> None:
+    """Writes the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
+    at = torch.from_numpy(table.edges).to(everywhere.logprobs.device)
+    for target, part in (
+        (everywhere.logprobs, scores.logprobs),
+        (everywhere.entropy, scores.entropy),
+        (everywhere.values, scores.values),
+    ):
+        if target is not None and part is not None:
+            target.index_copy_(0, at, part.detach().to(target.dtype))
 
 
 def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:

@@ -23,6 +23,7 @@ from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
 from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
 from treering.model.forward import hidden_states
+from treering.train.edge_vectors import put_scores
 from treering.train.offload import saved_on_host
 from treering.train.parents import Parents
 from treering.train.scoring import Scorer
@@ -83,8 +84,7 @@ class PartitionedStep:
 
     def score(self) -> EdgeScores:
         """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients."""
-        zeros = torch.zeros(self._tree.forest.num_tokens, device=self._scorer.device)
-        everywhere: dict[str, Tensor] = {}
+        everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
         with torch.no_grad():
             for event, number in self._events():
                 if event == "leave":
@@ -93,12 +93,8 @@ class PartitionedStep:
                 live = self._live[number] = self._open(number)
                 table = self.tables[number]
                 scores = self._scorer.scores(self._hidden(live), self._tree.forest, table)
-                at = torch.from_numpy(table.edges).to(zeros.device)
-                for name in ("logprobs", "entropy", "values"):
-                    part = getattr(scores, name)
-                    if part is not None:
-                        everywhere.setdefault(name, zeros.to(part.dtype).clone()).index_copy_(0, at, part)
-        return EdgeScores(**everywhere)
+                put_scores(everywhere, scores, table)
+        return everywhere
 
     def _enter(self, number: int) -> None:
         live = self._live[number] = self._open(number)

@@ -35,6 +35,13 @@ class Scorer:
         """Where the model's embedding is."""
         return next(self.parts.embedding.parameters()).device
 
+    def no_scores(self, num_edges: int) -> EdgeScores:
+        """Zeros, as `scores` would give them for edges that are not scored."""
+        weight = next(self.parts.embedding.parameters())
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        logprobs, entropy, values = torch.zeros(3, num_edges, dtype=dtype, device=self.device)
+        return EdgeScores(logprobs=logprobs, entropy=entropy, values=None if self.value_head is None else values)
+
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         """Scores of the table's edges, whose tokens are those of `forest`."""
         return score_edges(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
 from treering.model.forward import hidden_states
-from treering.train.edge_vectors import joined_leaves, split_gradients, spread_scores, vector_product
+from treering.train.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
 from treering.train.evaluation import Totals, evaluate
 from treering.train.flat_batch import FlatBatch, Selection
 from treering.train.objectives import Objective
@@ -81,7 +81,7 @@ class StepRun:
 
     def _run_whole(self, unit: MicroBatch, selected: Selection, vectors: EdgeScores | None) -> None:
         if selected.entries.size == 0:
-            return
+            return self._evaluate_nothing(selected, vectors)
         self._num_passes += 1
         table = edge_table(unit.forest, _wanted(unit.forest, selected))
         hidden = hidden_states(self._scorer.parts, unit.forest)
@@ -93,6 +93,12 @@ class StepRun:
             loss = vector_product(scores, vectors, table)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def _evaluate_nothing(self, selected: Selection, vectors: EdgeScores | None) -> None:
+        """Pairs of branches without a trained token have a loss, if no gradient."""
+        if self._objective.scope == "pair" and vectors is None:
+            none = self._scorer.no_scores(0)
+            evaluate(self._objective, self._batch, none, np.zeros(0, np.int64), selected, self.totals)
 
     def _run_nothing(self) -> None:
         """A forward and backward of one token that adds zeros: what a rank without work owes the others."""
@@ -153,7 +159,9 @@ class StepRun:
         table = edge_table(unit.forest, wanted)
         with torch.no_grad():
             scores = self._scorer.scores(hidden_states(self._scorer.parts, unit.forest), unit.forest, table)
-        return spread_scores(scores, table, unit.forest.num_tokens)
+        everywhere = self._scorer.no_scores(unit.forest.num_tokens)
+        put_scores(everywhere, scores, table)
+        return everywhere
 
     def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
         def measure() -> Memory:
