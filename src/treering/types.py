@@ -28,6 +28,15 @@ PromptId: TypeAlias = str | int
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 """Largest id that a forest can hold."""
 
+
+def is_count(value: object, *, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`, numpy's included; True and False are none.
+
+    Example: 4 and `np.int64(4)` are counts from 1 on; 0, 1.0 and True are not.
+    """
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_TYPES = ("qwen3_moe",)
 

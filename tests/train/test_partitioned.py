@@ -20,10 +20,10 @@ from tests.train.flat import Batch, batches
 from tests.train.test_backward import assert_step_is_exact, batch_of, objective_of
 from treering.attention import BACKENDS
 from treering.attention.gateway import Gateway
-from treering.errors import ConfigError
+from treering.errors import ConfigError, InputError
 from treering.train import partitioned, step, units
 from treering.train.compute import GradientCheckpointing, enable_gradient_checkpointing
-from treering.train.objectives import sft
+from treering.train.objectives import ppo, sft
 from treering.train.parents import Memory, Parents, choose_parents, free_memory, saved_bytes
 from treering.train.partitioned import PartitionedStep
 from treering.train.step import backward
@@ -378,3 +378,41 @@ def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: 
     backward(MODEL, forest, sft([[0, 0, 0]] * 2), min_micro_batches=2)
     assert len(passes) == 6
     assert all(not gradient.any() for gradient in take_gradients(MODEL).values())
+
+
+def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
+    forest = Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6]])
+    only_head = build_float64(tie_word_embeddings=False)
+    for name, weight in only_head.named_parameters():
+        weight.requires_grad_("lm_head" in name)
+    backward(only_head, forest, sft(normalizer="sum"))
+    expected = take_gradients(only_head)
+    backward(only_head, forest, sft(normalizer="sum"), 3, min_micro_batches=9)
+    assert_gradients_equal(take_gradients(only_head), expected, EXACT)
+    frozen, head = build_float64().requires_grad_(False), nn.Linear(32, 1).double()
+    objective = ppo([1.0, 2.0], [[0, 1, 1, 1]] * 2, returns=[1.0, 2.0])
+    backward(frozen, forest, objective, value_head=head)
+    expected = take_gradients(head)
+    backward(frozen, forest, objective, 3, value_head=head)
+    assert_gradients_equal(take_gradients(head), expected, EXACT)
+    assert expected["weight"].any()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
+        ({"min_micro_batches": True}, "min_micro_batches must be an integer"),
+        ({"temperature": True}, "temperature must be a positive number"),
+        ({"value_head": "x"}, "value_head is a module"),
+        ({"forests": None}, "expected a Forest or several, got None"),
+        ({"forests": [3]}, "expected a Forest, got int"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(options: dict[str, object], message: str) -> None:
+    given = {"forests": Forest.from_sequences([[1, 2, 3]]), "objective": sft(), "max_tokens": np.int64(2)} | options
+    with pytest.raises(InputError, match=message):
+        backward(MODEL, **given)  # type: ignore[arg-type]
+    assert all(weight.grad is None for weight in MODEL.parameters())

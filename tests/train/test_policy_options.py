@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.models import assert_gradients_equal, build_float64, take_gradients
@@ -91,3 +92,22 @@ def test_every_policy_objective_needs_masks_and_a_sane_clip(make: Callable[..., 
     for old in (None, [[0, -1]]):
         with pytest.raises(ConfigError, match=r"clip must be \(low, high\)"):
             make([1.0], [[0, 1]], old, clip=(0.2, -0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("old_logprobs", lambda numbers, masks: grpo([1.0, 1.0], masks, numbers)),
+        ("ref_logprobs", lambda numbers, masks: gspo([1.0, 1.0], masks, ref_logprobs=numbers, kl_coefficient=1.0)),
+        (
+            "behaviour_logprobs",
+            lambda numbers, masks: cispo([1.0, 1.0], masks, behaviour_logprobs=numbers, max_importance=2.0),
+        ),
+    ],
+)
+def test_one_log_probability_for_a_whole_sequence_is_refused(name: str, make: Callable[..., Objective]) -> None:
+    objective = make([-6.0, -6.0], [[0, 1, 1], [0, 1, 1]])
+    with pytest.raises(
+        InputError, match=rf"{name}\[0\] needs a list with one number per token \(3\), got the number -6.0"
+    ):
+        objective.flat_values(np.array([3, 3]), trained=np.ones(6, bool))

@@ -135,9 +135,9 @@ def test_micro_batches_of_several_trees_are_split_before_empty_ones_are_added() 
     sizes = [5, 4, 3, 3]
     forests = [Forest.from_sequences([[1] * size]) for size in sizes]
     assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=2)) == [[3, 5], [3, 4]]
-    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=3)) == [[5], [3], [3, 4]]
+    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=3)) == [[5], [3, 4], [3]]
     padded = plan_batch(forests, 8, min_micro_batches=6)
-    assert sizes_by_bin(sizes, padded) == [[5], [3], [4], [3], [], []]
+    assert sizes_by_bin(sizes, padded) == [[5], [4], [3], [3], [], []]
     assert padded.num_micro_batches == 6
     assert (padded.num_tokens, padded.num_branches) == (15, 4)
 

@@ -41,7 +41,7 @@ class Ancestor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Span:
     """Keys [start, stop) that query rows [first, last) see."""
 
     start: int
@@ -56,7 +56,7 @@ def ancestor_calls(sight: Sight) -> Iterator[Call]:
     Example: 200 keys that rows 0 to 9 see are one unmasked call; 2 keys that rows 0 to 9 see, followed by 1 that rows 3
     to 5 see, are one masked call of 10 rows and 3 keys.
     """
-    group: list[_Run] = []
+    group: list[_Span] = []
     wasted = 0
     for run in _runs(sight):
         if run.stop - run.start >= MIN_RUN_TOKENS:
@@ -75,31 +75,31 @@ def ancestor_calls(sight: Sight) -> Iterator[Call]:
         yield _as_call(group)
 
 
-def _runs(sight: Sight) -> Iterator[_Run]:
+def _runs(sight: Sight) -> Iterator[_Span]:
     """Maximal runs of neighbouring keys that the same query rows see; keys that none sees are left out."""
     changes = (np.diff(sight.first) != 0) | (np.diff(sight.stop) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), sight.first.size]
     for start, stop in pairwise(bounds):
         if start < stop and sight.first[start] < sight.stop[start]:
-            yield _Run(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
+            yield _Span(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
 
 
-def _is_within(run: _Run, outer: _Run) -> bool:
+def _is_within(run: _Span, outer: _Span) -> bool:
     return outer.first <= run.first and run.last <= outer.last
 
 
-def _wasted(outer: _Run, run: _Run) -> int:
+def _wasted(outer: _Span, run: _Span) -> int:
     return (run.stop - run.start) * ((outer.last - outer.first) - (run.last - run.first))
 
 
-def _num_entries(runs: list[_Run]) -> int:
+def _num_entries(runs: list[_Span]) -> int:
     """Entries of the mask that these runs would need; none if all are seen by the same rows."""
     if all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs):
         return 0
     return (runs[0].last - runs[0].first) * sum(run.stop - run.start for run in runs)
 
 
-def _as_call(runs: list[_Run]) -> Call:
+def _as_call(runs: list[_Span]) -> Call:
     is_full = all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs)
     return Call(
         query_start=runs[0].first,
@@ -111,7 +111,7 @@ def _as_call(runs: list[_Run]) -> Call:
     )
 
 
-def _gathered(runs: list[_Run]) -> Int64Array | None:
+def _gathered(runs: list[_Span]) -> Int64Array | None:
     if all(left.stop == right.start for left, right in pairwise(runs)):
         return None
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])

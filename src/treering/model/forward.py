@@ -149,7 +149,8 @@ def check_temperature(temperature: float) -> None:
     Raises:
         InputError: with the value.
     """
-    if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
+    is_number = isinstance(temperature, int | float | np.floating) and not isinstance(temperature, bool)
+    if not (is_number and 0 < temperature < float("inf")):
         raise InputError(f"temperature must be a positive number, got {temperature!r}")
 
 

@@ -6,7 +6,7 @@ Accepts lists, arrays and tensors; says which branch and token is wrong. Knows n
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,12 @@ def as_masks(masks: BranchValues, branch_length: NDArray[np.int64]) -> list[NDAr
 
 
 def flatten(
-    name: str, items: BranchValues, branch_length: NDArray[np.int64], *, trained: NDArray[np.bool_]
+    name: str,
+    items: BranchValues,
+    branch_length: NDArray[np.int64],
+    *,
+    trained: NDArray[np.bool_],
+    numbers: Literal["spread", "refuse"] = "spread",
 ) -> NDArray[np.float64]:
     """Spreads one item per branch, a number or one number per token, to entries: float64 [F].
 
@@ -45,6 +50,7 @@ def flatten(
         items: K items.
         branch_length: int64 [K].
         trained: bool [F]; elsewhere values may be anything, NaN included, as hosts leave them.
+        numbers: what becomes of an item that is one number for its branch.
 
     Raises:
         InputError: a list or an item of the wrong length, or a trained value that is not finite.
@@ -56,6 +62,10 @@ def flatten(
     for branch, item in enumerate(items):
         array = _as_array(f"{name}[{branch}]", item).astype(np.float64, copy=False)
         length = int(branch_length[branch])
+        if numbers == "refuse" and array.ndim == 0:
+            raise InputError(
+                f"{name}[{branch}] needs a list with one number per token ({length}), got the number {array}"
+            )
         if array.shape not in ((), (length,)):
             raise InputError(f"{name}[{branch}] needs one number, or one per token ({length}), got shape {array.shape}")
         parts.append(array if array.ndim else np.full(length, array))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from treering.errors import ConfigError
+from treering.types import is_count
 
 Parents = Literal["keep", "recompute", "offload"]
 """keep: they stay, and nothing is computed twice. recompute: they are dropped and computed again before the backward;
@@ -63,7 +64,7 @@ def check_parents(requested: str, device: torch.device, max_bytes: int | None) -
             'parents="offload" moves activations to host memory, and the model is there already; use "keep" or '
             '"recompute"'
         )
-    if max_bytes is not None and not (isinstance(max_bytes, int) and max_bytes >= 1):
+    if max_bytes is not None and not is_count(max_bytes, least=1):
         raise ConfigError(f"max_bytes is a positive number of bytes, or None for what is free, got {max_bytes!r}")
 
 

@@ -147,8 +147,9 @@ class PartitionedStep:
         children: list[list[int]] = [[] for _ in self._tree.partitions]
         for number in range(len(children) - 1, 0, -1):
             if children[number] or self.tables[number].edges.size:
-                children[self._tree.partitions[number].parent].insert(0, number)
-        return children
+                children[self._tree.partitions[number].parent].append(number)
+        # Found from the last to the first; run in packed order.
+        return [numbers[::-1] for numbers in children]
 
     def _events(self) -> Iterator[Event]:
         """Depth-first: each partition is entered before and left after all that is below it."""

@@ -119,12 +119,16 @@ def backward(
         StateError: gradients are switched off, or no parameter takes any.
         UnsupportedError: a model that would not be exact, by name.
 
+    An error from elsewhere, such as a lack of memory, may leave part of the gradients: clear them before going on.
+
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
         >>> result = backward(model, forest, sft())                # doctest: +SKIP
         >>> result.plan.num_tokens, result.metrics["sharing"]      # doctest: +SKIP
         (4, 0.333)
     """
+    if not isinstance(forests, Iterable | Forest):
+        raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
     parts = find_parts(model)
@@ -171,6 +175,8 @@ def _check_inputs(
     value_head: nn.Module | None,
 ) -> None:
     check_temperature(temperature)
+    if value_head is not None and not isinstance(value_head, nn.Module):
+        raise InputError(f"value_head is a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}")
     for forest in forests:
         check_forest(forest, parts)
     if not isinstance(objective, Objective):
@@ -182,7 +188,8 @@ def _check_inputs(
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise StateError("backward needs gradients, and they are switched off here: leave no_grad or inference_mode")
-    if not any(weight.requires_grad for weight in model.parameters()):
+    heads = [] if value_head is None else [*value_head.parameters()]
+    if not any(weight.requires_grad for weight in (*model.parameters(), *heads)):
         raise StateError("backward needs a parameter with requires_grad=True, and all are frozen: unfreeze some")
 
 

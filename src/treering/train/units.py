@@ -103,7 +103,8 @@ class StepRun:
     def _run_nothing(self) -> None:
         """A forward and backward of one token that adds zeros: what a rank without work owes the others."""
         hidden = hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
-        (0.0 * hidden[0, 0]).backward()  # type: ignore[no-untyped-call]
+        if hidden.requires_grad:
+            (0.0 * hidden[0, 0]).backward()  # type: ignore[no-untyped-call]
 
     def _run_partitioned(self, unit: PartitionedTree, selected: Selection, vectors: EdgeScores | None) -> None:
         assert self.parents is not None

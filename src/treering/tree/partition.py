@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.grouping import search_cuts
+from treering.types import is_count
 
 SMALL = 9
 """Most segments of a tree whose forks are all tried as cuts: 2 ** 8 choices, under 10 ms."""
@@ -83,8 +84,8 @@ def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
     """
     if tree.num_trees != 1:
         raise InputError(f"partitions cut one tree, got a forest of {tree.num_trees}: cut each of forest.trees()")
-    if max_tokens < 1:
-        raise InputError(f"max_tokens of a partition must be at least 1, got {max_tokens}")
+    if not is_count(max_tokens, least=1):
+        raise InputError(f"max_tokens of a partition must be an integer of at least 1, got {max_tokens!r}")
     start, parent = tree.segment_start.astype(np.int64), tree.segment_parent.astype(np.int64)
     num_choices = start.size - 1 if start.size <= SMALL else 0
     runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, num_choices)

@@ -3,6 +3,7 @@
 Knows sizes and, where it is given one, a cost model; no models and no clock. Equal inputs give equal plans.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
 from treering.tree.gate import Unshared, chains_of, why_unshared
 from treering.tree.partition import PartitionedTree, cut_tree
+from treering.types import is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,9 +143,9 @@ def plan_batch(
 
 def _check_options(max_tokens: int | None, fill_tokens: int | None, min_micro_batches: int) -> None:
     for name, value in (("max_tokens", max_tokens), ("fill_tokens", fill_tokens)):
-        if value is not None and not (isinstance(value, int) and value >= 1):
+        if value is not None and not is_count(value, least=1):
             raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
-    if not (isinstance(min_micro_batches, int) and min_micro_batches >= 0):
+    if not is_count(min_micro_batches, least=0):
         raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
 
 
@@ -189,14 +191,29 @@ def _bins(
 
 def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
     """At least `num_wanted` bins: of those with several trees the fullest is halved, and then empty ones follow."""
-    bins = list(bins)
-    while len(bins) < num_wanted and any(len(members) > 1 for members in bins):
-        fullest = max((i for i in range(len(bins)) if len(bins[i]) > 1), key=lambda i: int(sizes[bins[i]].sum()))
-        halves: tuple[list[int], list[int]] = ([], [])
-        for tree in sorted(bins[fullest], key=lambda i: -int(sizes[i])):
-            min(halves, key=lambda half: int(sizes[half].sum())).append(tree)
-        bins[fullest : fullest + 1] = [sorted(half) for half in halves]
-    return bins + [[] for _ in range(num_wanted - len(bins))]
+    single = [members for members in bins if len(members) == 1]
+    splittable = [(-int(sizes[members].sum()), members) for members in bins if len(members) > 1]
+    heapq.heapify(splittable)
+    while splittable and len(single) + len(splittable) < num_wanted:
+        _, fullest = heapq.heappop(splittable)
+        for half in _halves(fullest, sizes):
+            if len(half) == 1:
+                single.append(half)
+            else:
+                heapq.heappush(splittable, (-int(sizes[half].sum()), half))
+    split = sorted([*single, *(members for _, members in splittable)])
+    return split + [[] for _ in range(num_wanted - len(split))]
+
+
+def _halves(members: list[int], sizes: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Two parts of about equal size: the largest first, each to the part with less so far."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    room = [0, 0]
+    for tree in sorted(members, key=lambda i: -int(sizes[i])):
+        less = int(room[1] < room[0])
+        halves[less].append(tree)
+        room[less] += int(sizes[tree])
+    return sorted(halves[0]), sorted(halves[1])
 
 
 def _micro_batch(trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]]) -> MicroBatch:

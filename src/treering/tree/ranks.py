@@ -14,6 +14,7 @@ from treering.errors import InputError
 from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
 from treering.tree.plan import plan_batch
+from treering.types import is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +51,7 @@ def share_among_ranks(
 
     Example: forests of 5, 4, 3 and 3 tokens on two ranks give {5, 3} and {4, 3}.
     """
-    if not (isinstance(num_ranks, int) and num_ranks >= 1):
+    if not is_count(num_ranks, least=1):
         raise InputError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
     prices = [_price(forest, costs) for forest in forests]
     members: list[list[int]] = [[] for _ in range(num_ranks)]

@@ -77,6 +77,7 @@ class Objective:
         scope: which entries `terms` must see together.
         needs: what `terms` reads beside log-probs.
         pairs: branch numbers, int64 [P, 2], where the scope is "pair", else None.
+        per_token: names among `values` that take no number for a whole branch.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Objective:
     scope: Scope = "entry"
     needs: frozenset[Need] = frozenset()
     pairs: NDArray[np.int64] | None = None
+    per_token: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         assert (self.scope == "pair") == (self.pairs is not None)
@@ -113,4 +115,9 @@ class Objective:
         Raises:
             InputError: a list or an item of the wrong length, or a trained value that is not finite.
         """
-        return {name: flatten(name, items, branch_length, trained=trained) for name, items in self.values.items()}
+        return {
+            name: flatten(
+                name, items, branch_length, trained=trained, numbers="refuse" if name in self.per_token else "spread"
+            )
+            for name, items in self.values.items()
+        }

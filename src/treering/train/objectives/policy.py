@@ -21,6 +21,9 @@ from treering.train.weights import Weighting
 Surrogate = Callable[[Entries, Tensor, Tensor], Terms]
 """(entries, old log-probs [F], advantages [F]) -> terms."""
 
+_PER_TOKEN = frozenset({"old_logprobs", "behaviour_logprobs", "ref_logprobs", "old_values"})
+"""One number for a whole sequence would be taken for its sum by some, and for that of each token by others."""
+
 _COMMON = ("advantages", "loss_masks", "old_logprobs", "clip", "normalizer", "shared", "divisor")
 
 
@@ -55,6 +58,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.loss_masks is None:
             raise InputError(f"{self.name} needs loss_masks: which tokens did the policy sample?")
+        if self.advantages is None:
+            raise InputError(f"{self.name} needs advantages: one number per sequence, or one per token")
 
 
 def clipped(clip: Clip) -> Surrogate:
@@ -95,6 +100,7 @@ def make_objective(policy: Policy, options: PolicyOptions) -> Objective:
         values=_values(policy, options),
         scope=scope,
         needs=policy.needs | of_options,
+        per_token=_PER_TOKEN,
     )
 
 
