@@ -39,7 +39,7 @@ types: $(STAMP)
 checks: test lint types
 
 bench: $(STAMP)
-	$(BIN)/treering bench tree
+	$(BIN)/treering bench tree --only star,two_level,caterpillar,partitions
 	$(BIN)/treering bench engine
 
 # Runs in the python3 of a CUDA machine, which has torch, transformers, numba, jaxtyping and pytest, and where nothing
