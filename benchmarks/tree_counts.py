@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.tree_sets import SHAPE, TaskSample
 from benchmarks.tree_steps import BASELINES
+from treering.train.step import FILL_TOKENS
 from treering.tree.forest import Forest
 from treering.tree.plan import plan_batch
 from treering.tree.stats import branching, flat_work, tree_work, work_bounds
@@ -78,10 +79,10 @@ def work_of(counts: SetCounts, num_runs: int) -> int:
 
 
 def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int:
-    """Tokens whose activations are alive at one time when each group is trained as a tree, parents kept.
+    """Tokens whose activations are alive at one time when each group is trained as a tree on CPU, parents kept.
 
     Example: groups [5, 6, 7] + [5, 6, 8] and [9, 9] are trees of 4 and 2 tokens: 6 under a budget of 6, else 4.
     """
-    plan = plan_batch([Forest.from_sequences(group) for group in groups], max_tokens)
+    plan = plan_batch([Forest.from_sequences(group) for group in groups], min(max_tokens, FILL_TOKENS["cpu"]))
     whole = [batch.forest.num_tokens for batch in plan.micro_batches]
     return max([*whole, *(tree.chain_tokens for tree in plan.partitioned)], default=0)

@@ -15,7 +15,7 @@ from tests.models import build
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tree", "history", "attention", "model", "train", "engine", "rl")
-DOCUMENTS = ("README.md", "docs/history.md", "docs/engine.md", "docs/rl.md")
+DOCUMENTS = ("README.md", "docs/tree.md", "docs/objectives.md", "docs/history.md", "docs/engine.md", "docs/rl.md")
 # An example, and the next block where it is an output: a document says what an example prints, always behind it.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES = sorted(page for where in ("", "docs/", "benchmarks/", "examples/*/") for page in ROOT.glob(f"{where}*.md"))
@@ -30,7 +30,10 @@ def modules_of(room: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_examples_of_a_document_print_what_it_says(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_a_document_print_what_it_says(
+    document: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / document).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
     assert len(examples) == text.count("```python\n") > 0

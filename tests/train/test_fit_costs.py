@@ -119,7 +119,7 @@ def test_a_second_call_reads_the_file(fits: Fits, tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
-@pytest.mark.parametrize("change", ["shape", "heads", "dtype", "frozen", "threads", "backend", "torch"])
+@pytest.mark.parametrize("change", ["shape", "heads", "dtype", "frozen", "threads", "backend", "torch", "autocast"])
 def test_another_model_or_device_is_fitted_anew(
     fits: Fits, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,9 +136,10 @@ def test_another_model_or_device_is_fitted_anew(
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0")
     backend = "reference" if change == "backend" else "auto"
-    again = cached_costs(model, path, backend=backend)
-    assert again.token_s == 2.0
-    assert cached_costs(model, path, backend=backend) == again
+    with torch.autocast("cpu", enabled=change == "autocast"):
+        again = cached_costs(model, path, backend=backend)
+        assert again.token_s == 2.0
+        assert cached_costs(model, path, backend=backend) == again
     assert fits.count == 2
 
 

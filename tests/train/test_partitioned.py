@@ -23,7 +23,7 @@ from treering.attention.gateway import Gateway
 from treering.errors import ConfigError, InputError
 from treering.train import partitioned, step, units
 from treering.train.compute import GradientCheckpointing, enable_gradient_checkpointing
-from treering.train.objectives import ppo, sft
+from treering.train.objectives import gspo, ppo, sft
 from treering.train.parents import Memory, Parents, choose_parents, free_memory, saved_bytes
 from treering.train.partitioned import PartitionedStep
 from treering.train.step import backward
@@ -398,6 +398,23 @@ def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
     assert expected["weight"].any()
 
 
+def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forest = Forest.from_sequences([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
+    masks = [[0, 1, 1, 1, 1, 1]] * 2
+    by_sequence = gspo([1.0, -1.0], masks, [[-3.0] * 6] * 2)
+    backward(MODEL, forest, sft(masks))
+    expected = take_gradients(MODEL)
+    monkeypatch.setattr(step, "FILL_TOKENS", {"cpu": 4})
+    few = backward(MODEL, forest, sft(masks), 16)
+    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
+    assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
+    # Elsewhere a pass without gradients would be the price, ranks plan alike, and None is everything at one time.
+    for objective, max_tokens, num_passes in ((by_sequence, 16, 0), (sft(masks), 16, 1), (sft(masks), None, 0)):
+        plan = backward(MODEL, forest, objective, max_tokens, min_micro_batches=num_passes).plan
+        assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)
+    take_gradients(MODEL)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -407,6 +424,7 @@ def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
         ({"min_micro_batches": True}, "min_micro_batches must be an integer"),
         ({"temperature": True}, "temperature must be a positive number"),
         ({"value_head": "x"}, "value_head is a module"),
+        ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
         ({"forests": None}, "expected a Forest or several, got None"),
         ({"forests": [3]}, "expected a Forest, got int"),
     ],

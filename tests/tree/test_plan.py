@@ -131,6 +131,13 @@ def test_a_budget_below_one_is_refused() -> None:
         plan_batch([], min_micro_batches=-1)
 
 
+def test_costs_that_are_no_cost_model_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"costs must be a CostModel, such as train.fit_costs gives, or None, got 0\.5"
+    ):
+        plan_batch([Forest.from_sequences([[1]])], costs=0.5)  # type: ignore[arg-type]
+
+
 def test_micro_batches_of_several_trees_are_split_before_empty_ones_are_added() -> None:
     sizes = [5, 4, 3, 3]
     forests = [Forest.from_sequences([[1] * size]) for size in sizes]
@@ -159,5 +166,10 @@ def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> No
         [3],
         [4],
     ]
+    cut = plan_batch(forests, 8, fill_tokens=5, cut_tokens=5)
+    assert [tree.branches.tolist() for tree in cut.partitioned] == [[0], [3]]
+    assert (cut.max_tokens, cut.num_micro_batches) == (5, 2 + 2 + 2)
+    with pytest.raises(InputError, match="cut_tokens must be an integer of at least 1"):
+        plan_batch(forests, 8, cut_tokens=0)
     with pytest.raises(InputError, match="fill_tokens must be an integer of at least 1"):
         plan_batch(forests, 8, fill_tokens=0)

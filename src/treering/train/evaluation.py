@@ -17,6 +17,19 @@ from treering.train.objectives import Entries, Objective
 Int64Array = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """What some entries add.
+
+    Attributes:
+        loss: scalar, differentiable.
+        metric_sums: the objective's metrics, summed over the entries or pairs.
+    """
+
+    loss: Tensor
+    metric_sums: dict[str, Tensor]
+
+
 @dataclass(slots=True, kw_only=True)
 class Totals:
     """Sums over everything that has been evaluated so far."""
@@ -24,10 +37,10 @@ class Totals:
     loss: float = 0.0
     metric_sums: dict[str, float] = field(default_factory=dict)
 
-    def add(self, loss: Tensor, metric_sums: dict[str, Tensor]) -> None:
+    def add(self, evaluation: Evaluation) -> None:
         """Adds one evaluation."""
-        self.loss += float(loss.detach())
-        for name, value in metric_sums.items():
+        self.loss += float(evaluation.loss.detach())
+        for name, value in evaluation.metric_sums.items():
             self.metric_sums[name] = self.metric_sums.get(name, 0.0) + float(value)
 
     def averages(self, count: float) -> dict[str, float]:
@@ -36,9 +49,9 @@ class Totals:
 
 
 def evaluate(
-    objective: Objective, batch: FlatBatch, scores: EdgeScores, places: Int64Array, selected: Selection, totals: Totals
-) -> Tensor:
-    """The loss that some entries add: a scalar, differentiable; adds it to `totals`.
+    objective: Objective, batch: FlatBatch, scores: EdgeScores, places: Int64Array, selected: Selection
+) -> Evaluation:
+    """The loss and the metrics that some entries add.
 
     Args:
         objective: the objective.
@@ -47,7 +60,6 @@ def evaluate(
         places: int64 [E], where in `scores` each selected entry's edge is.
         selected: E entries; all of their branches, if the objective's scope is the branch, and of their pairs, if it is
             the pair.
-        totals: gain the loss and the metrics.
     """
     at = torch.from_numpy(places).to(scores.logprobs.device)
     logprobs = scores.logprobs[at]
@@ -71,9 +83,10 @@ def evaluate(
         weights, counts = torch.full_like(terms.loss, batch.pair_weight), torch.ones_like(terms.loss)
     else:
         weights, counts = on_entries(batch.weights), on_entries(batch.counts)
-    loss = (weights * terms.loss).sum()
-    totals.add(loss, {name: (counts * value).sum() for name, value in terms.metrics.items()})
-    return loss
+    return Evaluation(
+        loss=(weights * terms.loss).sum(),
+        metric_sums={name: (counts * value).sum() for name, value in terms.metrics.items()},
+    )
 
 
 def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -> Tensor | None:

@@ -7,6 +7,7 @@ the file with its checkpoints.
 import hashlib
 import itertools
 import json
+import os
 import platform
 import statistics
 import time
@@ -168,14 +169,21 @@ def _key(model: nn.Module, backend: str) -> dict[str, str | int | bool]:
     weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in model.named_parameters()]
     heads = find_parts(model).config.num_attention_heads
     device = next(model.parameters()).device
+    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "off"
     return {
         "model": hashlib.sha256(repr((heads, weights)).encode()).hexdigest(),
         "gradient_checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "autocast": autocast,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "num_threads": torch.get_num_threads(),
         "backend": backend,
         "torch": torch.__version__,
     }
+
+
+def _cpu_name() -> str:
+    """What tells CPUs apart as far as a process sees it: architecture, vector instructions, number of cores."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} x {os.cpu_count()}"
 
 
 def _read(path: Path) -> tuple[object, CostModel]:

@@ -33,8 +33,9 @@ from treering.tree.plan import Plan, plan_batch
 Float64Array = NDArray[np.float64]
 
 FILL_TOKENS = MappingProxyType({"cpu": 2048})
-"""Tokens that small trees are put together up to, by device; elsewhere up to `max_tokens`. A CPU is busy long before,
-and larger tensors come from fresh pages each time: 8,192 tokens took 25 % longer each than 2,048 (8 layers of 512)."""
+"""Tokens that are computed at one time under a larger `max_tokens`, by device: small trees are put together up to it,
+and larger ones cut into partitions where that costs nothing. A CPU is busy long before, and larger tensors come from
+fresh pages each time: 8,192 tokens took 6 to 25 % longer each than 2,048 (8 layers of 512)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,7 +101,8 @@ def backward(
         model: a supported Hugging Face causal language model, or a PEFT model of one.
         forests: the optimizer batch. Per-branch values of the objective follow their order: forests, then sequences.
         objective: from `treering.objectives`.
-        max_tokens: distinct tokens per micro-batch and per partition, at most. None runs everything at one time.
+        max_tokens: distinct tokens per micro-batch and per partition, at most; fewer where that is faster
+            (`FILL_TOKENS`). None runs everything at one time.
         temperature: divides the logits, as at sampling time.
         value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
         parents: of partitions below others: "keep" their activations (nothing is computed twice), "recompute" or
@@ -140,10 +142,13 @@ def backward(
         value_head=value_head,
     )
     check_parents(parents, scorer.device, max_bytes)
+    fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(scorer.device.type)
     plan = plan_batch(
         forests,
         max_tokens,
-        fill_tokens=None if max_tokens is None else FILL_TOKENS.get(scorer.device.type),
+        fill_tokens=fill_tokens,
+        # A tree in partitions would take other objectives a pass without gradients.
+        cut_tokens=fill_tokens if objective.scope == "entry" else None,
         costs=costs,
         min_micro_batches=min_micro_batches,
     )
@@ -177,6 +182,12 @@ def _check_inputs(
     check_temperature(temperature)
     if value_head is not None and not isinstance(value_head, nn.Module):
         raise InputError(f"value_head is a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}")
+    hidden_size = parts.config.hidden_size
+    if isinstance(value_head, nn.Linear) and value_head.in_features != hidden_size:
+        raise InputError(
+            f"value_head reads hidden states of {hidden_size} numbers, got one that reads {value_head.in_features}: "
+            f"use nn.Linear({hidden_size}, 1)"
+        )
     for forest in forests:
         check_forest(forest, parts)
     if not isinstance(objective, Objective):

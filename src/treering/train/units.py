@@ -25,6 +25,7 @@ from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
 from treering.tree.plan import MicroBatch, Plan
 
+Int64Array = NDArray[np.int64]
 Unit = MicroBatch | PartitionedTree
 
 PROBE_TOKENS = (16, 48)
@@ -88,7 +89,7 @@ class StepRun:
         scores = self._scorer.scores(hidden, unit.forest, table)
         if vectors is None:
             places = _places(table, unit.forest.num_tokens)[selected.edges]
-            loss = evaluate(self._objective, self._batch, scores, places, selected, self.totals)
+            loss = self._loss(scores, places, selected)
         else:
             loss = vector_product(scores, vectors, table)
         if loss.requires_grad:
@@ -98,7 +99,7 @@ class StepRun:
         """Pairs of branches without a trained token have a loss, if no gradient."""
         if self._objective.scope == "pair" and vectors is None:
             none = self._scorer.no_scores(0)
-            evaluate(self._objective, self._batch, none, np.zeros(0, np.int64), selected, self.totals)
+            self._loss(none, np.zeros(0, np.int64), selected)
 
     def _run_nothing(self) -> None:
         """A forward and backward of one token that adds zeros: what a rank without work owes the others."""
@@ -116,11 +117,17 @@ class StepRun:
                 return vector_product(scores, vectors, table)
             own = parts[number]
             places = step.place_of_edge[own.edges]
-            return evaluate(self._objective, self._batch, scores, places, own, self.totals)
+            return self._loss(scores, places, own)
 
         step.backward(loss_of)
         self._num_passes += step.num_passes
         self.num_recomputed_tokens += step.num_recomputed
+
+    def _loss(self, scores: EdgeScores, places: Int64Array, selected: Selection) -> Tensor:
+        """The loss of some entries, which the totals gain."""
+        evaluation = evaluate(self._objective, self._batch, scores, places, selected)
+        self.totals.add(evaluation)
+        return evaluation.loss
 
     def _crossing(self) -> list[int]:
         """Units that hold a branch, or a pair, of which the objective needs more than is computed at one time."""
@@ -146,7 +153,7 @@ class StepRun:
         leaves = joined_leaves(scores)
         sizes = [unit.forest.num_tokens for unit in units]
         selected = Selection.joined([self._selected[i] for i in numbers], sizes)
-        loss = evaluate(self._objective, self._batch, leaves, selected.edges, selected, self.totals)
+        loss = self._loss(leaves, selected.edges, selected)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self.scoring_s += time.perf_counter() - started
@@ -192,14 +199,14 @@ def _wanted(forest: Forest, selected: Selection) -> NDArray[np.bool_]:
     return wanted
 
 
-def _places(table: EdgeTable, num_tokens: int) -> NDArray[np.int64]:
+def _places(table: EdgeTable, num_tokens: int) -> Int64Array:
     """Where in the table's order each edge is: int64 [N]."""
     places = np.full(num_tokens, -1, np.int64)
     places[table.edges] = np.arange(table.edges.size)
     return places
 
 
-def _split(selected: Selection, owner: NDArray[np.int64], num_owners: int) -> list[Selection]:
+def _split(selected: Selection, owner: Int64Array, num_owners: int) -> list[Selection]:
     """Selected entries by the partition that scores them."""
     order = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[order], np.arange(1, num_owners))

@@ -96,6 +96,7 @@ def plan_batch(
     max_tokens: int | None = None,
     *,
     fill_tokens: int | None = None,
+    cut_tokens: int | None = None,
     costs: CostModel | None = None,
     min_micro_batches: int = 0,
 ) -> Plan:
@@ -109,16 +110,20 @@ def plan_batch(
         max_tokens: None computes everything at one time.
         fill_tokens: where several trees go together, they hold at most this many tokens; a larger tree stands alone.
             None fills up to `max_tokens`.
+        cut_tokens: a tree over it is cut into partitions of at most so many tokens, even where `max_tokens` has room
+            for all of it.
         costs: a tree that costs more than its branches one by one is planned as chains; None shares whatever can be.
         min_micro_batches: forward passes that there must be at least, so that data-parallel ranks run equally many:
             micro-batches of several trees are split, then empty ones added.
 
     Raises:
-        InputError: a budget below one, or a negative number of micro-batches.
+        InputError: a budget below one, a negative number of micro-batches, or costs that are no cost model.
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
-    _check_options(max_tokens, fill_tokens, min_micro_batches)
+    _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
+    _check_options(costs, min_micro_batches)
+    max_tokens = _least(max_tokens, cut_tokens)
     trees, branches = _trees(forests)
     unshared: tuple[Unshared, ...] = ()
     if costs is not None:
@@ -141,12 +146,22 @@ def plan_batch(
     )
 
 
-def _check_options(max_tokens: int | None, fill_tokens: int | None, min_micro_batches: int) -> None:
-    for name, value in (("max_tokens", max_tokens), ("fill_tokens", fill_tokens)):
+def _check_limits(**limits: int | None) -> None:
+    for name, value in limits.items():
         if value is not None and not is_count(value, least=1):
             raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
+
+
+def _check_options(costs: CostModel | None, min_micro_batches: int) -> None:
+    if costs is not None and not isinstance(costs, CostModel):
+        raise InputError(f"costs must be a CostModel, such as train.fit_costs gives, or None, got {costs!r}")
     if not is_count(min_micro_batches, least=0):
         raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
+
+
+def _least(*limits: int | None) -> int | None:
+    """The least limit; None where there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _trees(forests: Sequence[Forest]) -> tuple[list[Forest], list[NDArray[np.int64]]]:
@@ -179,10 +194,9 @@ def _bins(
     whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | None, fill_tokens: int | None
 ) -> list[list[int]]:
     """Micro-batches as tree numbers, members and micro-batches in input order."""
-    limits = [limit for limit in (max_tokens, fill_tokens) if limit is not None]
-    if whole.size == 0 or not limits:
+    room = _least(max_tokens, fill_tokens)
+    if whole.size == 0 or room is None:
         return [whole.tolist()] if whole.size else []
-    room = min(limits)
     alone, together = whole[sizes[whole] > room], whole[sizes[whole] <= room]
     bins = pack(sizes[together], room)
     members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
