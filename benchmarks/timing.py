@@ -62,6 +62,16 @@ def interleaved_medians(
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def check_runs(num_runs: int) -> None:
+    """Refuses fewer rounds than one.
+
+    Raises:
+        InputError: with the number.
+    """
+    if num_runs < 1:
+        raise InputError(f"a median needs at least one run, got {num_runs}: pass 5 or more for figures to publish")
+
+
 def interleaved_seconds(
     steps: Mapping[str, Step], num_runs: int, clock: Clock, on_run: OnRun | None = None
 ) -> dict[str, list[float]]:
@@ -72,8 +82,7 @@ def interleaved_seconds(
     Raises:
         InputError: fewer than one run.
     """
-    if num_runs < 1:
-        raise InputError(f"a median needs at least one run, got {num_runs}: pass 5 or more for figures to publish")
+    check_runs(num_runs)
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for done in range(num_runs):
         for name, step in steps.items():

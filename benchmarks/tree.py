@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.peer import HINT, PeerResult, find_peers
-from benchmarks.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
+from benchmarks.timing import check_runs, cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
 from benchmarks.tree_counts import MIN_MEAN_SEGMENT, MIN_SHARING
 from benchmarks.tree_partitions import PARTITIONS, PartitionResult, measure_partitions
@@ -93,7 +93,7 @@ def measure(
     """
     cases = published_cases() if cases is None else list(cases)
     source = find_source(tokenizer)
-    _check_runs(num_runs)
+    check_runs(NUM_RUNS if num_runs is None else num_runs)
     _check_names(only, [case.name for case in cases], source)
     chosen = [case for case in cases if case.name in only or not only]
     names = [name for name in SET_NAMES if name in only or not only]
@@ -179,11 +179,6 @@ def _measure_partitions(num_runs: int, on_progress: Callable[[str], None]) -> li
 def _sample(source: TaskSource, name: str, num_tokens: int | None, on_progress: OnProgress) -> TaskSample:
     on_progress(f"{name}: reading")
     return source.sample(name, num_tokens=num_tokens)
-
-
-def _check_runs(num_runs: int | None) -> None:
-    if num_runs is not None and num_runs < 1:
-        raise InputError(f"a median needs at least one run, got {num_runs}: pass 5 or more for figures to publish")
 
 
 def _check_names(only: Sequence[str], cases: Sequence[str], source: TaskSource | None) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from benchmarks.tree_sets import SHAPE, TaskSample
 from benchmarks.tree_steps import BASELINES
-from treering.train.step import FILL_TOKENS
+from treering.train.objectives import sft
+from treering.train.step import plan_step
 from treering.tree.forest import Forest
-from treering.tree.plan import plan_batch
 from treering.tree.stats import branching, flat_work, tree_work, work_bounds
 from treering.types import TokenIds
 
@@ -83,6 +84,7 @@ def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int
 
     Example: groups [5, 6, 7] + [5, 6, 8] and [9, 9] are trees of 4 and 2 tokens: 6 under a budget of 6, else 4.
     """
-    plan = plan_batch([Forest.from_sequences(group) for group in groups], min(max_tokens, FILL_TOKENS["cpu"]))
+    forests = [Forest.from_sequences(group) for group in groups]
+    plan = plan_step(forests, sft(), max_tokens, device=torch.device("cpu"))
     whole = [batch.forest.num_tokens for batch in plan.micro_batches]
     return max([*whole, *(tree.chain_tokens for tree in plan.partitioned)], default=0)

@@ -12,7 +12,7 @@ from tests.partitions import random_partitions
 from treering.attention import BACKENDS, TreeLayout, attend
 from treering.attention.ancestors import MIN_RUN_TOKENS, Ancestor, ancestor_calls
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.schedule import Visibility
+from treering.attention.schedule import MAX_STEP_ENTRIES, Visibility
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.fragment import Sight, sight_of, take_fragment
@@ -131,6 +131,26 @@ def test_short_runs_share_a_call() -> None:
     assert (call.keys.tolist(), call.visibility) == ([0, 1, 2, 4], Visibility.MASKED)
 
 
+def test_a_spine_that_all_rows_see_is_one_unmasked_call_however_many_leaves_hang_off_it() -> None:
+    # Of a comb whose last branch goes on in two rows, every second key is on their path.
+    keys = np.arange(40_000)
+    sight = Sight(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0))
+    (call,) = ancestor_calls(sight)
+    assert call.keys is not None
+    assert (call.keys.tolist(), call.visibility) == (keys[::2].tolist(), Visibility.FULL)
+
+
+def test_masks_stay_small_where_one_key_is_seen_by_fewer_rows() -> None:
+    keys = np.arange(10_000)
+    stop = np.where(keys % 2 == 0, 2000, 0)
+    stop[2] = 1999
+    calls = list(ancestor_calls(Sight(first=np.zeros_like(keys), stop=stop)))
+    masked = [call for call in calls if call.visibility is Visibility.MASKED]
+    assert len(masked) == 1
+    assert 2000 * masked[0].key_indices().size <= MAX_STEP_ENTRIES
+    assert np.concatenate([call.key_indices() for call in calls]).tolist() == keys[::2].tolist()
+
+
 def test_gradients_are_summed_in_float32_for_bfloat16() -> None:
     gateway = Gateway()
     ones = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
@@ -148,7 +168,6 @@ def test_a_partition_that_runs_before_its_parent_is_refused() -> None:
     with pytest.raises(StateError, match="layer 2 of an ancestor partition is not there: it must run before"):
         gateway.read(2)
     gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
-    assert gateway.num_bytes == 2 * 3 * 4 * 4
     gateway.close()
     gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
     with pytest.raises(StateError, match="is not there"):

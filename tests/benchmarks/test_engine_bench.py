@@ -18,28 +18,18 @@ from benchmarks.engine_runs import count_differing, first_difference, run_all, w
 from benchmarks.engine_speed import Setting, measure_speed
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from tests.benchmarks.trajectories import TINY
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.rl.sums import ChainedSums
-from treering.types import ModelShape
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 3, 2, 16
 
 
 def tiny_model(*, certainty: float = 1.0) -> PreTrainedModel:
     """Its own vocabulary is that of the sums; the higher the certainty, the more its rollouts resemble one another."""
-    shape = ModelShape(
-        name="tiny",
-        num_layers=2,
-        hidden_size=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=8,
-        intermediate_size=24,
-        vocab_size=ChainedSums(1).vocab_size,
-    )
-    model = build_model(shape)
+    model = build_model(replace(TINY, num_layers=2, vocab_size=ChainedSums(1).vocab_size))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(certainty)
         # As they are drawn, layers add next to nothing, and it would not matter what a token sees.

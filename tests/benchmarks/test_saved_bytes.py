@@ -1,6 +1,7 @@
 """Saved bytes: every storage that a backward needs counts once, from when it is saved until it is let go."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,18 +10,9 @@ from benchmarks.tree_cases import build_model, star
 from benchmarks.tree_steps import gradient_after, tree
 from torch import Tensor
 
-from treering.types import ModelShape
+from tests.benchmarks.trajectories import TINY
 
-TINY = ModelShape(
-    name="tiny",
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=8,
-    intermediate_size=24,
-    vocab_size=256,
-)
+SHAPE = replace(TINY, num_layers=2, vocab_size=256)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float64, 8), (torch.bfloat16, 2)])
@@ -132,7 +124,7 @@ def test_a_storage_without_bytes_is_no_other_storage() -> None:
 
 
 def test_a_tree_step_is_counted_without_being_changed() -> None:
-    model, case = build_model(shape=TINY), star(prompt=9, response=4, group=3)
+    model, case = build_model(shape=SHAPE), star(prompt=9, response=4, group=3)
     step = tree(model, case)
     expected = gradient_after(model, step)
     with watch_saved_bytes(model.parameters()) as saved:

@@ -51,7 +51,7 @@ def test_the_table_shows_each_case_with_its_share_of_the_bound(
     row = next(line for line in printed.out.splitlines() if "caterpillar" in line)
     assert row.split()[1:] == ["1,234", "617", "2.00x", "3.000", "1.000", "1.50x", "75%", "3e-07"]
     assert printed.out.count("other: 1.25x in 1.200 s") == 2
-    assert "half an hour" in printed.err
+    assert "about 45 minutes" in printed.err
 
 
 def set_report() -> dict[str, Any]:

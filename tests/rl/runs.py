@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
+from tests.train.runs import nested
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
@@ -91,7 +92,8 @@ def uneven(drafter: Drafter | None, version: int) -> ScriptedEngine:
 
 def options(**changes: object) -> RlOptions:
     """Two prompts per step, groups of four."""
-    return RlOptions(**({"prompts_per_step": 2, "group_size": 4, "sampling": SAMPLING} | changes))  # type: ignore[arg-type]
+    plain = {"prompts_per_step": 2, "group_size": 4, "sampling": SAMPLING}
+    return RlOptions(**(plain | nested(changes)))  # type: ignore[arg-type]
 
 
 def scripted_loop(

@@ -1,5 +1,7 @@
 """Tiny tasks, loops and checkpoint folders that tests of training share."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ from tests.models import VOCAB, build
 from treering.data import AgentSpec, generate_trajectories, render
 from treering.train.batches import Task, group_by_task
 from treering.train.checkpoint import CheckpointStore
+from treering.train.compute import ComputeOptions
 from treering.train.loop import LoopOptions, SftLoop
 from treering.train.optim import OptimOptions
 
@@ -31,14 +34,21 @@ def tiny_tasks(num_tasks: int = 5) -> list[Task]:
 
 
 def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None = None, **options: object) -> SftLoop:
-    """A loop over `tiny_tasks`, two trees per step unless the options say otherwise."""
-    chosen = LoopOptions(**({"trees_per_step": 2} | options))  # type: ignore[arg-type]
+    """A loop over `tiny_tasks`, two trees per step unless the options, those of computing too, say otherwise."""
+    chosen = LoopOptions(**({"trees_per_step": 2} | nested(options)))  # type: ignore[arg-type]
     return SftLoop(
         build() if model is None else model,
         tiny_tasks(),
         optim=OptimOptions(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1) if optim is None else optim,
         options=chosen,
     )
+
+
+def nested(options: Mapping[str, object]) -> dict[str, object]:
+    """Options of a loop with those of computing as its `compute`."""
+    names = {field.name for field in fields(ComputeOptions)}
+    compute = ComputeOptions(**{name: value for name, value in options.items() if name in names})  # type: ignore[arg-type]
+    return {name: value for name, value in options.items() if name not in names} | {"compute": compute}
 
 
 def store(folder: Path, **options: object) -> CheckpointStore:

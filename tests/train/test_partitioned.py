@@ -21,11 +21,15 @@ from tests.train.test_backward import assert_step_is_exact, batch_of, objective_
 from treering.attention import BACKENDS
 from treering.attention.gateway import Gateway
 from treering.errors import ConfigError, InputError
+from treering.model.context import tree_attention
+from treering.model.families import find_parts
+from treering.model.forward import hidden_states
 from treering.train import partitioned, step, units
 from treering.train.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import gspo, ppo, sft
-from treering.train.parents import Memory, Parents, choose_parents, free_memory, saved_bytes
+from treering.train.parents import Memory, Parents, choose_parents, free_memory
 from treering.train.partitioned import PartitionedStep
+from treering.train.saved_tensors import saved_bytes
 from treering.train.step import backward
 from treering.tree.forest import Forest
 from treering.tree.partition import Partition, PartitionedTree
@@ -326,7 +330,7 @@ def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
 
 def test_the_memory_model_chooses_by_what_a_token_costs() -> None:
     model, forest = build(), Forest.from_sequences([[1] * 400])
-    token_bytes = saved_bytes(lambda: backward_hidden(model, 200), weight_storages(model)) / 200
+    token_bytes = saved_bytes(lambda: hidden_of(model, 200), find_parts(model)) / 200
     chosen = {}
     for share in (1.2, 0.8):
         room = int(share * 400 * token_bytes)
@@ -338,17 +342,9 @@ def test_the_memory_model_chooses_by_what_a_token_costs() -> None:
     assert free_memory(torch.device("cpu"), None)[0] > 0
 
 
-def backward_hidden(model: nn.Module, num_tokens: int) -> object:
-    from treering.model.context import tree_attention
-    from treering.model.families import find_parts
-    from treering.model.forward import hidden_states
-
+def hidden_of(model: nn.Module, num_tokens: int) -> object:
     with tree_attention(model):
         return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
-
-
-def weight_storages(model: nn.Module) -> set[int]:
-    return {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -57,17 +57,20 @@ def ancestor_calls(sight: Sight) -> Iterator[Call]:
     to 5 see, are one masked call of 10 rows and 3 keys.
     """
     group: list[_Span] = []
-    wasted = 0
+    wasted = num_keys = 0
     for run in _runs(sight):
         if run.stop - run.start >= MIN_RUN_TOKENS:
             yield _as_call([run])
             continue
         # The first run of a group is seen by all its rows, so later ones may be seen by fewer, never by others.
         more = _wasted(group[0], run) if group and _is_within(run, group[0]) else None
-        if more is None or wasted + more > MAX_WASTED_PAIRS or _num_entries([*group, run]) > MAX_STEP_ENTRIES:
+        num_keys += run.stop - run.start
+        # Rows that see all keys of the group need no mask.
+        has_room = wasted + (more or 0) == 0 or num_keys * _num_rows(group[0]) <= MAX_STEP_ENTRIES
+        if more is None or wasted + more > MAX_WASTED_PAIRS or not has_room:
             if group:
                 yield _as_call(group)
-            group, wasted = [run], 0
+            group, wasted, num_keys = [run], 0, run.stop - run.start
             continue
         group.append(run)
         wasted += more
@@ -88,15 +91,12 @@ def _is_within(run: _Span, outer: _Span) -> bool:
     return outer.first <= run.first and run.last <= outer.last
 
 
+def _num_rows(run: _Span) -> int:
+    return run.last - run.first
+
+
 def _wasted(outer: _Span, run: _Span) -> int:
-    return (run.stop - run.start) * ((outer.last - outer.first) - (run.last - run.first))
-
-
-def _num_entries(runs: list[_Span]) -> int:
-    """Entries of the mask that these runs would need; none if all are seen by the same rows."""
-    if all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs):
-        return 0
-    return (runs[0].last - runs[0].first) * sum(run.stop - run.start for run in runs)
+    return (run.stop - run.start) * (_num_rows(outer) - _num_rows(run))
 
 
 def _as_call(runs: list[_Span]) -> Call:

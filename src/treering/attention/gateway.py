@@ -41,11 +41,6 @@ class Gateway:
         self._gradients: dict[int, KeysValues] = {}
         self._is_open = True
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the keys and values that are held for partitions below."""
-        return sum(tensor.numel() * tensor.element_size() for pair in self._exports.values() for tensor in pair)
-
     def export(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Holds a layer's keys and values for partitions below; nothing once the gateway is closed."""
         if self._is_open:

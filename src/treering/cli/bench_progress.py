@@ -5,17 +5,17 @@ Knows words, the share that is done and a clock; knows nothing of what is measur
 
 import sys
 import time
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from treering.cli.live import LiveLine
 
 LINE_EVERY_S = 120.0
 """Where stderr is no terminal, a line at most this often."""
 
 
-class BenchProgress:
+class BenchProgress(LiveLine):
     """Shows on stderr what is being measured and, where the share that is done is known, how long the rest may take.
 
     Example: `with BenchProgress(console) as progress: progress.tell("math: tree done", 0.25)`, a minute after the
@@ -24,10 +24,9 @@ class BenchProgress:
 
     def __init__(self, console: Console) -> None:
         """`console` writes to stderr."""
-        self._console = console
         self._is_live = sys.stderr.isatty()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._live = Progress(*columns, console=console, transient=True, disable=not self._is_live)
+        super().__init__(console, *columns, is_live=self._is_live)
         self._job = self._live.add_task("preparing", total=None)
         self._first: tuple[float, float] | None = None
         self._last_line = time.monotonic()
@@ -48,12 +47,3 @@ class BenchProgress:
             return ""
         seconds = (now - since) / (done - first_done) * (1.0 - done)
         return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", less than a minute left"
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 NOTE = (
-    "three cases in about two minutes, then samples of real trajectories in about half an hour on 2 cores; "
-    "--only NAMES measures some"
+    "three cases and two trees in partitions in about four minutes, then samples of real trajectories in about 45 "
+    "minutes on 2 cores; --only NAMES measures some"
 )
 """Said before it is measured."""
 

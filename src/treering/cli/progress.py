@@ -4,19 +4,18 @@ Knows step reports and where stderr goes. Decides nothing; a run is the same wit
 """
 
 import time
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from treering.cli.live import LiveLine
 from treering.train.step_report import StepReport
 
 NUM_PLAIN_LINES = 10
 """Most step lines where stderr is no terminal: enough to follow a log file, few enough to read it."""
 
 
-class StepProgress:
+class StepProgress(LiveLine):
     """Shows steps of a run on stderr; use it in a `with` statement.
 
     Example: `with StepProgress(num_steps=60, first_step=0, console=console) as progress: progress.show(report)` prints
@@ -27,7 +26,6 @@ class StepProgress:
         """`first_step` steps of `num_steps` are done already; `title` stands before the count."""
         self._num_steps = num_steps
         self._title = title
-        self._console = console
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
         self._started = time.perf_counter()
         self._num_flat = self._num_unique = 0
@@ -40,7 +38,7 @@ class StepProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._live = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        super().__init__(console, *columns, is_live=console.is_terminal)
         self._job = self._live.add_task(title, total=num_steps, completed=first_step, text="")
 
     def show(self, report: StepReport) -> None:
@@ -63,12 +61,3 @@ class StepProgress:
         sharing = 1.0 - self._num_unique / self._num_flat
         rates = f"{self._num_flat / seconds:,.0f} flat {self._num_unique / seconds:,.0f} unique"
         return f"loss {report.update.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()

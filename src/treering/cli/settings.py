@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 from treering.config import Config
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig
+from treering.config.rl import LoopConfig
+from treering.config.sft import TrainConfig
 from treering.train.batches import StepPlan
+from treering.train.compute import ComputeOptions
 from treering.train.optim import OptimOptions
 
 Scalar = str | int | float | bool | None
@@ -49,6 +52,17 @@ def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
         betas=config.betas,
         eps=config.eps,
         max_grad_norm=config.max_grad_norm,
+    )
+
+
+def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> ComputeOptions:
+    """How a section's steps are computed, sharing unmeasured."""
+    return ComputeOptions(
+        max_tokens=section.max_tokens,
+        parents=section.parents,
+        max_bytes=section.max_bytes,
+        autocast="bfloat16" if model.dtype == "bfloat16" else "none",
+        gradient_checkpointing=section.gradient_checkpointing,
     )
 
 

@@ -8,28 +8,23 @@ from transformers import PreTrainedModel
 from treering.cli.corpus import Corpus
 from treering.cli.settings import Scalar, model_identity, section_identity
 from treering.config import SftConfig
+from treering.train.compute import ComputeOptions
 from treering.train.loop import LoopOptions
-from treering.tree.costs import CostModel
 
 # Settings that change rounding at most, or only how long a run is.
 _FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
-def loop_options(config: SftConfig, costs: CostModel | None) -> LoopOptions:
-    """The loop's record; `costs` where sharing is measured."""
+def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
+    """The loop's record."""
     return LoopOptions(
         trees_per_step=config.train.trees_per_step,
-        max_tokens=config.train.max_tokens,
-        parents=config.train.parents,
-        max_bytes=config.train.max_bytes,
-        costs=costs,
+        compute=compute,
         layout=config.train.layout,
         normalizer=config.train.normalizer,
         shared=config.train.shared,
         divisor=config.train.divisor,
-        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
-        gradient_checkpointing=config.train.gradient_checkpointing,
         seed=config.train.seed,
     )
 

@@ -14,10 +14,10 @@ from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress
 from treering.cli.run_folder import open_sinks, told_on, write_settings
-from treering.cli.settings import count_steps, optim_options
+from treering.cli.settings import compute_options, count_steps, optim_options
 from treering.cli.sft_settings import identity, loop_options
 from treering.cli.sft_summary import SftSummary, totals
-from treering.cli.sharing import sharing_costs
+from treering.cli.sharing import with_costs
 from treering.config import SftConfig
 from treering.metrics import Metrics
 from treering.train.batches import StepPlan
@@ -34,14 +34,8 @@ def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
     corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
-    costs = sharing_costs(
-        config.train.sharing,
-        model,
-        config.run.dir,
-        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
-        gradient_checkpointing=config.train.gradient_checkpointing,
-    )
-    options = loop_options(config, costs)
+    compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
+    options = loop_options(config, compute)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
     loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=options)

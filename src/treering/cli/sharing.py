@@ -3,34 +3,28 @@
 Knows the run folder's file of them. Knows nothing of what costs are used for.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
-from treering.train.compute import Autocast, GradientCheckpointing, enable_gradient_checkpointing, precision
+from treering.train.compute import ComputeOptions, precision, prepare_model
 from treering.train.fit_costs import cached_costs
-from treering.tree.costs import CostModel
 
 COSTS_FILE = "costs.json"
 
 
-def sharing_costs(
-    sharing: Literal["always", "measured"],
-    model: nn.Module,
-    run_dir: Path,
-    *,
-    autocast: Autocast,
-    gradient_checkpointing: GradientCheckpointing,
-) -> CostModel | None:
-    """The costs of a run, fitted once and read by every resume; None where sharing is not measured.
+def with_costs(
+    compute: ComputeOptions, sharing: Literal["always", "measured"], model: nn.Module, run_dir: Path
+) -> ComputeOptions:
+    """The options with the costs of a run, fitted once and read by every resume; as they are where nothing is measured.
 
     Raises:
         StateError: the file is damaged.
     """
     if sharing == "always":
-        return None
-    model.train()
-    enable_gradient_checkpointing(model, gradient_checkpointing)
-    with precision(model, autocast):
-        return cached_costs(model, run_dir / COSTS_FILE)
+        return compute
+    prepare_model(model, compute)
+    with precision(model, compute.autocast):
+        return replace(compute, costs=cached_costs(model, run_dir / COSTS_FILE))

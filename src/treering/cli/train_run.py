@@ -16,8 +16,8 @@ from treering.cli.corpus import locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress
 from treering.cli.run_folder import open_sinks, told_on, write_settings
-from treering.cli.settings import count_steps, optim_options
-from treering.cli.sharing import sharing_costs
+from treering.cli.settings import compute_options, count_steps, optim_options
+from treering.cli.sharing import with_costs
 from treering.cli.train_progress import RlProgress
 from treering.cli.train_settings import engine_factory, identity, make_drafting, rl_options
 from treering.cli.train_summary import TrainSummary, totals
@@ -30,9 +30,8 @@ from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
 from treering.train.batches import StepPlan
 from treering.train.checkpoint import CheckpointStore, checkpoint_path
-from treering.train.compute import num_threads
+from treering.train.compute import ComputeOptions, num_threads
 from treering.train.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
-from treering.tree.costs import CostModel
 
 HISTORY_FOLDER = "history"
 ROLLOUTS_FOLDER = "rollouts"
@@ -93,7 +92,7 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
         source.task,
         engine_factory(config, model, source),
         optim=optim_options(config.optim, num_steps),
-        options=rl_options(config, source, _costs(config, model)),
+        options=rl_options(config, source, _compute(config, model)),
         drafting=make_drafting(config),
     )
     checkpoints = CheckpointStore(
@@ -121,15 +120,9 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
         yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
 
 
-def _costs(config: RlConfig, model: PreTrainedModel) -> CostModel | None:
+def _compute(config: RlConfig, model: PreTrainedModel) -> ComputeOptions:
     with num_threads(config.rl.num_train_threads):
-        return sharing_costs(
-            config.rl.sharing,
-            model,
-            config.run.dir,
-            autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
-            gradient_checkpointing=config.rl.gradient_checkpointing,
-        )
+        return with_costs(compute_options(config.model, config.rl), config.rl.sharing, model, config.run.dir)
 
 
 def _count_steps(config: RlConfig, source: TaskSource) -> int:

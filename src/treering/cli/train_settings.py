@@ -5,7 +5,7 @@ Knows both spellings of every setting. Reads no file and builds no model.
 
 from transformers import PreTrainedModel
 
-from treering.cli.settings import Scalar, model_identity, section_identity
+from treering.cli.settings import Scalar, compute_options, model_identity, section_identity
 from treering.cli.train_task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
@@ -13,9 +13,9 @@ from treering.engine.torch_engine import TorchEngine
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
+from treering.train.compute import ComputeOptions
 from treering.train.loop import LoopOptions
 from treering.train.optim import OptimOptions
-from treering.tree.costs import CostModel
 
 # Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
 # [history]: what a rollout says does not depend on them.
@@ -25,8 +25,8 @@ _FREE_TO_CHANGE = frozenset(
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
-def rl_options(config: RlConfig, source: TaskSource, costs: CostModel | None) -> RlOptions:
-    """The loop's record; `costs` where sharing is measured."""
+def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
+    """The loop's record."""
     rl = config.rl
     return RlOptions(
         prompts_per_step=rl.prompts_per_step,
@@ -43,12 +43,7 @@ def rl_options(config: RlConfig, source: TaskSource, costs: CostModel | None) ->
         importance=rl.importance,
         entropy_coefficient=rl.entropy_coefficient,
         layout=rl.layout,
-        max_tokens=rl.max_tokens,
-        parents=rl.parents,
-        max_bytes=rl.max_bytes,
-        costs=costs,
-        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
-        gradient_checkpointing=rl.gradient_checkpointing,
+        compute=compute,
         num_train_threads=rl.num_train_threads,
         seed=rl.seed,
     )
@@ -99,10 +94,8 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
     )
     options = LoopOptions(
         trees_per_step=1,
-        max_tokens=config.rl.max_tokens,
+        compute=compute_options(config.model, config.rl),
         layout=config.rl.layout,
-        autocast="bfloat16" if config.model.dtype == "bfloat16" else "none",
-        gradient_checkpointing=config.rl.gradient_checkpointing,
         seed=config.rl.seed,
     )
     return optim, options

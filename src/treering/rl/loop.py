@@ -24,7 +24,7 @@ from treering.rl.step_report import Phases, RlStepReport, rollout_report
 from treering.rl.task import Prompt, Task
 from treering.rl.trajectories import as_trajectories
 from treering.train.batches import StepPlan
-from treering.train.compute import enable_gradient_checkpointing, num_threads
+from treering.train.compute import num_threads
 from treering.train.optim import OptimOptions
 from treering.train.resumable import Resumable
 from treering.train.update import Update, Updater
@@ -80,18 +80,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._sampling = _with_stops(options.sampling, task)
         _check_prompts(task)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
-        model.train()
-        enable_gradient_checkpointing(model, options.gradient_checkpointing)
-        self._updater = Updater(
-            model,
-            optim,
-            max_tokens=options.max_tokens,
-            parents=options.parents,
-            max_bytes=options.max_bytes,
-            costs=options.costs,
-            autocast=options.autocast,
-            backend=options.backend,
-        )
+        self._updater = Updater(model, optim, options.compute)
         self._num_steps_done = 0
         self._version = 0
         self._draws: dict[PromptId, int] = {}

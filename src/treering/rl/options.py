@@ -3,7 +3,7 @@
 Knows which options fit together. Knows nothing of engines, models and tasks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from treering.engine.request import Sampling
@@ -12,12 +12,10 @@ from treering.rl.advantages import Estimator
 from treering.rl.batch import RlBatch, empty_batch
 from treering.train import objectives
 from treering.train.batches import Layout, check_layout
-from treering.train.compute import Autocast, GradientCheckpointing
+from treering.train.compute import ComputeOptions
 from treering.train.importance import ImportanceMode
 from treering.train.objectives import Clip, Objective
-from treering.train.parents import ParentsOption
 from treering.train.weights import Normalizer
-from treering.tree.costs import CostModel
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
 """The policy losses that need what a loop has: it keeps no reference model and trains no value head."""
@@ -61,20 +59,8 @@ class RlOptions:
     """Factor of the entropy bonus; 0 measures the entropy only, None saves its passes over the logits."""
     layout: Layout = "tree"
     """"tree", or "packed" to train every sequence by itself (the off-switch)."""
-    max_tokens: int | None = None
-    """Distinct tokens per micro-batch and partition; None trains a step at one time."""
-    parents: ParentsOption = "auto"
-    """Of trees over `max_tokens`, see `backward`."""
-    max_bytes: int | None = None
-    """Room for activations, see there."""
-    costs: CostModel | None = None
-    """Skips sharing where it would be slower, see there."""
-    autocast: Autocast = "none"
-    """"bfloat16" trains in bfloat16 where torch's autocast allows, over the weights' own dtype."""
-    gradient_checkpointing: GradientCheckpointing = "none"
-    """Recompute activations in the backward, by which of torch's two ways."""
-    backend: str = "auto"
-    """Of the attention in training."""
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    """Memory, time and precision of training."""
     num_train_threads: int | None = None
     """Threads of torch while it trains; None leaves them as they are. An engine has its own."""
     seed: int = 0
@@ -84,10 +70,8 @@ class RlOptions:
         for name, least in (("prompts_per_step", 1), ("group_size", 2), ("max_turns", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is at least {least}, got {getattr(self, name)}; raise it")
-        for name in ("max_tokens", "num_train_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is at least 1, got {value}; None sets no limit")
+        if self.num_train_threads is not None and self.num_train_threads < 1:
+            raise ConfigError(f"num_train_threads is at least 1, got {self.num_train_threads}; None sets no limit")
         for name, allowed in (("objective", ObjectiveName), ("estimator", Estimator)):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(

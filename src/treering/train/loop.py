@@ -5,22 +5,20 @@ Owns model, optimiser and step number. Knows nothing of files, displays or how l
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from treering.errors import InputError
 from treering.train.batches import Layout, StepPlan, Task, check_layout, make_batch
-from treering.train.compute import Autocast, GradientCheckpointing, enable_gradient_checkpointing
+from treering.train.compute import ComputeOptions
 from treering.train.objectives import sft
 from treering.train.optim import OptimOptions
-from treering.train.parents import ParentsOption
 from treering.train.resumable import Resumable
 from treering.train.step_report import StepReport
 from treering.train.update import Updater
 from treering.train.weights import Normalizer, Shared, Weighting
-from treering.tree.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +27,20 @@ class LoopOptions:
 
     Attributes:
         trees_per_step: tasks per optimizer step.
-        max_tokens: distinct tokens per micro-batch; None runs a step at one time. Changes rounding only.
-        parents: of trees over `max_tokens`, see `backward`.
-        max_bytes: room for activations, see there.
-        costs: skips sharing where it would be slower, see there.
+        compute: memory, time and precision.
         layout: "tree", or "packed" to train every sequence by itself (the off-switch).
         normalizer: of the loss, see `treering.train.weights.Weighting`.
         shared: the convention for shared tokens, see there.
         divisor: of the constant normaliser.
-        autocast: "bfloat16" computes in bfloat16 where torch's autocast allows, over the weights' own dtype.
-        gradient_checkpointing: recompute activations in the backward, by which of torch's two ways.
-        backend: of the attention.
         seed: of the order of the tasks.
     """
 
     trees_per_step: int
-    max_tokens: int | None = None
-    parents: ParentsOption = "auto"
-    max_bytes: int | None = None
-    costs: CostModel | None = None
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
     layout: Layout = "tree"
     normalizer: Normalizer = "token_mean"
     shared: Shared = "sum"
     divisor: float | None = None
-    autocast: Autocast = "none"
-    gradient_checkpointing: GradientCheckpointing = "none"
-    backend: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +52,7 @@ class SftLoop(Resumable[StepReport]):
     """Supervised fine-tuning of a model on tasks.
 
     Example:
-        >>> options = LoopOptions(trees_per_step=8, max_tokens=16384)
+        >>> options = LoopOptions(trees_per_step=8, compute=ComputeOptions(max_tokens=16384))
         >>> loop = SftLoop(model, tasks, optim=OptimOptions(learning_rate=1e-4), options=options)  # doctest: +SKIP
         >>> [loop.step().update.loss for _ in range(3)]                                            # doctest: +SKIP
         [6.24, 6.11, 5.97]
@@ -85,18 +71,7 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
-        model.train()
-        enable_gradient_checkpointing(model, options.gradient_checkpointing)
-        self._updater = Updater(
-            model,
-            optim,
-            max_tokens=options.max_tokens,
-            parents=options.parents,
-            max_bytes=options.max_bytes,
-            costs=options.costs,
-            autocast=options.autocast,
-            backend=options.backend,
-        )
+        self._updater = Updater(model, optim, options.compute)
 
     @property
     def num_steps_done(self) -> int:

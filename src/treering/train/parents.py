@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from treering.errors import ConfigError
 from treering.types import is_count
@@ -89,29 +87,6 @@ def choose_parents(requested: ParentsOption, measure: Callable[[], Memory]) -> P
     if memory.free_host_bytes is not None and needed <= memory.free_host_bytes:
         return ParentsChoice(parents="offload", reason=f"{said}; the host has {memory.free_host_bytes / 1e9:.2f} GB")
     return ParentsChoice(parents="recompute", reason=said)
-
-
-def saved_bytes(run: Callable[[], object], weights: set[int]) -> int:
-    """Bytes that a forward saves for its backward: storages that are not weights, each counted once.
-
-    Args:
-        run: the forward; its result is kept until the count is done.
-        weights: addresses of the storages to leave out.
-    """
-    storages: dict[int, int] = {}
-    held: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    del result
-    return sum(storages.values())
 
 
 def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, float | None]:

@@ -24,8 +24,8 @@ from treering.attention.gateway import Gateway
 from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
 from treering.model.forward import hidden_states
 from treering.train.edge_vectors import put_scores
-from treering.train.offload import saved_on_host
 from treering.train.parents import Parents
+from treering.train.saved_tensors import saved_on_host
 from treering.train.scoring import Scorer
 from treering.tree.forest import Forest
 from treering.tree.fragment import sight_of, take_fragment

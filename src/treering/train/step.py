@@ -142,15 +142,8 @@ def backward(
         value_head=value_head,
     )
     check_parents(parents, scorer.device, max_bytes)
-    fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(scorer.device.type)
-    plan = plan_batch(
-        forests,
-        max_tokens,
-        fill_tokens=fill_tokens,
-        # A tree in partitions would take other objectives a pass without gradients.
-        cut_tokens=fill_tokens if objective.scope == "entry" else None,
-        costs=costs,
-        min_micro_batches=min_micro_batches,
+    plan = plan_step(
+        forests, objective, max_tokens, device=scorer.device, costs=costs, min_micro_batches=min_micro_batches
     )
     with nullcontext() if is_active(parts) else tree_attention(model, backend):
         batch = flatten_batch(forests, objective, sum_over_ranks or _on_one_rank)
@@ -168,6 +161,36 @@ def backward(
         num_recomputed_tokens=run.num_recomputed_tokens,
         num_scoring_tokens=run.num_scoring_tokens,
         scoring_s=run.scoring_s,
+    )
+
+
+def plan_step(
+    forests: Sequence[Forest],
+    objective: Objective,
+    max_tokens: int | None,
+    *,
+    device: torch.device,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
+) -> Plan:
+    """The plan that `backward` follows: `plan_batch` with the number of tokens that the device likes best.
+
+    Ranks that keep step plan by `max_tokens` alone, as `share_among_ranks` does for them.
+
+    Raises:
+        InputError: see `plan_batch`.
+
+    Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, and whole for gspo, whose
+    partitions would take a pass without gradients.
+    """
+    fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(device.type)
+    return plan_batch(
+        forests,
+        max_tokens,
+        fill_tokens=fill_tokens,
+        cut_tokens=fill_tokens if objective.scope == "entry" else None,
+        costs=costs,
+        min_micro_batches=min_micro_batches,
     )
 
 

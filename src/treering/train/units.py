@@ -18,8 +18,9 @@ from treering.train.edge_vectors import joined_leaves, put_scores, split_gradien
 from treering.train.evaluation import Totals, evaluate
 from treering.train.flat_batch import FlatBatch, Selection
 from treering.train.objectives import Objective
-from treering.train.parents import Memory, ParentsChoice, ParentsOption, choose_parents, free_memory, saved_bytes
+from treering.train.parents import Memory, ParentsChoice, ParentsOption, choose_parents, free_memory
 from treering.train.partitioned import PartitionedStep
+from treering.train.saved_tensors import saved_bytes
 from treering.train.scoring import Scorer
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
@@ -185,9 +186,8 @@ class StepRun:
 
     def _bytes_per_token(self) -> float:
         parts = self._scorer.parts
-        weights = {w.untyped_storage().data_ptr() for m in (parts.decoder, parts.head) for w in m.parameters()}
         few, more = (
-            saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), weights)  # type: ignore[misc]
+            saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
             for n in PROBE_TOKENS
         )
         return (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])

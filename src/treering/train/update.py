@@ -12,12 +12,10 @@ from torch import nn
 from treering import metrics
 from treering.errors import StateError
 from treering.train.batches import StepBatch
-from treering.train.compute import Autocast, peak_memory_bytes, precision
+from treering.train.compute import ComputeOptions, peak_memory_bytes, precision, prepare_model
 from treering.train.objectives import Objective
 from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
-from treering.train.parents import ParentsOption
 from treering.train.step import backward
-from treering.tree.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +81,22 @@ class Updater:
     """A model with its optimiser.
 
     Example:
-        >>> updater = Updater(model, OptimOptions(learning_rate=1e-4))                       # doctest: +SKIP
+        >>> updater = Updater(model, OptimOptions(learning_rate=1e-4), ComputeOptions())     # doctest: +SKIP
         >>> updater.update(1, make_batch(tasks, "tree"), sft()).loss                         # doctest: +SKIP
         6.24
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optim: OptimOptions,
-        *,
-        max_tokens: int | None = None,
-        parents: ParentsOption = "auto",
-        max_bytes: int | None = None,
-        costs: CostModel | None = None,
-        autocast: Autocast = "none",
-        backend: str = "auto",
-    ) -> None:
-        """Options of `backward`, and `autocast` of `precision`.
+    def __init__(self, model: nn.Module, optim: OptimOptions, compute: ComputeOptions) -> None:
+        """Puts the model into training mode, with gradient checkpointing as the options say.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
+            UnsupportedError: the model cannot recompute activations.
         """
+        prepare_model(model, compute)
         self._model = model
         self._optim = optim
-        self._max_tokens = max_tokens
-        self._parents = parents
-        self._max_bytes = max_bytes
-        self._costs = costs
-        self._autocast = autocast
-        self._backend = backend
+        self._compute = compute
         self._optimizer = make_optimizer(model, optim)
 
     def update(self, step: int, batch: StepBatch, objective: Objective, *, temperature: float = 1.0) -> Update:
@@ -124,17 +108,18 @@ class Updater:
         """
         rate = learning_rate_at(step, self._optim)
         self._optimizer.zero_grad(set_to_none=True)
-        with precision(self._model, self._autocast):
+        compute = self._compute
+        with precision(self._model, compute.autocast):
             result = backward(
                 self._model,
                 batch.forests,
                 objective,
-                self._max_tokens,
+                compute.max_tokens,
                 temperature=temperature,
-                parents=self._parents,
-                max_bytes=self._max_bytes,
-                costs=self._costs,
-                backend=self._backend,
+                parents=compute.parents,
+                max_bytes=compute.max_bytes,
+                costs=compute.costs,
+                backend=compute.backend,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
         set_learning_rate(self._optimizer, rate)

@@ -1,0 +1,34 @@
+"""How steps are computed is one record, the same for all that a configuration trains."""
+
+import pytest
+
+from treering.cli.settings import compute_options
+from treering.cli.sft_settings import loop_options
+from treering.cli.train_settings import warmup_options
+from treering.config import RlConfig, SftConfig
+from treering.config.load import load
+from treering.errors import ConfigError
+from treering.train.compute import ComputeOptions
+
+MEMORY = ("max_tokens=9", "parents=recompute", "max_bytes=5000", "gradient_checkpointing=reentrant")
+EXPECTED = ComputeOptions(
+    max_tokens=9, parents="recompute", max_bytes=5000, autocast="bfloat16", gradient_checkpointing="reentrant"
+)
+
+
+def test_every_setting_of_computing_reaches_the_record() -> None:
+    others = ["model.dtype=bfloat16", "train.num_steps=1", "data.source=generated"]
+    config = load(SftConfig, None, [*(f"train.{setting}" for setting in MEMORY), *others])
+    assert loop_options(config, compute_options(config.model, config.train)).compute == EXPECTED
+
+
+def test_the_warm_up_computes_as_the_loop_does() -> None:
+    others = ["model.dtype=bfloat16", "rl.num_steps=1", "warmup.num_steps=1"]
+    config = load(RlConfig, None, [*(f"rl.{setting}" for setting in MEMORY), *others])
+    _, options = warmup_options(config)
+    assert options.compute == compute_options(config.model, config.rl) == EXPECTED
+
+
+def test_a_budget_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_tokens is at least 1, got 0; None sets no limit"):
+        ComputeOptions(max_tokens=0)
