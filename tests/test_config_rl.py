@@ -12,6 +12,7 @@ from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
+from treering.train.compute import ComputeOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = "rl.num_steps=20"
@@ -39,7 +40,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     assert all(getattr(found, name) == getattr(sampling, name) for name in SamplingConfig.model_fields)
     history = HistoryConfig().model_dump(exclude={"drafts"})
     assert history == {field.name: field.default for field in fields(DraftOptions)}
-    options = {field.name: field.default for field in fields(RlOptions)}
+    options = {field.name: field.default for field in (*fields(RlOptions), *fields(ComputeOptions))}
     shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
