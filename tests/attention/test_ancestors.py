@@ -1,25 +1,30 @@
 """Attention through gateways: calls cover what is seen once, values equal the whole tree's, gradients come back."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
-from treering.attention import BACKENDS, TreeLayout, attend
+from treering.attention import Form, TreeLayout, attend
 from treering.attention.ancestors import MIN_RUN_TOKENS, Ancestor, ancestor_calls
+from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.schedule import MAX_STEP_ENTRIES, Visibility
+from treering.attention.schedule import MAX_STEP_ENTRIES
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.fragment import Sight, sight_of, take_fragment
 from treering.tree.partition import Partition
 
 CPU = torch.device("cpu")
-SCALE = 0.3
+FORM = Form(scale=0.3)
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -30,7 +35,9 @@ def random_inputs(num_tokens: int) -> Inputs:
     return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
 
 
-def in_partitions(inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: str) -> None:
+def in_partitions(
+    inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: str, form: Form = FORM
+) -> None:
     """Runs all partitions forward, then all backward from the last, with the loss sum(out * cos(index))."""
     layouts: list[TreeLayout] = []
     losses: list[Tensor] = []
@@ -45,7 +52,7 @@ def in_partitions(inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...
         fragment = take_fragment(tree, part.tokens)
         layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors), gateway=Gateway())
         rows = torch.from_numpy(part.tokens.astype(np.int64))
-        out = attend(*(x[:, :, rows] for x in inputs), layout=layout, scale=SCALE, backend=backend, layer=3)  # type: ignore[arg-type]
+        out = attend(*(x[:, :, rows] for x in inputs), layout=layout, form=form, backend=backend, layer=3)  # type: ignore[arg-type]
         layouts.append(layout)
         losses.append(loss_of(out, rows))
     for loss in reversed(losses):
@@ -65,53 +72,70 @@ def gradients(inputs: Inputs) -> list[Tensor]:
     return taken
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(sequences=sequence_sets(), seed=st.integers(0, 10**6), size=st.integers(1, 12))
-@settings(max_examples=40)
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+@given(
+    sequences=sequence_sets(),
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 12),
+    window=st.one_of(st.none(), st.integers(1, 12)),
+)
+@settings(max_examples=60)
 def test_gradients_through_gateways_equal_those_of_the_whole_tree(
-    backend: str, sequences: list[list[int]], seed: int, size: int
+    backend: str, sequences: list[list[int]], seed: int, size: int, window: int | None
 ) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
     inputs = random_inputs(tree.num_tokens)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), scale=SCALE, backend="reference")
+    form = Form(scale=0.3, window=window)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
     loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
     expected = gradients(inputs)
-    in_partitions(inputs, tree, random_partitions(tree, seed, size), backend)
+    in_partitions(inputs, tree, random_partitions(tree, seed, size), backend, form)
     for got, wanted in zip(gradients(inputs), expected, strict=True):
         assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
 
 
+@pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_exact_through_gateways(shape: str) -> None:
+def test_every_shape_is_exact_through_gateways(shape: str, window: int | None) -> None:
     tree = max(Forest.from_sequences(SHAPES[shape]).trees(), key=lambda tree: tree.num_tokens)
     inputs = random_inputs(tree.num_tokens)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), scale=SCALE, backend="reference")
+    form = Form(scale=0.3, window=window)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
     loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
     expected = gradients(inputs)
-    in_partitions(inputs, tree, random_partitions(tree, 0, 60, cut=0.02), "segments")
+    in_partitions(inputs, tree, random_partitions(tree, 0, 60, cut=0.02), "segments", form)
     for got, wanted in zip(gradients(inputs), expected, strict=True):
         assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
 
 
-@given(sequences=sequence_sets(max_sequences=12, max_extra=30), seed=st.integers(0, 10**6), size=st.integers(1, 40))
+@given(
+    sequences=sequence_sets(max_sequences=12, max_extra=30),
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 40),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+)
 def test_calls_cover_each_visible_pair_once_and_leave_no_row_blind(
-    sequences: list[list[int]], seed: int, size: int
+    sequences: list[list[int]], seed: int, size: int, window: int | None
 ) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
     partitions = random_partitions(tree, seed, size)
     for part in partitions:
         above = part.parent
         while above >= 0:
-            assert_covered(sight_of(tree, partitions[above].tokens, part.tokens), part.num_tokens)
+            ancestor = Ancestor.seen_through(Gateway(), sight_of(tree, partitions[above].tokens, part.tokens))
+            layout = TreeLayout(take_fragment(tree, part.tokens), CPU, ancestors=(ancestor,))
+            assert_covered(ancestor.sight, layout.ancestor_calls(ancestor, window), layout.sight.position, window)
             above = partitions[above].parent
 
 
-def assert_covered(sight: Sight, num_queries: int) -> None:
-    rows = np.arange(num_queries)[:, None]
+def assert_covered(sight: Sight, calls: Iterable[Call], position: NDArray[np.int64], window: int | None) -> None:
+    rows = np.arange(position.size)[:, None]
     visible = (sight.first[None, :] <= rows) & (rows < sight.stop[None, :])
+    if window is not None:
+        visible &= position[:, None] - sight.position[None, :] < window
     covered = np.zeros(visible.shape, int)
-    for call in ancestor_calls(sight):
-        seen = call.mask(sight)
+    for call in calls:
+        seen = call.mask(sight, position)
         assert seen.any(1).all(), "a row without a key has no softmax"
         assert call.visibility is Visibility.MASKED or seen.all()
         covered[np.ix_(np.arange(call.query_start, call.query_stop), call.key_indices())] += seen
@@ -119,14 +143,15 @@ def assert_covered(sight: Sight, num_queries: int) -> None:
 
 
 def test_a_long_run_of_keys_is_one_call_that_copies_nothing() -> None:
-    sight = Sight(first=np.zeros(MIN_RUN_TOKENS, np.int64), stop=np.full(MIN_RUN_TOKENS, 10))
+    first = np.zeros(MIN_RUN_TOKENS, np.int64)
+    sight = Sight(first=first, stop=first + 10, position=np.arange(MIN_RUN_TOKENS))
     (call,) = ancestor_calls(sight)
     assert (call.keys, call.visibility, call.query_stop) == (None, Visibility.FULL, 10)
 
 
 def test_short_runs_share_a_call() -> None:
     first, stop = np.array([0, 0, 3, 9, 0]), np.array([10, 10, 5, 9, 10])
-    (call,) = ancestor_calls(Sight(first=first, stop=stop))
+    (call,) = ancestor_calls(Sight(first=first, stop=stop, position=np.arange(5)))
     assert call.keys is not None
     assert (call.keys.tolist(), call.visibility) == ([0, 1, 2, 4], Visibility.MASKED)
 
@@ -134,7 +159,7 @@ def test_short_runs_share_a_call() -> None:
 def test_a_spine_that_all_rows_see_is_one_unmasked_call_however_many_leaves_hang_off_it() -> None:
     # Of a comb whose last branch goes on in two rows, every second key is on their path.
     keys = np.arange(40_000)
-    sight = Sight(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0))
+    sight = Sight(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0), position=keys)
     (call,) = ancestor_calls(sight)
     assert call.keys is not None
     assert (call.keys.tolist(), call.visibility) == (keys[::2].tolist(), Visibility.FULL)
@@ -144,7 +169,7 @@ def test_masks_stay_small_where_one_key_is_seen_by_fewer_rows() -> None:
     keys = np.arange(10_000)
     stop = np.where(keys % 2 == 0, 2000, 0)
     stop[2] = 1999
-    calls = list(ancestor_calls(Sight(first=np.zeros_like(keys), stop=stop)))
+    calls = list(ancestor_calls(Sight(first=np.zeros_like(keys), stop=stop, position=keys)))
     masked = [call for call in calls if call.visibility is Visibility.MASKED]
     assert len(masked) == 1
     assert 2000 * masked[0].key_indices().size <= MAX_STEP_ENTRIES

@@ -1,55 +1,92 @@
 """Every backend equals attention along each path; nothing leaks, nothing is N x N."""
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.largest_tensor import LargestTensor
-from treering.attention import BACKENDS, TreeLayout, attend, choose_backend
-from treering.attention.kernels import FlashCpu, Kernel, Plain, choose_kernel
+from treering.attention import Form, TreeLayout, attend
+from treering.attention.kernels import FlashCpu, Plain, choose_kernel
 from treering.attention.segments import segment_attention
 from treering.errors import ConfigError, InputError, StateError
 from treering.tree.forest import Forest
 
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = 0.3
-Attention = Callable[[Tensor, Tensor, Tensor, TreeLayout], Tensor]
+FORM = Form(scale=SCALE)
+FORMS = {
+    "window of 1": Form(scale=SCALE, window=1),
+    "window of 3": Form(scale=SCALE, window=3),
+    "window of 20": Form(scale=SCALE, window=20),
+    "window of 47": Form(scale=SCALE, window=47),
+    "softcap": Form(scale=SCALE, softcap=0.7),
+    "window and softcap": Form(scale=SCALE, window=5, softcap=0.7),
+}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
-def by_path(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> Tensor:
-    """The specification: each token's softmax over the keys found by walking up its parents."""
+class Attention(Protocol):
+    """An implementation, of which most tests give the inputs only."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: TreeLayout,
+        form: Form = ...,
+        sinks: Tensor | None = ...,
+    ) -> Tensor: ...
+
+
+def by_path(
+    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+) -> Tensor:
+    """The specification: each token's softmax over a window's worth of keys, found by walking up its parents."""
     forest = layout.forest
     rows = []
     for token in range(forest.num_tokens):
         path, at = [], token
-        while at >= 0:
+        while at >= 0 and (form.window is None or len(path) < form.window):
             path.append(at)
             at = int(forest.parent[at])
         heads = []
         for head in range(NUM_HEADS):
             group = head // (NUM_HEADS // NUM_KEY_HEADS)
-            weights = (key[0, group, path] @ query[0, head, token] * SCALE).softmax(0)
-            heads.append(weights @ value[0, group, path])
+            scores = key[0, group, path] @ query[0, head, token] * form.scale
+            if form.softcap is not None:
+                scores = form.softcap * (scores / form.softcap).tanh()
+            total = scores.exp().sum() + (0.0 if sinks is None else sinks[head].exp())
+            heads.append(scores.exp() / total @ value[0, group, path])
         rows.append(torch.stack(heads))
     return torch.stack(rows, 1)[None]
 
 
 def backend(name: str) -> Attention:
-    return lambda q, k, v, layout: attend(q, k, v, layout=layout, scale=SCALE, backend=name)  # type: ignore[arg-type]
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+    ) -> Tensor:
+        return attend(q, k, v, layout=layout, form=form, sinks=sinks, backend=name)  # type: ignore[arg-type]
+
+    return run
 
 
-def kernel(which: Kernel) -> Attention:
-    return lambda q, k, v, layout: segment_attention(q, k, v, layout=layout, scale=SCALE, kernel=which)
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
+) -> Tensor:
+    return segment_attention(q, k, v, layout=layout, form=form, sinks=sinks, kernel=Plain(form.softcap))
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {
     "reference": backend("reference"),
     "segments": backend("segments"),
-    "segments, plain kernel": kernel(Plain()),
+    "segments, plain kernel": plain,
 }
 
 
@@ -63,11 +100,20 @@ def random_inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[T
     return [torch.randn(1, h, num_tokens, HEAD_SIZE, dtype=dtype, requires_grad=True) for h in heads]
 
 
-def assert_equal_with_gradients(actual: Attention, expected: Attention, layout: TreeLayout, tolerance: float) -> None:
+def assert_equal_with_gradients(
+    actual: Attention,
+    expected: Attention,
+    layout: TreeLayout,
+    tolerance: float,
+    form: Form = FORM,
+    sinks: Tensor | None = None,
+) -> None:
     inputs = random_inputs(layout.forest.num_tokens)
+    if sinks is not None:
+        inputs.append(sinks := sinks.clone().requires_grad_())
     results = []
     for run in (actual, expected):
-        out = run(*inputs, layout)
+        out = run(*inputs[:3], layout, form, sinks)
         upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
         results.append([out.detach(), *torch.autograd.grad(out, inputs, upstream)])
     for got, wanted in zip(*results, strict=True):
@@ -85,6 +131,35 @@ def test_attention_equals_softmax_along_each_path(name: str, sequences: list[lis
 @pytest.mark.parametrize("shape", SHAPES)
 def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> None:
     assert_equal_with_gradients(IMPLEMENTATIONS[name], IMPLEMENTATIONS["reference"], layout_of(SHAPES[shape]), 1e-12)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", FORMS)
+@given(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
+@settings(max_examples=15)
+def test_every_form_equals_softmax_along_each_path(
+    name: str, form: str, sequences: list[list[int]], with_sinks: bool
+) -> None:
+    sinks = SINKS if with_sinks else None
+    assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12, FORMS[form], sinks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_segments_equal_the_reference_in_every_form_on_every_shape(form: str, shape: str) -> None:
+    ways = IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"]
+    assert_equal_with_gradients(*ways, layout_of(SHAPES[shape]), 1e-12, FORMS[form], SINKS)
+
+
+@pytest.mark.parametrize("window", [30, 150, 300, 700, 1100])
+@pytest.mark.parametrize(
+    "sequences",
+    [comb(600), bushy(120), [[1] * 700 + [2 + i] * 400 for i in range(2)]],
+    ids=["comb", "bushy", "long"],
+)
+def test_windows_of_deep_and_long_forests_equal_the_reference(sequences: list[list[int]], window: int) -> None:
+    ways = IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"]
+    assert_equal_with_gradients(*ways, layout_of(sequences), 1e-12, Form(scale=SCALE, window=window))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +231,7 @@ def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
     if name != "segments, plain kernel":
         return IMPLEMENTATIONS[name](*inputs, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor: Plain())
+        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
         return IMPLEMENTATIONS["segments"](*inputs, layout)
 
 
@@ -193,20 +268,22 @@ def test_segments_make_no_array_of_n_by_n(sequences: list[list[int]]) -> None:
 
 def test_an_empty_forest_gives_empty_attention() -> None:
     layout = layout_of([])
-    for implementation in BACKENDS:
+    for implementation in EXACT_BACKENDS:
         assert backend(implementation)(*random_inputs(0), layout).shape == (1, NUM_HEADS, 0, HEAD_SIZE)
 
 
-def test_auto_says_what_it_chose_and_why() -> None:
-    assert choose_backend("auto") == ("segments", "auto: exact on every device with O(N) memory")
-    assert choose_backend("reference").backend == "reference"
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash': choose auto, segments, reference"):
-        choose_backend("flash")
-
-
 def test_cpu_tensors_run_the_flash_kernel_and_others_the_plain_one() -> None:
-    assert isinstance(choose_kernel(torch.zeros(1)), FlashCpu)
-    assert isinstance(choose_kernel(torch.zeros(1, device="meta")), Plain)
+    assert isinstance(choose_kernel(torch.zeros(1), FORM), FlashCpu)
+    assert isinstance(choose_kernel(torch.zeros(1), Form(scale=SCALE, softcap=30.0)), Plain)
+    assert isinstance(choose_kernel(torch.zeros(1, device="meta"), FORM), Plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"window": 0}, "window is an integer"), ({"softcap": -1.0}, "softcap")]
+)
+def test_forms_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Form(scale=SCALE, **options)
 
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:

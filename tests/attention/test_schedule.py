@@ -3,34 +3,37 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, star
 from treering.attention import schedule
-from treering.attention.schedule import Schedule, Visibility, build_schedule
+from treering.attention.call import Visibility
+from treering.attention.schedule import Schedule, build_schedule
 from treering.tree.forest import Forest
 from treering.tree.fragment import Sight
 
 
-def schedule_of(forest: Forest) -> Schedule:
-    return build_schedule(forest.subtree_end, forest.segment_start)
+def schedule_of(forest: Forest, window: int | None = None) -> Schedule:
+    return build_schedule(Sight.within(forest), forest.segment_start, window)
 
 
-def visible_pairs(forest: Forest) -> np.ndarray:
+def visible_pairs(forest: Forest, window: int | None = None) -> np.ndarray:
     pairs = np.zeros((forest.num_tokens, forest.num_tokens), int)
     for query in range(forest.num_tokens):
         key = query
-        while key >= 0:
+        while key >= 0 and (window is None or pairs[query].sum() < window):
             pairs[query, key] = 1
             key = int(forest.parent[key])
     return pairs
 
 
-def covered_pairs(forest: Forest) -> np.ndarray:
+def covered_pairs(forest: Forest, window: int | None = None) -> np.ndarray:
     pairs = np.zeros((forest.num_tokens, forest.num_tokens), int)
-    calls = schedule_of(forest)
+    calls = schedule_of(forest, window)
+    sight = Sight.within(forest)
     for call in (*calls.within, *calls.across):
         rows = np.arange(call.query_start, call.query_stop)
-        seen = call.mask(Sight(first=np.arange(forest.num_tokens), stop=forest.subtree_end))
+        seen = call.mask(sight, sight.position)
         if call.visibility is Visibility.FULL:
             assert seen.all()
         if call.visibility is Visibility.CAUSAL:
@@ -59,6 +62,29 @@ def test_small_blocks_cover_every_visible_pair_exactly_once(
         patch.setattr(schedule, "MAX_BLOCK_TOKENS", block_tokens)
         patch.setattr(schedule, "MAX_WASTED_PAIRS", wasted_pairs)
         assert (covered_pairs(forest) == visible_pairs(forest)).all()
+
+
+@given(sequences=sequence_sets(max_extra=60), window=st.integers(1, 70))
+def test_calls_cover_every_pair_within_a_window_exactly_once(sequences: list[list[int]], window: int) -> None:
+    forest = Forest.from_sequences(sequences)
+    assert (covered_pairs(forest, window) == visible_pairs(forest, window)).all()
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 45, 64, 100, 1000])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_covered_exactly_once_under_a_window(name: str, window: int) -> None:
+    forest = Forest.from_sequences(SHAPES[name])
+    assert (covered_pairs(forest, window) == visible_pairs(forest, window)).all()
+
+
+@pytest.mark.parametrize("window", [50, 200, 1000])
+@pytest.mark.parametrize("sequences", [comb(2000), star(2000), [[1] * 4000, [1] * 2000 + [2] * 2000]])
+def test_masks_under_a_window_take_memory_linear_in_tokens(sequences: list[list[int]], window: int) -> None:
+    forest = Forest.from_sequences(sequences)
+    calls = schedule_of(forest, window)
+    masked = [call for call in (*calls.within, *calls.across) if call.visibility is Visibility.MASKED]
+    entries = sum((call.query_stop - call.query_start) * call.key_indices().size for call in masked)
+    assert entries <= 600 * forest.num_tokens
 
 
 @pytest.mark.parametrize("name", SHAPES)

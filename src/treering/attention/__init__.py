@@ -3,7 +3,9 @@
 `reference` is the specification; every other backend is tested against it and against separate flat sequences.
 """
 
-from treering.attention.api import BACKENDS, Backend, attend, choose_backend
+from treering.attention.api import attend
+from treering.attention.form import Form
 from treering.attention.layout import TreeLayout
+from treering.attention.rules import BACKENDS, Backend, choose_backend
 
-__all__ = ["BACKENDS", "Backend", "TreeLayout", "attend", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "Form", "TreeLayout", "attend", "choose_backend"]

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from treering.attention.call import Call, Int64Array, Visibility
 from treering.attention.gateway import Gateway
-from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS, Call, Int64Array, Visibility
+from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
 from treering.tree.fragment import Sight
 
 MIN_RUN_TOKENS = 128

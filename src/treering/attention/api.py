@@ -1,42 +1,22 @@
-"""One function, several backends: validates, dispatches, and says which backend `auto` chose and why.
+"""One function, several backends: validates and dispatches.
 
 N tokens   H query heads   G key heads   D head size
 """
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from treering.attention.flex import flex_attention_on_forest
+from treering.attention.form import Form
 from treering.attention.layout import TreeLayout
 from treering.attention.reference import reference_attention
+from treering.attention.rules import Backend
 from treering.attention.segments import segment_attention
-from treering.errors import ConfigError, InputError
-
-Backend = Literal["segments", "reference"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-
-
-class Choice(NamedTuple):
-    """A backend and the reason for it, in words for a log."""
-
-    backend: Backend
-    reason: str
-
-
-def choose_backend(requested: str) -> Choice:
-    """The backend that runs for `requested` ("auto" or a name) and why.
-
-    Raises:
-        ConfigError: no such backend.
-    """
-    if requested == "auto":
-        return Choice("segments", "auto: exact on every device with O(N) memory")
-    for backend in BACKENDS:
-        if backend == requested:
-            return Choice(backend, "as requested")
-    raise ConfigError(f"unknown attention backend {requested!r}: choose auto, {', '.join(BACKENDS)}")
+from treering.attention.triton import triton_attention
+from treering.errors import InputError
 
 
 def attend(
@@ -45,7 +25,8 @@ def attend(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    scale: float,
+    form: Form,
+    sinks: Float[Tensor, " H"] | None = None,
     backend: Backend = "segments",
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
@@ -58,7 +39,8 @@ def attend(
         key: [1, G, N, D]; H must be a multiple of G.
         value: [1, G, N, D].
         layout: of the forest whose tokens the N rows are.
-        scale: factor on the scores, usually D ** -0.5.
+        form: scale, sliding window and softcap.
+        sinks: [H] score of a key without a value that every query of a head sees (gpt-oss), None for none.
         backend: which implementation computes it.
         layer: number of the layer, by which gateways keep layers apart.
 
@@ -67,6 +49,7 @@ def attend(
 
     Raises:
         InputError: shapes that do not belong together.
+        UnsupportedError: a device, dtype, head size or gradient that the backend does not take.
     """
     if query.shape[2] != layout.forest.num_tokens:
         raise InputError(f"attention got {query.shape[2]} rows for a forest of {layout.forest.num_tokens} tokens")
@@ -76,6 +59,14 @@ def attend(
         return query
     # Autocast would round the scores and the running softmax, which backends keep wide on purpose.
     with torch.autocast(query.device.type, enabled=False):
-        if backend == "reference":
-            return reference_attention(query, key, value, layout=layout, scale=scale, layer=layer)
-        return segment_attention(query, key, value, layout=layout, scale=scale, layer=layer)
+        run = _implementation(backend)
+        return run(query, key, value, layout=layout, form=form, sinks=sinks, layer=layer)
+
+
+def _implementation(backend: Backend) -> Callable[..., Tensor]:
+    return {
+        "segments": segment_attention,
+        "reference": reference_attention,
+        "flex": flex_attention_on_forest,
+        "triton": triton_attention,
+    }[backend]

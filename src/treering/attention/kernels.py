@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treering.attention.form import Form
+
 MAX_SCORE_ENTRIES = 2**22
 """The plain kernel works in slices of query rows, so that its score matrix stays below this many entries per head."""
 
@@ -90,7 +92,11 @@ class FlashCpu(Kernel):
 
 
 class Plain(Kernel):
-    """Matrix products and a softmax, in slices of query rows; any device and dtype."""
+    """Matrix products and a softmax, in slices of query rows; any device and dtype, softcap too."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        """`softcap`: scores become `softcap * tanh(scores / softcap)`; None leaves them as they are."""
+        self._softcap = softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
@@ -100,7 +106,7 @@ class Plain(Kernel):
         query, key, value = _widened(query, 1), _widened(key, groups), _widened(value, groups)
         outs, lses = [], []
         for rows in _row_slices(query.shape[2], key.shape[2]):
-            scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
+            scores = _masked(self._capped(query[:, :, rows] @ key.mT * scale), rows, mask=mask, causal=causal)
             lse = scores.logsumexp(-1)
             outs.append((scores - lse[..., None]).exp() @ value)
             lses.append(lse)
@@ -123,11 +129,13 @@ class Plain(Kernel):
         query, key, value = _widened(query, 1), _widened(key, groups), _widened(value, groups)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows in _row_slices(query.shape[2], key.shape[2]):
-            scores = _scores(query[:, :, rows], key, rows, mask=mask, causal=causal, scale=scale)
-            weights = (scores - whole.lse[:, :, rows, None]).exp()
+            capped = self._capped(query[:, :, rows] @ key.mT * scale)
+            weights = (_masked(capped, rows, mask=mask, causal=causal) - whole.lse[:, :, rows, None]).exp()
             upstream = _widened(grad_out[:, :, rows], 1)
             delta = (upstream * whole.out[:, :, rows]).sum(-1, keepdim=True)
             grad_scores = weights * (upstream @ value.mT - delta) * scale
+            if self._softcap is not None:
+                grad_scores *= 1.0 - (capped / self._softcap).square()
             grad_query[:, :, rows] = grad_scores @ key
             grad_key += grad_scores.mT @ query[:, :, rows]
             grad_value += weights.mT @ upstream
@@ -135,10 +143,13 @@ class Plain(Kernel):
         folded = (grad.view(per_group).sum(2) for grad in (grad_key, grad_value))
         return Gradients(*(grad.to(dtype) for grad in (grad_query, *folded)))
 
+    def _capped(self, scores: Tensor) -> Tensor:
+        return scores if self._softcap is None else self._softcap * torch.tanh(scores / self._softcap)
 
-def choose_kernel(tensor: Tensor) -> Kernel:
-    """`FlashCpu` for CPU tensors, `Plain` elsewhere."""
-    return FlashCpu() if tensor.device.type == "cpu" else Plain()
+
+def choose_kernel(tensor: Tensor, form: Form) -> Kernel:
+    """`FlashCpu` for CPU tensors without a softcap, which torch's kernel does not have; else `Plain`."""
+    return FlashCpu() if tensor.device.type == "cpu" and form.softcap is None else Plain(form.softcap)
 
 
 def _widened(heads: Tensor, copies: int) -> Tensor:
@@ -151,13 +162,12 @@ def _row_slices(num_queries: int, num_keys: int) -> list[slice]:
     return [slice(start, min(start + rows, num_queries)) for start in range(0, num_queries, rows)]
 
 
-def _scores(query: Tensor, key: Tensor, rows: slice, *, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Scaled, masked scores [B, H, rows, K] in the dtype of query and key."""
-    scores = query @ key.mT * scale
+def _masked(scores: Tensor, rows: slice, *, mask: Tensor | None, causal: bool) -> Tensor:
+    """Scores [B, H, rows, K] with -inf where a key is hidden."""
     if mask is not None:
         scores = scores + mask[rows].to(scores.dtype)
     if causal:
-        index = torch.arange(key.shape[2], device=key.device)
-        later = index[None, :] > torch.arange(rows.start, rows.stop, device=key.device)[:, None]
+        index = torch.arange(scores.shape[3], device=scores.device)
+        later = index[None, :] > torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
         scores = scores.masked_fill(later, float("-inf"))
     return scores

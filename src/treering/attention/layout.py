@@ -3,15 +3,23 @@
 Holds `subtree_end` and what backends derive from it, once per forest and shared by all layers. Holds no token ids.
 """
 
+from collections.abc import Callable
+from typing import NoReturn, TypeVar, cast
+
 import numpy as np
 import torch
 
 from treering.attention.ancestors import Ancestor
+from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway
-from treering.attention.schedule import Call, Schedule, Visibility, build_schedule
+from treering.attention.schedule import Schedule, build_schedule
+from treering.attention.states import Boundary
+from treering.attention.window import narrowed
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.fragment import Sight
+
+T = TypeVar("T")
 
 
 class TreeLayout:
@@ -22,6 +30,8 @@ class TreeLayout:
         device: where index tensors and masks live.
         ancestors: where the forest is a partition of a tree, the partitions above; their tokens are keys too.
         gateway: where partitions below need the forest's keys and values, else None.
+        boundary: where the forest is a partition, what its recurrent layers continue and leave; else None.
+        sight: which of the forest's tokens see each of them.
 
     Example:
         >>> layout = TreeLayout(Forest.from_sequences([[5, 6], [5, 7]]), torch.device("cpu"))
@@ -36,29 +46,51 @@ class TreeLayout:
         *,
         ancestors: tuple[Ancestor, ...] = (),
         gateway: Gateway | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
         self.forest = forest
         self.device = device
         self.ancestors = ancestors
         self.gateway = gateway
-        self._sight = Sight(first=np.arange(forest.num_tokens), stop=forest.subtree_end.astype(np.int64))
-        self._schedule: Schedule | None = None
+        self.boundary = boundary
+        self.sight = Sight.within(forest)
+        self._schedules: dict[int | None, Schedule] = {}
+        self._ancestor_calls: dict[tuple[int, int | None], tuple[Call, ...]] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
+        self._derived: dict[str, object] = {}
 
-    @property
-    def schedule(self) -> Schedule:
-        """The calls of the `segments` backend, cut on first use."""
-        if self._schedule is None:
-            self._schedule = build_schedule(self.forest.subtree_end, self.forest.segment_start)
-        return self._schedule
+    def schedule(self, window: int | None = None) -> Schedule:
+        """The calls of the `segments` backend under a sliding window, cut on first use."""
+        window = self.effective_window(window)
+        if window not in self._schedules:
+            self._schedules[window] = build_schedule(self.sight, self.forest.segment_start, window)
+        return self._schedules[window]
 
-    def visible(self) -> torch.Tensor:
-        """The whole mask, bool [N, N], ancestors' keys before the own ones. For the reference only: others are O(N)."""
+    def ancestor_calls(self, ancestor: Ancestor, window: int | None = None) -> tuple[Call, ...]:
+        """The calls that read an ancestor's keys under a sliding window."""
+        window = self.effective_window(window)
+        if window is None:
+            return ancestor.calls
+        key = (id(ancestor), window)
+        if key not in self._ancestor_calls:
+            position = self.sight.position
+            parts = [narrowed(call, ancestor.sight, position, window) for call in ancestor.calls]
+            self._ancestor_calls[key] = tuple(call for calls in parts for call in calls)
+        return self._ancestor_calls[key]
+
+    def visible(self, window: int | None = None) -> torch.Tensor:
+        """The whole mask, bool [N, keys], ancestors' keys before the own ones. For the reference: others are O(N)."""
         index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
-        sights = [*(ancestor.sight for ancestor in self.ancestors), self._sight]
-        first, stop = (torch.from_numpy(np.concatenate(ranges)).to(self.device) for ranges in zip(*sights, strict=True))
-        return (first[None, :] <= index) & (index < stop[None, :])
+        sights = [*(ancestor.sight for ancestor in reversed(self.ancestors)), self.sight]
+        first, stop, position = (
+            torch.from_numpy(np.concatenate(arrays)).to(self.device) for arrays in zip(*sights, strict=True)
+        )
+        visible = (first[None, :] <= index) & (index < stop[None, :])
+        if window is None:
+            return visible
+        own = torch.from_numpy(self.sight.position).to(self.device)
+        return visible & (own[:, None] - position[None, :] < window)
 
     def mask(self, call: Call, dtype: torch.dtype, sight: Sight | None = None) -> torch.Tensor | None:
         """Additive mask of a masked call (0 visible, -inf hidden), [num_queries, num_keys]; None for other calls.
@@ -69,7 +101,7 @@ class TreeLayout:
             return None
         key = (id(call), dtype)
         if key not in self._masks:
-            visible = torch.from_numpy(call.mask(sight or self._sight)).to(self.device)
+            visible = torch.from_numpy(call.mask(sight or self.sight, self.sight.position)).to(self.device)
             hidden = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             self._masks[key] = hidden.masked_fill_(~visible, float("-inf"))
         return self._masks[key]
@@ -82,10 +114,36 @@ class TreeLayout:
             self._keys[id(call)] = torch.from_numpy(call.keys).to(self.device)
         return self._keys[id(call)]
 
+    def close(self) -> None:
+        """No partition below will read any more: closes the gateways."""
+        if self.gateway is not None:
+            self.gateway.close()
+        if self.boundary is not None and self.boundary.gateway is not None:
+            self.boundary.gateway.close()
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What a room above derives from the layout, made on first use and shared by all layers."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        return cast(T, self._derived[name])
+
+    def effective_window(self, window: int | None) -> int | None:
+        """A window as it is, or None for one that hides nothing: no path is longer."""
+        longest = int(self.sight.position.max(initial=-1)) + 1
+        return None if window is None or window >= longest else window
+
     @classmethod
-    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> None:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         """Any torch operation on a layout is another attention implementation that took it for a mask."""
-        raise StateError(
-            "a layer that was run on a forest is recomputed outside tree_attention by another attention "
-            "implementation: call backward() inside the `with tree_attention(model):` block"
-        )
+        _refuse_as_mask()
+
+    def __getitem__(self, item: object) -> NoReturn:
+        """So is any indexing: a recurrent layer that took it for a padding mask."""
+        _refuse_as_mask()
+
+
+def _refuse_as_mask() -> NoReturn:
+    raise StateError(
+        "a layer that was run on a forest is recomputed outside tree_attention by another attention "
+        "implementation: call backward() inside the `with tree_attention(model):` block"
+    )

@@ -3,18 +3,20 @@
 Knows the shape of the forest; knows no tensors and no kernels. Depth-first order makes two things contiguous: a segment
 and all that descends from it. So a long segment needs one causal call for itself and one unmasked call for its
 descendants. Short segments are cut into blocks that are computed under a small mask; of the keys of such a block only
-those on the path to what follows ("open" keys, a chain) are visible later, to a staircase of query rows.
+those on the path to what follows ("open" keys, a chain) are visible later, to a staircase of query rows. A sliding
+window cuts segments into pieces and narrows the calls between them.
 
     N tokens   B block length
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.attention.call import Call, Visibility
+from treering.attention.window import narrowed, split_segments
 from treering.tree.fragment import Sight
 
 Int32Array = NDArray[np.int32]
@@ -37,39 +39,6 @@ MAX_STEP_ENTRIES = 2**14
 """A merged step's mask has at most this many entries, so that all masks together stay O(N)."""
 
 
-class Visibility(Enum):
-    """Which pairs of a call are visible."""
-
-    FULL = "full"
-    CAUSAL = "causal"
-    MASKED = "masked"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
-    """One rectangular attention: queries [query_start, query_stop) against keys, each row seeing at least one key.
-
-    `keys` holds packed indices when the keys are not the range [key_start, key_stop).
-    """
-
-    query_start: int
-    query_stop: int
-    key_start: int
-    key_stop: int
-    visibility: Visibility
-    keys: Int64Array | None = None
-
-    def key_indices(self) -> Int64Array:
-        """Packed indices of the keys: int64 [num_keys]."""
-        return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
-
-    def mask(self, sight: Sight) -> NDArray[np.bool_]:
-        """Visible pairs, bool [num_queries, num_keys], where `sight` says which queries see each key."""
-        queries = np.arange(self.query_start, self.query_stop)[:, None]
-        keys = self.key_indices()[None, :]
-        return (sight.first[keys] <= queries) & (queries < sight.stop[keys])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
     """All calls of a forest: `within` covers each query once (its own block), `across` adds keys of earlier blocks."""
@@ -78,24 +47,42 @@ class Schedule:
     across: tuple[Call, ...]
 
 
-def build_schedule(subtree_end: Int32Array, segment_start: Int32Array) -> Schedule:
-    """Cuts a forest into calls in O(N + calls).
+def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None = None) -> Schedule:
+    """Cuts a forest into calls in O(N + calls); with a window, in the rows that each block's descendants are.
 
     Args:
-        subtree_end: int32 [N], one past each token's last descendant.
+        sight: of the forest's own tokens: each is seen by itself and all that descends from it.
         segment_start: int32 [S], first token of each segment, ascending.
+        window: a query sees keys less than this many positions before it; None sees all.
 
     Example: a prompt of 40 tokens with two responses of 50 gives three causal calls and one unmasked call of 100
     queries against 40 keys.
     """
-    within, across = [], []
+    subtree_end = sight.stop
+    if window is not None:
+        segment_start = split_segments(segment_start, subtree_end.size, window, MIN_CAUSAL_TOKENS_OF_SMALL)
+    within: list[Call] = []
+    across: list[Call] = []
     for start, stop, visibility in _blocks(segment_start, subtree_end):
-        within.append(Call(query_start=start, query_stop=stop, key_start=start, key_stop=stop, visibility=visibility))
-        across.extend(_later_calls(start, stop, subtree_end))
+        within.append(_own_call(start, stop, visibility, window))
+        for call in _later_calls(start, stop, subtree_end):
+            across.extend([call] if window is None else narrowed(call, sight, sight.position, window))
     return Schedule(within=tuple(within), across=tuple(across))
 
 
-def _blocks(segment_start: Int32Array, subtree_end: Int32Array) -> list[tuple[int, int, Visibility]]:
+def _own_call(start: int, stop: int, visibility: Visibility, window: int | None) -> Call:
+    """A block against itself. A causal one is a piece that no window cuts."""
+    return Call(
+        query_start=start,
+        query_stop=stop,
+        key_start=start,
+        key_stop=stop,
+        visibility=visibility,
+        window=window if visibility is Visibility.MASKED else None,
+    )
+
+
+def _blocks(segment_start: Int32Array, subtree_end: Int64Array) -> list[tuple[int, int, Visibility]]:
     """Cuts [0, N) into long segments (causal) and runs of short ones (masked), in order.
 
     A subtree that fits into a block stays in one, so that nothing outside of it ever looks in.
@@ -120,7 +107,7 @@ def _blocks(segment_start: Int32Array, subtree_end: Int32Array) -> list[tuple[in
     return blocks
 
 
-def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
+def _later_calls(start: int, stop: int, subtree_end: Int64Array) -> list[Call]:
     """Calls in which tokens after a block see keys of the block."""
     ends = subtree_end[start:stop]
     if ends.min() == ends.max() > stop:
@@ -129,7 +116,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int32Array) -> list[Call]:
     open_keys = start + np.flatnonzero(ends > stop)
     if open_keys.size == 0:
         return []
-    steps = _staircase(stop, subtree_end[open_keys].astype(np.int64))
+    steps = _staircase(stop, subtree_end[open_keys])
     return [_step_call(step, open_keys) for step in steps]
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treering.attention.ancestors import Ancestor
+from treering.attention.call import Call, Visibility
+from treering.attention.form import Form
 from treering.attention.gateway import KeysValues, add_rows
 from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel
 from treering.attention.layout import TreeLayout
-from treering.attention.schedule import Call, Visibility
 
 
 def segment_attention(
@@ -27,7 +28,8 @@ def segment_attention(
     value: Float[Tensor, "1 G N D"],
     *,
     layout: TreeLayout,
-    scale: float,
+    form: Form,
+    sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
     kernel: Kernel | None = None,
 ) -> Float[Tensor, "1 H N D"]:
@@ -35,17 +37,18 @@ def segment_attention(
 
     Work is one pair per visible pair plus the waste inside masked blocks; memory is O(N). Merging rectangles is exact
     because the backward of each one is given the merged output and log-sum-exp: its softmax weights are then those of
-    the whole path. Keys of ancestors' partitions are more rectangles, read from their gateways.
+    the whole path. Keys of ancestors' partitions are more rectangles, read from their gateways. A sink is one more key
+    with a score of its own and no value: it joins the log-sum-exp when all rectangles have.
     """
-    run = _Run(layout, scale, layer, kernel or choose_kernel(query))
-    return _SegmentAttention.apply(query, key, value, run)  # type: ignore[no-any-return, no-untyped-call]
+    run = _Run(layout, form, layer, kernel or choose_kernel(query, form))
+    return _SegmentAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Run(NamedTuple):
     """What one layer's attention needs besides its tensors."""
 
     layout: TreeLayout
-    scale: float
+    form: Form
     layer: int
     kernel: Kernel
 
@@ -60,32 +63,33 @@ class _Source(NamedTuple):
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, run: _Run) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _Run) -> Tensor:
         own = KeysValues(key, value)
         if run.layout.gateway is not None:
             run.layout.gateway.export(run.layer, *own)
-        whole = _attend(query, own, run)
-        ctx.save_for_backward(query, key, value, whole.out, whole.lse)
+        whole = _attend(query, own, sinks, run)
+        ctx.save_for_backward(query, key, value, sinks, whole.out, whole.lse)
         ctx.run = run
         return whole.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         run: _Run = ctx.run
         grad_query, grad_own = _attend_backward(grad_outputs[0], query, KeysValues(key, value), Part(out, lse), run)
         below = None if run.layout.gateway is None else run.layout.gateway.take_gradient(run.layer)
         if below is not None:
             grad_own = KeysValues(*(mine + theirs for mine, theirs in zip(grad_own, below, strict=True)))
-        return grad_query.to(query.dtype), grad_own.key.to(key.dtype), grad_own.value.to(value.dtype), None
+        grad_sinks = None if sinks is None else _sink_gradient(grad_outputs[0], sinks, out, lse)
+        return grad_query.to(query.dtype), grad_own.key.to(key.dtype), grad_own.value.to(value.dtype), grad_sinks, None
 
 
-def _attend(query: Tensor, own: KeysValues, run: _Run) -> Part:
+def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _Run) -> Part:
     wide = torch.promote_types(query.dtype, torch.float32)
     out = _token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
-    for call in run.layout.schedule.within:
+    for call in run.layout.schedule(run.form.window).within:
         rows = slice(call.query_start, call.query_stop)
         part = _part(call, query, own, None, run)
         out[:, :, rows], lse[:, :, rows] = part.out, part.lse
@@ -93,14 +97,26 @@ def _attend(query: Tensor, own: KeysValues, run: _Run) -> Part:
         for call in source.calls:
             rows = slice(call.query_start, call.query_stop)
             _merge(out[:, :, rows], lse[:, :, rows], _part(call, query, source.keys, source.ancestor, run))
+    if sinks is not None:
+        whole = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
+        out.mul_((lse - whole).exp_()[..., None])
+        lse = whole
     return Part(out.to(query.dtype), lse)
+
+
+def _sink_gradient(grad_out: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Gradient of the sinks [H]: as a key with value 0, a sink of weight p gets -p (grad_out . out) from each row."""
+    weight = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    from_rows = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(weight * from_rows).sum((0, 2)).to(sinks.dtype)
 
 
 def _later_sources(own: KeysValues, run: _Run) -> Iterator[_Source]:
     """Keys that a query sees besides those of its own block."""
-    yield _Source(own, run.layout.schedule.across, None)
+    yield _Source(own, run.layout.schedule(run.form.window).across, None)
     for ancestor in run.layout.ancestors:
-        yield _Source(ancestor.gateway.read(run.layer), ancestor.calls, ancestor)
+        calls = run.layout.ancestor_calls(ancestor, run.form.window)
+        yield _Source(ancestor.gateway.read(run.layer), calls, ancestor)
 
 
 def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None, run: _Run) -> Part:
@@ -109,7 +125,7 @@ def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None
         *_taken(keys, call, run.layout),
         mask=_mask(call, query, ancestor, run.layout),
         causal=call.visibility is Visibility.CAUSAL,
-        scale=run.scale,
+        scale=run.form.scale,
     )
 
 
@@ -126,7 +142,7 @@ def _attend_backward(
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = _token_major(query, wide)
     grad_own = KeysValues(*(_token_major(tensor, wide) for tensor in own))
-    for call in run.layout.schedule.within:
+    for call in run.layout.schedule(run.form.window).within:
         grads = _part_backward(call, grad_out, query, own, whole, None, run)
         rows = slice(call.query_start, call.query_stop)
         grad_query[:, :, rows], grad_own.key[:, :, rows], grad_own.value[:, :, rows] = grads
@@ -159,7 +175,7 @@ def _part_backward(
         Part(whole.out[:, :, rows], whole.lse[:, :, rows]),
         mask=_mask(call, query, ancestor, run.layout),
         causal=call.visibility is Visibility.CAUSAL,
-        scale=run.scale,
+        scale=run.form.scale,
     )
 
 

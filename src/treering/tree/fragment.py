@@ -17,10 +17,26 @@ Int64Array = NDArray[np.int64]
 
 
 class Sight(NamedTuple):
-    """For each key, the range of query rows that see it: `first[k] <= q < stop[k]`; empty where `first == stop`."""
+    """For each key, the range of query rows that see it: `first[k] <= q < stop[k]`; empty where `first == stop`.
+
+    `position` is the key's depth in the whole tree, which is what sliding windows count.
+    """
 
     first: Int64Array
     stop: Int64Array
+    position: Int64Array
+
+    @classmethod
+    def within(cls, forest: Forest) -> "Sight":
+        """Of a forest's own tokens: each is seen by itself and all that descends from it.
+
+        Example: in a forest of the branches 5, 6 and 5, 7 the rows that see the three tokens are 0:3, 1:2 and 2:3.
+        """
+        return cls(
+            first=np.arange(forest.num_tokens),
+            stop=forest.subtree_end.astype(np.int64),
+            position=forest.position.astype(np.int64),
+        )
 
 
 def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
@@ -64,4 +80,5 @@ def sight_of(tree: Forest, keys: Int32Array, queries: Int32Array) -> Sight:
     return Sight(
         first=np.searchsorted(queries, keys).astype(np.int64),
         stop=np.searchsorted(queries, tree.subtree_end[keys]).astype(np.int64),
+        position=tree.position[keys].astype(np.int64),
     )

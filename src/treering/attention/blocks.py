@@ -1,0 +1,91 @@
+"""Which blocks of keys each block of queries visits, from ranges of rows per key: never from N x N pairs.
+
+What kernels on a GPU are given: they skip every other block, and need no mask in those marked as full. Knows ranges and
+positions; knows no tensors.
+
+    Q query rows   K keys   P pairs of blocks
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.tree.fragment import Sight
+
+BoolArray = NDArray[np.bool_]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockPairs:
+    """Pairs of a query block and a key block that may hold a visible pair of tokens, by query block, then key block.
+
+    Attributes:
+        query_block: int64 [P].
+        key_block: int64 [P].
+        is_full: bool [P], whether every query of the one sees every key of the other.
+        num_query_blocks: blocks that the query rows are cut into, the last one may be short.
+        num_key_blocks: the same of the keys.
+    """
+
+    query_block: Int64Array
+    key_block: Int64Array
+    is_full: BoolArray
+    num_query_blocks: int
+    num_key_blocks: int
+
+
+def find_block_pairs(
+    sight: Sight, query_position: Int64Array, *, query_size: int, key_size: int, window: int | None = None
+) -> BlockPairs:
+    """Pairs of blocks that are not empty, in O(Q + K + P).
+
+    A key block is visited from the first row that sees any of its keys to the last one. That leaves out every empty
+    pair of blocks of a forest, since rows that see a key lie together; a few that are empty may stay in where a window,
+    or an ancestor's keys, leave gaps.
+
+    Args:
+        sight: of the K keys.
+        query_position: int64 [Q], depth of each query.
+        query_size: rows of a query block.
+        key_size: keys of a key block.
+        window: queries see keys less than this many positions before them; None for all.
+
+    Example: a prompt of 128 tokens and two responses of 128 in blocks of 128 are five pairs, two of them full.
+    """
+    num_queries, num_keys = query_position.size, sight.first.size
+    num_query_blocks, num_key_blocks = -(-num_queries // query_size), -(-num_keys // key_size)
+    starts = np.arange(num_key_blocks) * key_size
+    is_seen = sight.first < sight.stop
+    first = _reduce(np.minimum, np.where(is_seen, sight.first, num_queries), starts)
+    last = _reduce(np.maximum, np.where(is_seen, sight.stop, 0), starts)
+    low, high = first // query_size, np.minimum(-(-last // query_size), num_query_blocks)
+    counts = np.maximum(high - low, 0)
+    key_block = np.repeat(np.arange(num_key_blocks), counts)
+    query_block = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+    row_start = query_block * query_size
+    row_stop = np.minimum(row_start + query_size, num_queries)
+    all_first, all_last = _reduce(np.maximum, sight.first, starts), _reduce(np.minimum, sight.stop, starts)
+    is_full = (all_first[key_block] <= row_start) & (row_stop <= all_last[key_block])
+    if window is not None:
+        rows = np.arange(num_query_blocks) * query_size
+        nearest = _reduce(np.minimum, query_position, rows)[query_block]
+        farthest = _reduce(np.maximum, query_position, rows)[query_block]
+        is_near = nearest - _reduce(np.maximum, sight.position, starts)[key_block] < window
+        is_full &= farthest - _reduce(np.minimum, sight.position, starts)[key_block] < window
+        query_block, key_block, is_full = query_block[is_near], key_block[is_near], is_full[is_near]
+    order = np.lexsort((key_block, query_block))
+    return BlockPairs(
+        query_block=query_block[order],
+        key_block=key_block[order],
+        is_full=is_full[order],
+        num_query_blocks=num_query_blocks,
+        num_key_blocks=num_key_blocks,
+    )
+
+
+def _reduce(extreme: np.ufunc, values: Int64Array, starts: Int64Array) -> Int64Array:
+    """The least or largest value of each block."""
+    reduced: Int64Array = extreme.reduceat(values, starts) if starts.size else values[:0]
+    return reduced

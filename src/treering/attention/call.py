@@ -1,0 +1,59 @@
+"""A call: one rectangle of queries against keys, and which of its pairs are visible.
+
+Knows packed indices and positions; knows no tensors. Schedules are made of calls, and kernels run them.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.tree.fragment import Sight
+
+Int64Array = NDArray[np.int64]
+
+
+class Visibility(Enum):
+    """Which pairs of a call are visible."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One rectangular attention: queries [query_start, query_stop) against keys, each row seeing at least one key.
+
+    `keys` holds packed indices when the keys are not the range [key_start, key_stop). A masked call may have a window:
+    its rows see only keys less than `window` positions before them.
+    """
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    visibility: Visibility
+    keys: Int64Array | None = None
+    window: int | None = None
+
+    def key_indices(self) -> Int64Array:
+        """Packed indices of the keys: int64 [num_keys]."""
+        return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
+
+    def mask(self, sight: Sight, position: Int64Array | None = None) -> NDArray[np.bool_]:
+        """Visible pairs, bool [num_queries, num_keys].
+
+        Args:
+            sight: which queries see each key, whatever the window.
+            position: of the query tokens; needed where there is a window.
+        """
+        queries = np.arange(self.query_start, self.query_stop)[:, None]
+        keys = self.key_indices()[None, :]
+        visible = (sight.first[keys] <= queries) & (queries < sight.stop[keys])
+        if self.window is None:
+            return visible
+        assert position is not None
+        within: NDArray[np.bool_] = position[queries] - sight.position[keys] < self.window
+        return visible & within

@@ -1,0 +1,176 @@
+"""The `flex` backend: torch's FlexAttention with a block mask made of ranges of rows, never of N x N pairs.
+
+On CUDA it is compiled, forward and backward. On CPU torch has no backward, and runs forward as dense matrices: there it
+serves tests and small forests.
+
+    N tokens   K keys, ancestors' and own   H query heads   G key heads   D head size
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, no_type_check
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+
+from treering.attention.blocks import find_block_pairs
+from treering.attention.form import Form
+from treering.attention.gateway import KeysValues
+from treering.attention.joined import join_differentiably, joined_sight
+from treering.attention.layout import TreeLayout
+from treering.errors import UnsupportedError
+from treering.tree.fragment import Sight
+
+Int64Array = NDArray[np.int64]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+BLOCK_SIZE = 128
+"""Rows and keys of a block: torch's default, which its tuned kernels are cut for."""
+
+MAX_COMPILED = 64
+"""Compiled versions that torch may keep: one per head shape, dtype, softcap, and with or without a window."""
+
+
+def flex_attention_on_forest(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N D"],
+    *,
+    layout: TreeLayout,
+    form: Form,
+    sinks: Float[Tensor, " H"] | None = None,
+    layer: int = 0,
+) -> Float[Tensor, "1 H N D"]:
+    """Attention of every token over its own path; differentiable on CUDA.
+
+    A sink joins at the end: it takes `sigmoid(sink - lse)` of each row's weight, and has no value.
+
+    Raises:
+        UnsupportedError: a gradient would be needed on CPU.
+    """
+    keys = join_differentiably(KeysValues(key, value), layout, layer)
+    run: Callable[..., tuple[Tensor, AuxOutput]] = _compiled() if query.device.type == "cuda" else _dense
+    _check_differentiable(query, *keys, sinks)
+    window = layout.effective_window(form.window)
+    mask = layout.once(f"flex mask, window {window}", lambda: block_mask(layout, window))
+    options: dict[str, Any] = {"score_mod": _capping(form.softcap), "block_mask": mask, "scale": form.scale}
+    options |= {"enable_gqa": query.shape[1] != key.shape[1], "return_aux": AuxRequest(lse=sinks is not None)}
+    out, aux = run(query, *keys, **options)
+    if sinks is None:
+        return out
+    assert aux.lse is not None
+    kept = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+    return (out * kept[..., None]).to(query.dtype)
+
+
+class _Lists(NamedTuple):
+    """For each block of rows how many blocks of keys it visits, and which: int32 [1, 1, R] and [1, 1, R, C]."""
+
+    lengths: Tensor
+    blocks: Tensor
+
+
+def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
+    """The block mask of a layout, from lists of blocks in O(N + K + pairs of blocks).
+
+    Example: a prompt of 128 tokens and two responses of 128 visit five blocks of nine, two of them without a mask.
+    """
+    sight = joined_sight(layout)
+    num_queries, num_keys = layout.forest.num_tokens, sight.first.size
+    pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
+    # Short blocks at the ends stay masked: what lies past the end is no key.
+    is_whole = (pairs.key_block + 1) * BLOCK_SIZE <= num_keys
+    is_full = pairs.is_full & is_whole & ((pairs.query_block + 1) * BLOCK_SIZE <= num_queries)
+    shape = (pairs.num_query_blocks, pairs.num_key_blocks)
+    masked, full = (
+        _lists(pairs.query_block[chosen], pairs.key_block[chosen], shape, layout.device)
+        for chosen in (~is_full, is_full)
+    )
+    return BlockMask.from_kv_blocks(
+        *masked,
+        *full,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=_visibility(sight, layout.sight.position, window, layout.device),
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _lists(rows: Int64Array, columns: Int64Array, shape: tuple[int, int], device: torch.device) -> _Lists:
+    """Lists as wide as there are blocks of keys: torch reads the number of columns off them."""
+    lengths = np.bincount(rows, minlength=shape[0])
+    blocks = np.zeros(shape, np.int32)
+    blocks[rows, np.arange(rows.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)] = columns
+    return _Lists(*(torch.from_numpy(array.astype(np.int32)).to(device)[None, None] for array in (lengths, blocks)))
+
+
+def _visibility(sight: Sight, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:
+    """The mask inside blocks. A window is a limit per key, so that compiled code does not depend on its size.
+
+    Torch traces these functions, and must not meet a run-time type check in them.
+    """
+    first, stop, limit, position = (
+        torch.from_numpy(array.astype(np.int32)).to(device)
+        for array in (sight.first, sight.stop, sight.position + (window or 0), query_position)
+    )
+
+    @no_type_check
+    def on_path(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (first[key] <= row) & (row < stop[key])
+
+    @no_type_check
+    def on_path_within_window(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (first[key] <= row) & (row < stop[key]) & (position[row] < limit[key])
+
+    chosen: MaskMod = on_path if window is None else on_path_within_window
+    return chosen
+
+
+@cache
+def _capping(softcap: float | None) -> ScoreMod | None:
+    """The change of a score; the same function for the same softcap, so that it is compiled once."""
+    if softcap is None:
+        return None
+
+    @no_type_check
+    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    change: ScoreMod = capped
+    return change
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """FlexAttention compiled for any number of tokens; too many versions are an error, not a silent dense fallback."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+    def run(*tensors: Tensor, **options: Any) -> Any:
+        # Softcap and scale as constants: torch cannot lower a symbolic number inside a change of scores.
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED, specialize_float=True):
+            return compiled(*tensors, **options)
+
+    return run
+
+
+def _dense(*tensors: Tensor, **options: Any) -> Any:
+    """FlexAttention as torch runs it uncompiled, which on CPU refuses tensors that could have gradients."""
+    dense: Callable[..., Any] = flex_attention
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return dense(*(tensor.detach() for tensor in tensors), **options)
+
+
+def _check_differentiable(*tensors: Tensor | None) -> None:
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    device = next(x.device.type for x in tensors if x is not None)
+    if needs_gradient and device == "cpu":
+        raise UnsupportedError(
+            "the flex backend has no backward on CPU, because torch has none: choose segments (or reference, on small "
+            "forests), or run under torch.no_grad()"
+        )

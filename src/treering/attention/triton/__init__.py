@@ -1,0 +1,9 @@
+"""The `triton` backend: kernels that read each key's range of rows, skip what no row sees, and mask where they must.
+
+Importing this imports no triton: kernels are loaded on first use.
+"""
+
+from treering.attention.triton.backend import has_triton, triton_attention
+from treering.attention.triton.tiles import MAX_HEAD_SIZES, Tile, Tiles
+
+__all__ = ["MAX_HEAD_SIZES", "Tile", "Tiles", "has_triton", "triton_attention"]

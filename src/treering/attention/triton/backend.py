@@ -1,0 +1,174 @@
+"""The `triton` backend as an operation of autograd: what may run on it, and where its gradients go.
+
+N tokens   H query heads   G key heads   D head size
+"""
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from treering.attention.form import Form
+from treering.attention.gateway import KeysValues
+from treering.attention.joined import give_back, join
+from treering.attention.kernels import Part
+from treering.attention.layout import TreeLayout
+from treering.attention.triton.tables import Tables
+from treering.attention.triton.tiles import MAX_HEAD_SIZES, Tiles, choose_tiles
+from treering.errors import UnsupportedError
+
+
+def has_triton() -> bool:
+    """Whether triton is installed; does not import it."""
+    return find_spec("triton") is not None
+
+
+def triton_attention(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N D"],
+    *,
+    layout: TreeLayout,
+    form: Form,
+    sinks: Float[Tensor, " H"] | None = None,
+    layer: int = 0,
+    tiles: Tiles | None = None,
+) -> Float[Tensor, "1 H N D"]:
+    """Attention of every token over its own path; differentiable once, gradients the same bits every time.
+
+    Keys of ancestors' partitions stand before the own ones in one array. Scores, sums and the gradients that go into
+    gateways are float32 or wider; products are of the tensors' dtype.
+
+    Args:
+        query: [1, H, N, D].
+        key: [1, G, N, D].
+        value: [1, G, N, D].
+        layout: of the forest.
+        form: scale, sliding window and softcap.
+        sinks: [H], None for none.
+        layer: number of the layer.
+        tiles: how the kernels are cut; None leaves it to a rule.
+
+    Raises:
+        UnsupportedError: a device, dtype, head size or scale that the kernels do not take.
+    """
+    _check(query, form)
+    run = _Run(layout, form, layer, tiles or choose_tiles(query.shape[3], query.dtype))
+    return _TritonAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Run(NamedTuple):
+    """What one layer's attention needs besides its tensors."""
+
+    layout: TreeLayout
+    form: Form
+    layer: int
+    tiles: Tiles
+
+    @property
+    def tables(self) -> Tables:
+        return Tables.of(self.layout, self.form.window)
+
+
+class _TritonAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _Run) -> Tensor:
+        from treering.attention.triton.launch import run_forward
+
+        if run.layout.gateway is not None:
+            run.layout.gateway.export(run.layer, key, value)
+        keys = _inner_contiguous(join(KeysValues(key, value), run.layout, run.layer))
+        (inner,) = _inner_contiguous((query,))
+        whole = run_forward(inner, KeysValues(*keys), sinks, run.tables, run.form, run.tiles)
+        out = whole.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, whole.lse)
+        ctx.run = run
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        from treering.attention.triton.launch import run_backward, run_delta
+
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        run: _Run = ctx.run
+        layout = run.layout
+        # What goes to or comes from a gateway stays wide; else the kernels round, once, at the end.
+        is_joined = layout.gateway is not None or len(layout.ancestors) > 0
+        grad_dtype = lse.dtype if is_joined else key.dtype
+        inner, grad_out, saved_out = _inner_contiguous((query, grad_outputs[0], out))
+        keys = KeysValues(*_inner_contiguous(join(KeysValues(key, value), layout, run.layer)))
+        delta = run_delta(grad_out, saved_out)
+        grad_query, grad_keys = run_backward(
+            grad_out, inner, keys, Part(saved_out, lse), delta, run.tables, run.form, run.tiles, grad_dtype
+        )
+        own = give_back(grad_keys, layout, run.layer)
+        grad_sinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+        return grad_query.to(query.dtype), own.key.to(key.dtype), own.value.to(value.dtype), grad_sinks, None
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of the sinks [H]: as a key with value 0, a sink of weight p gets -p (grad_out . out) from each row."""
+    from treering.attention.triton.launch import LOG2_E
+
+    weight = (sinks.to(lse.dtype)[:, None] * LOG2_E - lse).exp2()
+    return -(weight * delta).sum(1).to(sinks.dtype)
+
+
+def _inner_contiguous(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Tensors whose last axis is contiguous, as kernels read them; in the interpreter no narrower than float32.
+
+    Products of two 16-bit arrays are wrong there.
+    """
+    from treering.attention.triton.launch import INTERPRETED
+
+    rows = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+    return [row.to(torch.promote_types(row.dtype, torch.float32)) for row in rows] if INTERPRETED else rows
+
+
+def check_supported(device: str, dtype: torch.dtype, head_size: int, scale: float, *, interpreted: bool) -> None:
+    """Refuses what the kernels do not take.
+
+    Args:
+        device: type of the tensors' device.
+        dtype: of the tensors.
+        head_size: of queries and keys.
+        scale: of the scores.
+        interpreted: whether the kernels run in triton's interpreter, which takes any dtype and head.
+
+    Raises:
+        UnsupportedError: with what to choose instead.
+
+    Example:
+        >>> check_supported("cuda", torch.bfloat16, 128, 0.1, interpreted=False)
+    """
+    if scale <= 0:
+        raise UnsupportedError(f"the triton backend needs a positive scale, got {scale}: choose segments")
+    if interpreted:
+        return
+    if device != "cuda":
+        raise UnsupportedError(
+            f"the triton backend runs on CUDA, and the tensors are on {device}: choose segments; to test the kernels "
+            "without a GPU, set TRITON_INTERPRET=1 before triton is imported"
+        )
+    if dtype not in MAX_HEAD_SIZES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in MAX_HEAD_SIZES)
+        raise UnsupportedError(f"the triton backend computes in {names}, not in {dtype}: choose segments")
+    if head_size > MAX_HEAD_SIZES[dtype]:
+        raise UnsupportedError(
+            f"the triton backend takes heads of at most {MAX_HEAD_SIZES[dtype]} in {dtype}, got {head_size}: choose "
+            "flex or segments"
+        )
+
+
+def _check(query: Tensor, form: Form) -> None:
+    if not has_triton():
+        raise UnsupportedError(
+            "the triton backend needs triton, for Linux: install treering[gpu], or choose flex or segments"
+        )
+    from treering.attention.triton.launch import INTERPRETED
+
+    check_supported(query.device.type, query.dtype, query.shape[3], form.scale, interpreted=INTERPRETED)

@@ -1,0 +1,103 @@
+"""The index tensors of the kernels for one layout and window, on its device: made once, shared by all layers.
+
+N query rows   K keys
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.attention.blocks import BlockPairs, find_block_pairs
+from treering.attention.joined import joined_sight
+from treering.attention.layout import TreeLayout
+from treering.attention.triton.tiles import Tile
+from treering.attention.triton.work import Work, without_short_blocks, work_by_key, work_by_query
+
+NUM_PROGRAMS = 512
+"""Programs that the key gradient's work is cut for, about four per multiprocessor of a large device."""
+
+MIN_TILES = 64
+"""Fewest products of tiles worth a partial sum of its own: writing and adding one takes the time of two or three."""
+
+
+class WorkTables(NamedTuple):
+    """`Work` on a device."""
+
+    items: Tensor
+    visits: Tensor
+    splits: Tensor
+    num_slots: int
+
+
+class Tables:
+    """Who sees which key, as int32 tensors, and the work lists made of it.
+
+    Attributes:
+        first: int32 [K], first row that sees a key.
+        stop: int32 [K], one past the last.
+        limit: int32 [K], position from which on a window hides a key.
+        position: int32 [N], of the query rows.
+        has_window: whether `limit` and `position` need to be looked at.
+    """
+
+    def __init__(self, layout: TreeLayout, window: int | None) -> None:
+        self._sight = joined_sight(layout)
+        self._position = layout.sight.position
+        self._window = layout.effective_window(window)
+        self._device = layout.device
+        self._works: dict[tuple[object, ...], WorkTables] = {}
+        self.has_window = self._window is not None
+        self.first, self.stop, self.limit, self.position = (
+            self._on_device(array)
+            for array in (*self._sight[:2], self._sight.position + (self._window or 0), self._position)
+        )
+
+    @classmethod
+    def of(cls, layout: TreeLayout, window: int | None) -> "Tables":
+        """Those of a layout under a window, made on first use."""
+        window = layout.effective_window(window)
+        return layout.once(f"triton tables, window {window}", lambda: cls(layout, window))
+
+    def by_query(self, tile: Tile) -> WorkTables:
+        """Work whose programs each own a block of queries."""
+        return self._once((tile,), lambda: work_by_query(self._pairs(tile)))
+
+    def by_key(self, tile: Tile, *, num_heads: int, num_key_heads: int, max_visits: int | None = None) -> WorkTables:
+        """Work whose programs each own a block of keys, or share one; see `work_by_key`.
+
+        `max_visits` None cuts the work of all key heads for about `NUM_PROGRAMS` equal programs.
+        """
+
+        def cut() -> Work:
+            pairs = self._pairs(tile)
+            least = -(-MIN_TILES * num_key_heads // num_heads)
+            even = -(-pairs.key_block.size * num_key_heads // NUM_PROGRAMS)
+            return work_by_key(pairs, max_visits or max(least, even))
+
+        return self._once((tile, num_heads, num_key_heads, max_visits), cut)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], Work]) -> WorkTables:
+        if key not in self._works:
+            work = make()
+            items, visits, splits = (self._on_device(array) for array in (work.items, work.visits, work.splits))
+            self._works[key] = WorkTables(items=items, visits=visits, splits=splits, num_slots=work.num_slots)
+        return self._works[key]
+
+    def _pairs(self, tile: Tile) -> BlockPairs:
+        pairs = find_block_pairs(
+            self._sight, self._position, query_size=tile.queries, key_size=tile.keys, window=self._window
+        )
+        return without_short_blocks(
+            pairs,
+            num_queries=self._position.size,
+            num_keys=self._sight.first.size,
+            query_size=tile.queries,
+            key_size=tile.keys,
+        )
+
+    def _on_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int32)).to(self._device)

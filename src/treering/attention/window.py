@@ -1,0 +1,121 @@
+"""Sliding windows: rectangles of visible pairs, narrowed to those less than a number of positions apart.
+
+Knows calls and positions. The keys of an unmasked call lie on one path, shallow ones first, so a window moves only the
+place where what a row sees of them begins. The mask of a masked call is small, and is looked at.
+
+    Q query rows of a call   K keys of a call
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.attention.call import Call, Visibility
+from treering.tree.fragment import Sight
+
+BoolArray = NDArray[np.bool_]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+MAX_PIECE_TOKENS = 256
+"""Longest causal piece of a segment under a window: pairs on the window's edge are masked, a square per two pieces."""
+
+MAX_SMALL_PIECE_TOKENS = 16
+"""The same under a window too short for causal calls: pieces are put together in masked blocks."""
+
+MASKED_ROWS = 128
+"""Most rows of a masked call on the window's edge."""
+
+MIN_FULL_ROWS = 32
+"""Fewer rows in a row that see all keys go into the masked call beside them."""
+
+
+def split_segments(segment_start: Int32Array, num_tokens: int, window: int, min_causal: int) -> Int32Array:
+    """Segment starts with every segment cut into pieces that a causal call may cover: no two tokens a window apart.
+
+    Example: a segment of 600 tokens under a window of 1,000 becomes pieces of 256, 256 and 88.
+    """
+    piece = min(window, MAX_PIECE_TOKENS) if window >= min_causal else MAX_SMALL_PIECE_TOKENS
+    bounds = np.append(segment_start, num_tokens).tolist()
+    pieces = [np.arange(start, stop, piece, dtype=np.int32) for start, stop in pairwise(bounds)]
+    return np.concatenate([np.empty(0, np.int32), *pieces])
+
+
+def narrowed(call: Call, sight: Sight, position: Int64Array, window: int) -> Iterator[Call]:
+    """The part of a call that a window leaves, as calls whose rows each see a key.
+
+    Args:
+        call: unmasked or masked.
+        sight: of the forest or ancestor that the keys belong to.
+        position: int64, of the query tokens.
+        window: in positions.
+
+    Example: 10 keys at positions 0 to 9, seen by rows at positions 10 to 29, leave under a window of 8 the rows at 10
+    to 16, in one masked call of the keys 3 to 9.
+    """
+    keys = call.key_indices()
+    seen = _seen(call, sight, position, window)
+    sees_all = seen.num_keys == keys.size
+    for start, stop in _runs(seen.num_keys > 0):
+        for begin, end, full in _pieces(sees_all[start:stop], start):
+            low, high = (0, keys.size) if full else (int(seen.low[begin:end].min()), int(seen.high[begin:end].max()))
+            part = _part(call, call.query_start + begin, call.query_start + end, keys[low:high])
+            yield (
+                replace(part, visibility=Visibility.FULL)
+                if full
+                else replace(part, visibility=Visibility.MASKED, window=window)
+            )
+
+
+class _Seen(NamedTuple):
+    """For each row of a call the keys that a window leaves it: how many, and the places [low, high) between them."""
+
+    num_keys: Int64Array
+    low: Int64Array
+    high: Int64Array
+
+
+def _seen(call: Call, sight: Sight, position: Int64Array, window: int) -> _Seen:
+    keys = call.key_indices()
+    if call.visibility is Visibility.FULL:
+        rows = position[call.query_start : call.query_stop]
+        low = np.searchsorted(sight.position[keys], rows - window, side="right")
+        return _Seen(num_keys=keys.size - low, low=low, high=np.full(rows.size, keys.size))
+    mask = replace(call, window=window).mask(sight, position)
+    return _Seen(num_keys=mask.sum(1), low=mask.argmax(1), high=keys.size - mask[:, ::-1].argmax(1))
+
+
+def _runs(flags: BoolArray) -> list[tuple[int, int]]:
+    """Maximal runs of true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _pieces(sees_all: BoolArray, offset: int) -> Iterator[tuple[int, int, bool]]:
+    """Rows of a run as (start, stop, unmasked): long unmasked stretches, and masked ones of bounded length between."""
+    if sees_all.all():
+        yield offset, offset + sees_all.size, True
+        return
+    at = 0
+    for start, stop in [*(run for run in _runs(sees_all) if run[1] - run[0] >= MIN_FULL_ROWS), (sees_all.size,) * 2]:
+        for begin in range(at, start, MASKED_ROWS):
+            yield offset + begin, offset + min(begin + MASKED_ROWS, start), False
+        if start < stop:
+            yield offset + start, offset + stop, True
+        at = stop
+
+
+def _part(call: Call, query_start: int, query_stop: int, keys: Int64Array) -> Call:
+    contiguous = int(keys[-1] - keys[0]) == keys.size - 1
+    return replace(
+        call,
+        query_start=query_start,
+        query_stop=query_stop,
+        key_start=int(keys[0]),
+        key_stop=int(keys[-1]) + 1,
+        keys=None if contiguous else keys,
+    )

@@ -1,0 +1,85 @@
+"""Compiles the kernels for a Hopper GPU, which needs none: prints one JSON object per kernel and kind of head.
+
+Run as a process of its own, since the tests' process has the kernels in triton's interpreter:
+python -m tests.attention.compiled_kernels
+"""
+
+import json
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from treering.attention import Form
+from treering.attention.triton import launch
+from treering.attention.triton.forward import forward_kernel
+from treering.attention.triton.key_gradient import add_slots_kernel, key_gradient_kernel
+from treering.attention.triton.query_gradient import delta_kernel, query_gradient_kernel
+from treering.attention.triton.tiles import choose_tiles, launches, padded_size
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNELS = {"forward": forward_kernel, "query_gradient": query_gradient_kernel, "key_gradient": key_gradient_kernel}
+INDEXES = ("first_ptr", "stop_ptr", "limit_ptr", "position_ptr", "items_ptr", "visits_ptr", "splits_ptr")
+WIDE = ("lse_ptr", "delta_ptr", "sinks_ptr", "slots_ptr")
+HEADS = ((128, torch.bfloat16), (80, torch.float16), (256, torch.bfloat16), (128, torch.float32))
+EVERYTHING = Form(scale=0.1, window=100, softcap=50.0)
+
+
+def compile_kernel(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], options: dict[str, int]) -> Any:
+    types = {name: _type_of(name, dtype, constants) for name in kernel.arg_names}
+    # As the launcher finds them: pointers and strides are multiples of 16, numbers of rows are not.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and not name.startswith("num_")
+    }
+    return triton.compile(ASTSource(kernel, types, constants, aligned), target=HOPPER, options=options)
+
+
+def _type_of(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if not name.endswith("_ptr"):
+        return "i32"
+    return "*i32" if name in INDEXES else "*fp32" if name in WIDE else f"*{NAMES[dtype]}"
+
+
+def main() -> None:
+    for head_size, dtype in HEADS:
+        sizes = {"HEAD_SIZE": head_size, "PADDED": padded_size(head_size), "WIDE": tl.float32}
+        shared = {**sizes, "GROUPS": 2, "HAS_WINDOW": True, **launch._scores(EVERYTHING)}
+        for name, kernel in KERNELS.items():
+            queries, keys = getattr(choose_tiles(head_size, dtype), name)
+            own = {"HAS_SINKS": True} if name == "forward" else {"SCALE": EVERYTHING.scale}
+            constants = {**shared, **own, "QUERY_TILE": queries, "KEY_TILE": keys}
+            options = launches(name, head_size, dtype)[0]._asdict()
+            report(name, head_size, dtype, compile_kernel(kernel, dtype, constants, options))
+    sizes = {"HEAD_SIZE": 80, "PADDED": 128, "WIDE": tl.float32}
+    rows = launch.DELTA_ROWS
+    report("delta", 80, torch.bfloat16, compile_kernel(delta_kernel, torch.bfloat16, {**sizes, "QUERY_TILE": rows}, {}))
+    tile = {"ROWS": launch.SLOT_ROWS, "KEY_TILE": 128}
+    report("add_slots", 80, torch.bfloat16, compile_kernel(add_slots_kernel, torch.bfloat16, {**sizes, **tile}, {}))
+
+
+def report(name: str, head_size: int, dtype: torch.dtype, compiled: Any) -> None:
+    print(
+        json.dumps(
+            {
+                "kernel": name,
+                "head_size": head_size,
+                "dtype": NAMES[dtype],
+                "shared_bytes": compiled.metadata.shared,
+                "has_matrix_units": "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"],
+                "has_async_copies": "cp.async" in compiled.asm["ptx"],
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""FlexAttention on forests equals the reference; its block mask holds every visible pair and full blocks hide none."""
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.forests import SHAPES, sequence_sets, star
+from treering.attention import Form, TreeLayout, attend, flex
+from treering.attention.ancestors import Ancestor
+from treering.attention.flex import BLOCK_SIZE, block_mask
+from treering.attention.gateway import Gateway
+from treering.errors import UnsupportedError
+from treering.tree.forest import Forest
+from treering.tree.fragment import sight_of, take_fragment
+
+CPU = torch.device("cpu")
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+LONG: dict[str, list[list[int]]] = {
+    "one token": [[1]],
+    "a block and a token": [[1] * 129],
+    "prompt and responses": [[0] * 300 + [1 + i] * 200 for i in range(3)],
+    "star": star(160, prompt=40, response=3),
+    "comb": SHAPES["reversed comb"],
+    "trees": [[i] * 100 for i in range(5)],
+}
+
+
+def layout_of(sequences: list[list[int]]) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), CPU)
+
+
+def random_inputs(num_tokens: int, dtype: torch.dtype = torch.float32, num_heads: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, heads, num_tokens, 16) for heads in (num_heads, 2, 2)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def assert_flex_equals_the_reference(
+    layout: TreeLayout, inputs: list[Tensor], form: Form, sinks: Tensor | None = None
+) -> None:
+    options: dict[str, Any] = {"layout": layout, "form": form, "sinks": sinks}
+    with torch.no_grad():
+        got = attend(*inputs, backend="flex", **options)
+        wanted = attend(*inputs, backend="reference", **options)
+    assert got.dtype == wanted.dtype
+    # Sums of up to N terms in float32, in another order.
+    assert float((got - wanted).norm()) <= 1e-6 * float(wanted.norm())
+
+
+def listed_blocks(mask: BlockMask) -> dict[tuple[int, int], bool]:
+    """For each listed pair of blocks whether it is listed as full."""
+    blocks = {}
+    lists = ((False, mask.kv_num_blocks, mask.kv_indices), (True, mask.full_kv_num_blocks, mask.full_kv_indices))
+    for is_full, lengths, indices in lists:
+        assert lengths is not None
+        assert indices is not None
+        for row, length in enumerate(lengths[0, 0].tolist()):
+            for column in indices[0, 0, row, :length].tolist():
+                assert (row, column) not in blocks
+                blocks[row, column] = is_full
+    return blocks
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 129])
+@pytest.mark.parametrize("name", LONG)
+def test_no_visible_pair_is_outside_the_blocks_and_full_blocks_hide_none(name: str, window: int | None) -> None:
+    layout = layout_of(LONG[name])
+    window = layout.effective_window(window)
+    mask = block_mask(layout, window)
+    blocks = listed_blocks(mask)
+    seen = layout.visible(window).numpy()
+    for i in range(-(-seen.shape[0] // BLOCK_SIZE)):
+        for j in range(-(-seen.shape[1] // BLOCK_SIZE)):
+            pairs = seen[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE, j * BLOCK_SIZE : (j + 1) * BLOCK_SIZE]
+            assert (i, j) in blocks or not pairs.any()
+            is_whole = pairs.shape == (BLOCK_SIZE, BLOCK_SIZE)
+            assert not blocks.get((i, j), False) or (is_whole and pairs.all())
+
+
+def test_most_blocks_of_a_prompt_and_responses_are_skipped_or_full() -> None:
+    layout = layout_of([[0] * 256 + [1 + i] * 256 for i in range(4)])
+    blocks = listed_blocks(block_mask(layout, None))
+    # Two blocks of prompt and two of each response: 3 pairs within the prompt, 4 x (2 x 2 + 3) of the responses.
+    assert (len(blocks), sum(blocks.values())) == (31, 1 + 4 * (4 + 1))
+
+
+def test_query_lists_are_the_key_lists_transposed() -> None:
+    mask = block_mask(layout_of(LONG["prompt and responses"]), None)
+    assert mask.q_num_blocks is not None
+    assert mask.full_q_num_blocks is not None
+    assert int(mask.q_num_blocks.sum()) == int(mask.kv_num_blocks.sum())
+    # All of the first 128 tokens are prompt: every later block of the 900 rows sees them, the last one being short.
+    assert int(mask.full_q_num_blocks[0, 0, 0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "with_sinks"),
+    [
+        ("one token", Form(scale=0.3), True),
+        ("a block and a token", Form(scale=0.3), False),
+        ("prompt and responses", Form(scale=0.3, window=120), True),
+        ("star", Form(scale=0.3, softcap=0.7), True),
+        ("comb", Form(scale=0.3), True),
+        ("trees", Form(scale=0.3, window=50, softcap=0.7), False),
+    ],
+)
+def test_flex_equals_the_reference(name: str, form: Form, with_sinks: bool) -> None:
+    layout = layout_of(LONG[name])
+    inputs = random_inputs(layout.forest.num_tokens)
+    assert_flex_equals_the_reference(layout, inputs, form, SINKS if with_sinks else None)
+
+
+@given(sequences=sequence_sets(), window=st.one_of(st.none(), st.integers(1, 12)))
+@settings(max_examples=5)
+def test_flex_equals_the_reference_on_random_forests(sequences: list[list[int]], window: int | None) -> None:
+    layout = layout_of(sequences)
+    inputs = random_inputs(layout.forest.num_tokens)
+    assert_flex_equals_the_reference(layout, inputs, Form(scale=0.3, window=window), SINKS)
+
+
+def test_one_query_head_per_key_head() -> None:
+    layout = layout_of(LONG["trees"])
+    assert_flex_equals_the_reference(layout, random_inputs(500, num_heads=2), Form(scale=0.3))
+
+
+def test_keys_of_the_partitions_above_come_first() -> None:
+    tree = Forest.from_sequences([[0] * 100 + [1] * 60, [0] * 100 + [2] * 70 + [3] * 9, [0] * 100 + [2] * 70 + [4] * 5])
+    parts = [np.arange(100), np.arange(160, 230), np.arange(230, 244)]
+    rows = torch.from_numpy(parts[2])
+    inputs = random_inputs(tree.num_tokens)
+    ancestors = []
+    for above in (parts[1], parts[0]):
+        gateway = Gateway()
+        gateway.export(0, *(tensor[:, :, torch.from_numpy(above)] for tensor in inputs[1:]))
+        sight = sight_of(tree, above.astype(np.int32), parts[2].astype(np.int32))
+        ancestors.append(Ancestor.seen_through(gateway, sight))
+    fragment = take_fragment(tree, parts[2].astype(np.int32))
+    layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors))
+    for form in (Form(scale=0.3), Form(scale=0.3, window=75)):
+        with torch.no_grad():
+            got = attend(*(tensor[:, :, rows] for tensor in inputs), layout=layout, form=form, backend="flex")
+            whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
+        assert float((got - whole[:, :, rows]).norm()) <= 1e-6 * float(got.norm())
+
+
+def test_masks_are_made_once_per_window() -> None:
+    layout = layout_of([[1] * 40])
+    inputs = random_inputs(40)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        made = []
+        patch.setattr(flex, "block_mask", lambda layout, window: made.append(window) or block_mask(layout, window))
+        for window in (None, 7, 1000, 7, None):
+            attend(*inputs, layout=layout, form=Form(scale=0.3, window=window), backend="flex")
+    assert made == [None, 7]
+
+
+def test_a_gradient_on_cpu_is_refused() -> None:
+    layout = layout_of([[1, 2, 3]])
+    inputs = [tensor.requires_grad_() for tensor in random_inputs(3)]
+    with pytest.raises(UnsupportedError, match="no backward on CPU, because torch has none: choose segments"):
+        attend(*inputs, layout=layout, form=Form(scale=0.3), backend="flex")
+    with torch.no_grad():
+        attend(*inputs, layout=layout, form=Form(scale=0.3), backend="flex")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPU with g++, which is absent")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_flex_visits_the_listed_blocks_only_and_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled it looks at the mask alone; compiled kernels follow the lists of blocks."""
+    monkeypatch.setattr(flex, "_dense", flex._compiled())
+    for name, form in {
+        "prompt and responses": Form(scale=0.3),
+        "star": Form(scale=0.3, window=30),
+        "comb": Form(scale=0.3, softcap=0.7),
+    }.items():
+        layout = layout_of(LONG[name])
+        assert_flex_equals_the_reference(layout, random_inputs(layout.forest.num_tokens), form)

@@ -1,0 +1,151 @@
+"""On a CUDA device flex and triton equal the reference, with the tiles and blocks that users get."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.forests import SHAPES, bushy, comb, star
+from treering.attention import Backend, Form, TreeLayout, attend
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import Gateway
+from treering.tree.forest import Forest
+from treering.tree.fragment import sight_of, take_fragment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Torch's compiler and triton warn of themselves.
+    pytest.mark.filterwarnings("default"),
+]
+
+BACKENDS: tuple[Backend, ...] = ("flex", "triton")
+FORMS = {
+    "plain": Form(scale=0.1),
+    "window of 1": Form(scale=0.1, window=1),
+    "window of 150": Form(scale=0.1, window=150),
+    "softcap": Form(scale=0.1, softcap=2.0),
+    "window and softcap": Form(scale=0.1, window=60, softcap=2.0),
+}
+FORESTS: dict[str, list[list[int]]] = {
+    "one token": [[1]],
+    "chain": [[1] * 1000],
+    "prompt and responses": [[0] * 700 + [1 + i] * 300 for i in range(5)],
+    "bushy": bushy(60),
+    "comb": comb(300),
+    "star": star(300, prompt=200, response=5),
+    "chains": SHAPES["forest of chains"],
+}
+
+
+def layout_of(sequences: list[list[int]]) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), torch.device("cuda"))
+
+
+def random_inputs(num_tokens: int, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), size: int = 64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [tensor.to("cuda", dtype).requires_grad_() for tensor in drawn]
+
+
+def results(leaves: list[Tensor], backend: Backend, sinks: Tensor | None, **options: Any) -> list[Tensor]:
+    out = attend(*leaves, backend=backend, sinks=sinks, **options)
+    upstream = torch.sin(torch.arange(out.numel(), device=out.device)).reshape(out.shape).to(out.dtype)
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    return [out.detach(), *torch.autograd.grad(out, wanted, upstream)]
+
+
+def assert_equal_with_gradients(
+    sequences: list[list[int]],
+    form: Form,
+    backend: Backend,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    with_sinks: bool = False,
+    heads: tuple[int, int] = (4, 2),
+    size: int = 64,
+) -> None:
+    layout = layout_of(sequences)
+    inputs = random_inputs(layout.forest.num_tokens, dtype, heads, size)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    sinks = torch.linspace(-1, 2, heads[0], device="cuda").to(dtype).requires_grad_() if with_sinks else None
+    exact_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    got = results(inputs, backend, sinks, layout=layout, form=form)
+    wanted = results(exact, "reference", exact_sinks, layout=layout, form=form)
+    # Weights, scores' gradients and results are each rounded to the dtype once; products of float32 are three of tf32,
+    # whose dropped terms are of the order of 2^-22.
+    tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype == dtype
+        assert float((mine.double() - theirs).norm()) <= tolerance * max(1e-3, float(theirs.norm()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FORESTS)
+def test_every_shape_equals_the_reference(name: str, backend: Backend) -> None:
+    assert_equal_with_gradients(FORESTS[name], FORMS["plain"], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_with_sinks_equals_the_reference(form: str, backend: Backend) -> None:
+    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], backend, with_sinks=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 256])
+def test_head_sizes_equal_the_reference(size: int, dtype: torch.dtype) -> None:
+    assert_equal_with_gradients(FORESTS["bushy"], FORMS["plain"], "triton", dtype=dtype, size=size)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_float32_equals_the_reference(size: int) -> None:
+    assert_equal_with_gradients(FORESTS["bushy"], FORMS["plain"], "triton", dtype=torch.float32, size=size)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)])
+def test_query_heads_share_key_heads(heads: tuple[int, int]) -> None:
+    assert_equal_with_gradients(FORESTS["star"], FORMS["plain"], "triton", heads=heads)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_triton_gradients_are_the_same_bits_every_time(deterministic: bool) -> None:
+    layout = layout_of([[0] * 600 + [1 + i] * 200 for i in range(40)])
+    inputs = random_inputs(layout.forest.num_tokens, torch.bfloat16, (8, 2), 128)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        first, second = (results(inputs, "triton", None, layout=layout, form=FORMS["plain"]) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 500])
+def test_gradients_through_gateways_equal_those_of_the_whole_tree(backend: Backend, window: int | None) -> None:
+    tree = Forest.from_sequences([[0] * 600 + [1] * 300, [0] * 600 + [2] * 400])
+    parts = [np.arange(450), np.arange(450, tree.num_tokens)]
+    inputs = random_inputs(tree.num_tokens, torch.float32)
+    form = Form(scale=0.1, window=window)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    wanted = results(exact, "reference", None, layout=TreeLayout(tree, torch.device("cuda")), form=form)
+    upper, lower = (take_fragment(tree, part.astype(np.int32)) for part in parts)
+    gateway = Gateway()
+    above = TreeLayout(upper, torch.device("cuda"), gateway=gateway)
+    sight = sight_of(tree, parts[0].astype(np.int32), parts[1].astype(np.int32))
+    below = TreeLayout(lower, torch.device("cuda"), ancestors=(Ancestor.seen_through(gateway, sight),))
+    rows = [torch.from_numpy(part).cuda() for part in parts]
+    outs = [
+        attend(*(tensor[:, :, index] for tensor in inputs), layout=layout, form=form, backend=backend)
+        for index, layout in zip(rows, (above, below), strict=True)
+    ]
+    upstream = torch.sin(torch.arange(wanted[0].numel(), device="cuda")).reshape(wanted[0].shape).float()
+    for out, index in reversed(list(zip(outs, rows, strict=True))):
+        out.backward(upstream[:, :, index])
+    got = [torch.cat(outs, 2).detach(), *(tensor.grad for tensor in inputs)]
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine is not None
+        assert float((mine.double() - theirs).norm()) <= 1e-5 * float(theirs.norm())

@@ -1,0 +1,80 @@
+"""Gateways of recurrent layers: gradients are summed wide, taken once, and outlive the states."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.forests import SHAPES
+from tests.partitions import random_partitions
+from treering.attention import TreeLayout
+from treering.attention.gateway import Gateway
+from treering.attention.states import Boundary, StateGateway, States
+from treering.errors import StateError
+from treering.train.boundaries import boundary_of
+from treering.tree.forest import Forest
+
+
+def filled(dtype: torch.dtype = torch.float32) -> StateGateway:
+    gateway = StateGateway()
+    gateway.export(3, States(torch.ones(2, 4, dtype=dtype), torch.ones(2, 5, 3, dtype=dtype)))
+    return gateway
+
+
+def test_many_small_gradients_are_summed_in_float32() -> None:
+    gateway = filled(torch.bfloat16)
+    for _ in range(1000):
+        gateway.add_gradient(3, "context", torch.tensor([1]), torch.full((1, 5, 3), 0.01, dtype=torch.bfloat16))
+    total = gateway.take_gradient(3)
+    assert total is not None
+    assert total.context.dtype == torch.float32
+    assert total.context[1].mean() == pytest.approx(10.0, rel=5e-3)
+    assert float(total.context[0].abs().sum()) == float(total.recurrent.abs().sum()) == 0.0
+
+
+def test_gradients_are_taken_once_and_outlive_the_states() -> None:
+    gateway = filled()
+    gateway.add_gradient(3, "recurrent", torch.tensor([0, 1]), torch.ones(2, 4))
+    gateway.close()
+    gateway.export(3, States(torch.ones(2, 4), torch.ones(2, 5, 3)))
+    with pytest.raises(StateError, match="layer 3 of an ancestor partition is not there"):
+        gateway.read(3)
+    total = gateway.take_gradient(3)
+    assert total is not None
+    assert float(total.recurrent.sum()) == 8.0
+    assert gateway.take_gradient(3) is None
+
+
+def test_closing_a_layout_frees_keys_values_and_states() -> None:
+    keys, states = Gateway(), filled()
+    keys.export(3, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    nothing = np.empty(0, np.int64)
+    boundary = Boundary(above=None, slots=nothing, start=np.array([-1, -1]), left=np.array([0, 1]), gateway=states)
+    TreeLayout(Forest.from_sequences([[5, 6]]), torch.device("cpu"), gateway=keys, boundary=boundary).close()
+    for gateway in (keys, states):
+        with pytest.raises(StateError, match="layer 3 of an ancestor partition is not there"):
+            gateway.read(3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_root_of_a_partition_finds_its_parent_token_above(shape: str) -> None:
+    tree = Forest.from_sequences(SHAPES[shape]).trees()[0]
+    partitions = random_partitions(tree, 1, 12, cut=0.1)
+    children = [
+        [child for child, part in enumerate(partitions) if part.parent == number] for number in range(len(partitions))
+    ]
+    made = []
+    for number, part in enumerate(partitions):
+        above = made[part.parent] if part.parent >= 0 else None
+        boundary = boundary_of(tree, partitions, number, children[number], above)
+        made.append(boundary)
+        assert (boundary.gateway is None) == (boundary.left.size == 0)
+        assert np.array_equal(boundary.left, np.unique(boundary.left))
+        for place, token in enumerate(part.tokens.tolist()):
+            parent = int(tree.parent[token])
+            if parent < 0 or parent in part.tokens:
+                assert boundary.start[place] == -1
+                continue
+            assert above is not None
+            assert boundary.above is above.gateway
+            slot = boundary.slots[boundary.start[place]]
+            assert partitions[part.parent].tokens[above.left[slot]] == parent

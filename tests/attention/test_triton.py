@@ -1,0 +1,226 @@
+"""The kernels, in triton's interpreter, equal the reference: outputs and gradients, every option, many small blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.attention.test_ancestors import gradients, in_partitions, loss_of
+from tests.attention.test_ancestors import random_inputs as inputs_of_partitions
+from tests.forests import SHAPES, bushy, comb, sequence_sets, star
+from tests.partitions import random_partitions
+from treering.attention import Form, TreeLayout, attend
+from treering.attention.reference import reference_attention
+from treering.attention.triton import Tile, Tiles, backend, triton_attention
+from treering.errors import UnsupportedError
+from treering.tree.forest import Forest
+
+pytest.importorskip("triton")
+launch = pytest.importorskip("treering.attention.triton.launch")
+pytestmark = pytest.mark.skipif(
+    not launch.INTERPRETED, reason="the kernels are compiled here; test_gpu_attention holds them to the same laws"
+)
+
+CPU = torch.device("cpu")
+SMALL = Tiles(forward=Tile(16, 16), query_gradient=Tile(16, 16), key_gradient=Tile(16, 16))
+UNEVEN = Tiles(forward=Tile(32, 16), query_gradient=Tile(16, 32), key_gradient=Tile(16, 32), max_visits=1)
+SHARED = Tiles(forward=Tile(16, 16), query_gradient=Tile(16, 16), key_gradient=Tile(16, 16), max_visits=2)
+FORMS = {
+    "plain": Form(scale=0.3),
+    "window of 1": Form(scale=0.3, window=1),
+    "window of 20": Form(scale=0.3, window=20),
+    "softcap": Form(scale=0.3, softcap=0.7),
+    "window and softcap": Form(scale=0.3, window=9, softcap=0.7),
+}
+FORESTS: dict[str, list[list[int]]] = {
+    "one token": [[1]],
+    "one block and a token": [[1] * 17],
+    "prompt and responses": [[0] * 35 + [1 + i] * 20 for i in range(3)],
+    "bushy": bushy(4),
+    "comb": comb(24),
+    "star": star(20, prompt=20, response=2),
+    "chains": SHAPES["forest of chains"][:5],
+}
+
+
+def layout_of(sequences: list[list[int]]) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), CPU)
+
+
+def random_inputs(
+    num_tokens: int, heads: tuple[int, int] = (2, 1), size: int = 16, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def assert_equal_with_gradients(
+    sequences: list[list[int]],
+    form: Form,
+    *,
+    tiles: Tiles | None = SMALL,
+    with_sinks: bool = False,
+    heads: tuple[int, int] = (2, 1),
+    size: int = 16,
+) -> None:
+    """In float64, where only the order of sums differs: N terms of a relative 1.1e-16 each."""
+    layout = layout_of(sequences)
+    inputs = random_inputs(layout.forest.num_tokens, heads, size)
+    sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_() if with_sinks else None
+    leaves = inputs if sinks is None else [*inputs, sinks]
+    results = []
+    for run, options in ((triton_attention, {"tiles": tiles}), (reference_attention, {})):
+        out = run(*inputs, layout=layout, form=form, sinks=sinks, **options)  # type: ignore[operator]
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    for got, wanted in zip(*results, strict=True):
+        assert got.dtype == wanted.dtype
+        assert float((got - wanted).norm()) <= 1e-12 * max(1.0, float(wanted.norm()))
+
+
+@given(sequences=sequence_sets(max_sequences=6), form=st.sampled_from(sorted(FORMS)), with_sinks=st.booleans())
+@settings(max_examples=12)
+def test_random_forests_equal_the_reference(sequences: list[list[int]], form: str, with_sinks: bool) -> None:
+    assert_equal_with_gradients(sequences, FORMS[form], with_sinks=with_sinks)
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_every_shape_equals_the_reference(name: str) -> None:
+    assert_equal_with_gradients(FORESTS[name], FORMS["plain"])
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_equals_the_reference_with_and_without_sinks(form: str, with_sinks: bool) -> None:
+    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=with_sinks)
+
+
+@pytest.mark.parametrize("tiles", [UNEVEN, SHARED, None], ids=["uneven", "shared", "chosen"])
+@pytest.mark.parametrize("name", ["prompt and responses", "star"])
+def test_however_the_work_is_cut_the_result_is_the_same(name: str, tiles: Tiles | None) -> None:
+    assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (2, 2)])
+def test_query_heads_share_key_heads(heads: tuple[int, int]) -> None:
+    assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=heads)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 20, 64, 80, 96, 128, 256])
+def test_any_head_size_is_padded(size: int) -> None:
+    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], tiles=SHARED, size=size)
+
+
+@given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6), window=st.sampled_from([None, 7]))
+@settings(max_examples=5)
+def test_gradients_through_gateways_equal_those_of_the_whole_tree(
+    sequences: list[list[int]], seed: int, window: int | None
+) -> None:
+    tree = Forest.from_sequences(sequences).trees()[0]
+    assert_partitions_equal_the_tree(tree, seed, 12, Form(scale=0.3, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 25])
+def test_ancestors_of_several_blocks_equal_the_whole_tree(window: int | None) -> None:
+    tree = Forest.from_sequences([[0] * 37 + [1 + i] * 18 for i in range(2)]).trees()[0]
+    assert_partitions_equal_the_tree(tree, 1, 30, Form(scale=0.3, window=window), cut=0.02)
+
+
+def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: Form, cut: float = 0.15) -> None:
+    inputs = inputs_of_partitions(tree.num_tokens)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
+    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "choose_tiles", lambda *_: SHARED)
+        in_partitions(inputs, tree, random_partitions(tree, seed, size, cut), "triton", form)
+    for got, wanted in zip(gradients(inputs), expected, strict=True):
+        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+
+
+def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = []
+    whole = backend.give_back
+    monkeypatch.setattr(backend, "give_back", lambda grads, *rest: given_back.append(grads) or whole(grads, *rest))
+    tree = Forest.from_sequences([[0] * 5 + [1] * 3, [0] * 5 + [2] * 3]).trees()[0]
+    inputs = tuple(tensor.detach().bfloat16().requires_grad_() for tensor in inputs_of_partitions(tree.num_tokens))
+    in_partitions(inputs, tree, random_partitions(tree, 0, 4), "triton", FORMS["plain"])
+    assert {grad.dtype for grads in given_back for grad in grads} == {torch.float32}
+    assert {tensor.grad.dtype for tensor in inputs if tensor.grad is not None} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_results_are_rounded_once(dtype: torch.dtype) -> None:
+    layout = layout_of([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9])
+    inputs = random_inputs(layout.forest.num_tokens, dtype=dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    results = []
+    for leaves, run in ((inputs, triton_attention), (exact, reference_attention)):
+        out = run(*leaves, layout=layout, form=FORMS["plain"])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    # Half a unit in the last place for the final rounding of each entry, and for the backward's saved output another,
+    # amplified at most by the number of keys that a gradient sums over; float32 adds its own sums' rounding.
+    unit = torch.finfo(dtype).eps
+    for got, wanted in zip(*results, strict=True):
+        assert got.dtype == dtype
+        assert float((got.double() - wanted).norm()) <= 2 * unit * float(wanted.norm()) + 1e-5 * (unit < 1e-6)
+
+
+def test_rows_of_any_stride_are_read_and_outputs_run_by_token() -> None:
+    layout = layout_of([[0] * 20, [0] * 9 + [1]])
+    inputs = random_inputs(layout.forest.num_tokens, (2, 2))
+    strided = [tensor.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for tensor in inputs]
+    expected = triton_attention(*inputs, layout=layout, form=FORMS["plain"], tiles=SMALL)
+    out = triton_attention(*strided, layout=layout, form=FORMS["plain"], tiles=SMALL)
+    assert torch.equal(out, expected)
+    assert out.transpose(1, 2).is_contiguous()
+    grads = torch.autograd.grad(expected.sum(), inputs)
+    # A gradient expanded from one number has strides of 0.
+    for got, wanted in zip(torch.autograd.grad(out.sum(), strided), grads, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_a_token_changes_only_its_descendants_bitwise() -> None:
+    layout = layout_of(FORESTS["prompt and responses"])
+    forest = layout.forest
+    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, dtype=torch.float32)]
+    options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"], "tiles": SMALL}
+    before = triton_attention(*inputs, **options)
+    for changed in (1, 40):
+        poisoned = [tensor.clone() for tensor in inputs]
+        for tensor in poisoned:
+            tensor[:, :, changed] += 100.0
+        after = triton_attention(*poisoned, **options)
+        index = torch.arange(forest.num_tokens)
+        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
+        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
+        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("cpu", torch.float32, 64, 0.1), "runs on CUDA, and the tensors are on cpu: choose segments; to test"),
+        (("cuda", torch.float64, 64, 0.1), "bfloat16, float16, float32, not in torch.float64: choose segments"),
+        (
+            ("cuda", torch.bfloat16, 512, 0.1),
+            "at most 256 in torch.bfloat16, got 512: choose flex or segments",
+        ),
+        (("cuda", torch.float32, 256, 0.1), "heads of at most 128 in torch.float32, got 256"),
+        (("cuda", torch.float32, 64, 0.0), "needs a positive scale, got 0.0"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(values: tuple[str, torch.dtype, int, float], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        backend.check_supported(*values, interpreted=False)
+
+
+def test_a_missing_triton_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "has_triton", lambda: False)
+    layout = layout_of([[1, 2]])
+    with pytest.raises(UnsupportedError, match=r"needs triton, for Linux: install treering\[gpu\]"):
+        triton_attention(*random_inputs(2), layout=layout, form=FORMS["plain"])

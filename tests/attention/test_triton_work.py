@@ -1,0 +1,123 @@
+"""The kernels' work lists visit every pair of blocks once, heaviest items first, and share what is too much for one."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.forests import SHAPES, sequence_sets
+from treering.attention import TreeLayout
+from treering.attention.blocks import BlockPairs, find_block_pairs
+from treering.attention.triton import Tile
+from treering.attention.triton.tables import NUM_PROGRAMS, Tables
+from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
+from treering.attention.triton.work import DIRECT, Work, without_short_blocks, work_by_key, work_by_query
+from treering.tree.forest import Forest
+from treering.tree.fragment import Sight
+
+
+def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:
+    sight = Sight.within(Forest.from_sequences(sequences))
+    pairs = find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
+    count = sight.first.size
+    return without_short_blocks(pairs, num_queries=count, num_keys=count, query_size=query_size, key_size=key_size)
+
+
+def visited(work: Work) -> list[tuple[int, int, bool]]:
+    """(own block, other block, unmasked) of every visit."""
+    found = []
+    for block, start, middle, again, stop, _ in work.items.tolist():
+        assert start <= middle == again <= stop
+        found += [(block, other, True) for other in work.visits[start:middle].tolist()]
+        found += [(block, other, False) for other in work.visits[middle:stop].tolist()]
+    return found
+
+
+@given(
+    sequences=sequence_sets(max_extra=40),
+    sizes=st.tuples(st.sampled_from([1, 3, 8]), st.sampled_from([1, 4, 8])),
+    window=st.one_of(st.none(), st.integers(1, 50)),
+    max_visits=st.integers(1, 5),
+)
+def test_every_pair_of_blocks_is_visited_once(
+    sequences: list[list[int]], sizes: tuple[int, int], window: int | None, max_visits: int
+) -> None:
+    pairs = pairs_of(sequences, *sizes, window)
+    wanted = sorted(zip(pairs.query_block.tolist(), pairs.key_block.tolist(), pairs.is_full.tolist(), strict=True))
+    assert sorted(visited(work_by_query(pairs))) == wanted
+    by_key = work_by_key(pairs, max_visits)
+    assert sorted((other, own, full) for own, other, full in visited(by_key)) == wanted
+    assert_shared_in_order(by_key, max_visits)
+
+
+def assert_shared_in_order(work: Work, max_visits: int) -> None:
+    """Items are short enough, heaviest first; each block is written once, or by consecutive slots that are added."""
+    lengths = work.items[:, 4] - work.items[:, 1]
+    assert (lengths <= max_visits).all()
+    assert (np.diff(lengths) <= 0).all()
+    split = {block: list(range(first, last)) for block, first, last in work.splits.tolist()}
+    slots: dict[int, list[int]] = {}
+    for block, *_, slot in work.items.tolist():
+        slots.setdefault(block, []).append(slot)
+    assert all(sorted(found) == split.get(block, [DIRECT]) for block, found in slots.items())
+    assert sorted(slot for shared in split.values() for slot in shared) == list(range(work.num_slots))
+    assert sorted(slots) == list(range(len(slots)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_short_blocks_at_the_end_are_never_unmasked(name: str) -> None:
+    pairs = pairs_of(SHAPES[name], 8, 16)
+    num_tokens = Forest.from_sequences(SHAPES[name]).num_tokens
+    full = pairs.is_full
+    assert (pairs.query_block[full] * 8 + 8 <= num_tokens).all()
+    assert (pairs.key_block[full] * 16 + 16 <= num_tokens).all()
+
+
+def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
+    # It writes the zeros of their gradient.
+    sight = Sight(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
+    pairs = find_block_pairs(sight, np.arange(5), query_size=5, key_size=1)
+    assert sorted(work_by_key(pairs, 3).items[:, 0].tolist()) == [0, 1, 2]
+
+
+def test_a_prompt_is_shared_and_responses_are_not() -> None:
+    pairs = pairs_of([[0] * 16 + [1 + i] * 16 for i in range(9)], 16, 16)
+    work = work_by_key(pairs, 4)
+    assert work.splits.tolist() == [[0, 0, 3]]
+    assert (work.items[:, 4] - work.items[:, 1]).tolist() == [4, 3, 3, *[1] * 9]
+
+
+def test_long_stars_give_enough_equal_items_and_chains_are_left_whole() -> None:
+    tile = Tile(64, 128)
+    star = TreeLayout(Forest.from_sequences([[0] * 128 + [1 + i] * 512 for i in range(64)]), torch.device("cpu"))
+    work = Tables.of(star, None).by_key(tile, num_heads=16, num_key_heads=8)
+    lengths = (work.items[:, 4] - work.items[:, 1]).tolist()
+    assert 8 * len(lengths) >= NUM_PROGRAMS
+    assert max(lengths) <= 2 * sum(lengths) / len(lengths) * 4
+    chain = TreeLayout(Forest.from_sequences([[0] * 32_768]), torch.device("cpu"))
+    assert Tables.of(chain, None).by_key(tile, num_heads=16, num_key_heads=8).num_slots == 0
+
+
+def test_tables_are_made_once_and_a_window_that_hides_nothing_is_none() -> None:
+    layout = TreeLayout(Forest.from_sequences([[1] * 40]), torch.device("cpu"))
+    tables = Tables.of(layout, None)
+    assert Tables.of(layout, 40) is tables
+    assert Tables.of(layout, 39) is not tables
+    assert tables.by_query(Tile(16, 16)) is tables.by_query(Tile(16, 16))
+    assert not tables.has_window
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (96, 128), (256, 256)])
+def test_heads_are_padded_to_powers_of_two(size: int, padded: int) -> None:
+    assert padded_size(size) == padded
+
+
+@pytest.mark.parametrize("dtype", MAX_HEAD_SIZES)
+@pytest.mark.parametrize("size", [8, 64, 80, 128, 256])
+def test_every_kernel_has_tiles_and_launches(dtype: torch.dtype, size: int) -> None:
+    tiles = choose_tiles(size, dtype)
+    for name in ("forward", "query_gradient", "key_gradient"):
+        tile: Tile = getattr(tiles, name)
+        assert all(side & (side - 1) == 0 and side >= 16 for side in tile)
+        assert len(launches(name, size, dtype)) >= 2
