@@ -4,17 +4,31 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.masking_utils import eager_mask
 
 VOCAB = 32
 _SHAPE = {
@@ -32,8 +46,65 @@ _CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "mistral window": (MistralConfig, MistralForCausalLM, {"sliding_window": 6, "head_dim": 8}),
+    "qwen2 window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
 }
 FAMILIES = tuple(_CLASSES)
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+"""The families whose feed-forward layers are mixtures of experts."""
+
+_WITHOUT_SDPA = ("gemma2", "gpt_oss")
+"""Torch's kernel has no softcap and no sinks."""
+
+_NORMS_AROUND_ONE = ("Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
 class WideNorm(nn.Module):
@@ -42,10 +113,53 @@ class WideNorm(nn.Module):
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
         self.weight = stock.weight
-        self.eps = stock.variance_epsilon
+        self.eps = getattr(stock, "variance_epsilon", None) or stock.eps
+        self.shift = 1.0 if type(stock).__name__ in _NORMS_AROUND_ONE else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return (self.shift + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class WideRouter(nn.Module):
+    """A top-k router in the dtype of its input: the stock ones take their softmax in float32."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.weight = stock.weight
+        self.top_k = stock.top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        scores, chosen = logits.softmax(-1).topk(self.top_k, -1)
+        return logits, scores / scores.sum(-1, keepdim=True), chosen
+
+
+def wide_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Hugging Face's eager attention in the dtype of its inputs: the stock one takes its softmax in float32."""
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).mT * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
+
+
+AttentionInterface.register("wide", wide_attention)
+AttentionMaskInterface.register("wide", eager_mask)
 
 
 class WideRotary(nn.Module):
@@ -54,31 +168,38 @@ class WideRotary(nn.Module):
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
         self.inv_freq = stock.inv_freq.double()
+        self.scaling = stock.attention_scaling
+        self.copies = 1 if type(stock).__name__.startswith("GptOss") else 2
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angles = position_ids[..., None].double() * self.inv_freq
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = torch.cat((angles,) * self.copies, -1)
+        return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
 
 
 def build(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A stock model with random weights, float32, in training mode."""
     config_class, model_class, extra = _CLASSES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_SHAPE, **extra, **overrides}))
+    config = config_class(**{**_SHAPE, **extra, **overrides})
+    if family in _WITHOUT_SDPA:
+        config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = model_class(config)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             # Zero biases and unit norms would hide errors in them; small weights would hide errors in attention.
-            weight.add_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.1)) if weight.dim() else None
-            assert name
+            weight.add_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.1))
     return model.train()
 
 
 def build_float64(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
     """`build` in float64 with every float32 island removed, so that 1e-10 is reachable."""
     model = build(family, seed, **overrides)
+    model.config._attn_implementation = "wide"
     _replace(model, lambda m: type(m).__name__.endswith("RMSNorm"), WideNorm)
-    _replace(model, lambda m: type(m).__name__.endswith("RotaryEmbedding"), WideRotary)
+    _replace(model, lambda m: type(m).__name__.endswith("RotaryEmbedding") and hasattr(m, "inv_freq"), WideRotary)
+    _replace(model, lambda m: type(m).__name__ in ("MixtralTopKRouter", "Qwen3MoeTopKRouter"), WideRouter)
     return model.double()
 
 

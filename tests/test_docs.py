@@ -15,7 +15,16 @@ from tests.models import build
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("tree", "history", "attention", "model", "train", "engine", "rl")
-DOCUMENTS = ("README.md", "docs/tree.md", "docs/objectives.md", "docs/history.md", "docs/engine.md", "docs/rl.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/tree.md",
+    "docs/objectives.md",
+    "docs/history.md",
+    "docs/engine.md",
+    "docs/rl.md",
+    "docs/moe.md",
+    "docs/kernels.md",
+)
 # An example, and the next block where it is an output: a document says what an example prints, always behind it.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PAGES = sorted(page for where in ("", "docs/", "benchmarks/", "examples/*/") for page in ROOT.glob(f"{where}*.md"))

@@ -19,6 +19,7 @@ HOMES = {
     "Request": "treering.engine.request",
     "Sampling": "treering.engine.request",
     "Rollout": "treering.engine.rollout",
+    "RouterLosses": "treering.train.router_losses",
 }
 OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo"}
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from treering.history.store import HistoryStore as HistoryStore
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
+    from treering.train.router_losses import RouterLosses as RouterLosses
     from treering.train.step import backward as backward
     from treering.tree.forest import Forest as Forest
 
@@ -31,6 +32,7 @@ _HOMES = {
     "HistoryStore": "treering.history.store",
     "Request": "treering.engine.request",
     "Rollout": "treering.engine.rollout",
+    "RouterLosses": "treering.train.router_losses",
     "Sampling": "treering.engine.request",
     "TorchEngine": "treering.engine.torch_engine",
     "backward": "treering.train.step",
@@ -46,6 +48,7 @@ __all__ = [
     "HistoryStore",
     "Request",
     "Rollout",
+    "RouterLosses",
     "Sampling",
     "TorchEngine",
     "__version__",

@@ -8,10 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine.protocol_laws import LAWS, MakeEngine
-from tests.models import FAMILIES, VOCAB, build, build_float64
+from tests.models import VOCAB, build, build_float64
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.support import FAMILIES
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.history.draft import Drafter
@@ -282,6 +283,12 @@ def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
     hooked.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: 1.1 * output)
     with pytest.raises(UnsupportedError, match="hook"):
         TorchEngine(hooked)
+    with pytest.raises(UnsupportedError, match="runs llama, mistral, qwen2, qwen3, and this model is 'gemma2'"):
+        TorchEngine(build("gemma2"))
+    with pytest.raises(UnsupportedError, match="layer 1 sees a window of 6 positions"):
+        TorchEngine(build("qwen2 window"))
+    with pytest.raises(UnsupportedError, match="layer 0 sees a window of 6 positions"):
+        TorchEngine(build("mistral window"))
     gelu = build(hidden_act="gelu")
     with pytest.raises(UnsupportedError, match="gelu"):
         TorchEngine(gelu)

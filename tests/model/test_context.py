@@ -8,7 +8,17 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import GemmaConfig, GemmaForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
@@ -162,6 +172,7 @@ def test_an_outer_block_chooses_the_backend() -> None:
 
 def test_a_block_of_another_thread_is_refused_and_left_whole() -> None:
     model = build_float64()
+    implementation = model.config._attn_implementation
     expected = forward(model, FOREST).logprobs
     raised: list[BaseException] = []
 
@@ -178,12 +189,13 @@ def test_a_block_of_another_thread_is_refused_and_left_whole() -> None:
         thread.join()
         torch.testing.assert_close(forward(model, FOREST).logprobs, expected)
     assert ["in another thread" in str(raised[0]), "already" in str(raised[1])] == [True, True]
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == implementation
     torch.testing.assert_close(forward(model, FOREST).logprobs, expected)
 
 
 def test_threads_that_share_a_model_get_right_results_or_a_refusal() -> None:
     model = build_float64()
+    implementation = model.config._attn_implementation
     expected = forward(model, FOREST).logprobs
     outcomes: list[bool | BaseException] = []
 
@@ -202,7 +214,7 @@ def test_threads_that_share_a_model_get_right_results_or_a_refusal() -> None:
     assert len(outcomes) == 60
     assert False not in outcomes
     assert True in outcomes
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == implementation
 
 
 def test_models_that_share_a_configuration_object_do_not_run_each_others_attention() -> None:
@@ -231,6 +243,21 @@ def gemma() -> nn.Module:
     return GemmaForCausalLM(config)
 
 
+def with_images() -> nn.Module:
+    text = Gemma3TextConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+    )
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = Gemma3Config(text_config=text.to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14})
+    return Gemma3ForConditionalGeneration(config)
+
+
+def dynamic_in_one_type() -> nn.Module:
+    model = build("gemma3")
+    model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    return model
+
+
 def other_head() -> nn.Module:
     model = build()
     model.lm_head = nn.Sequential(model.lm_head, nn.Tanh())
@@ -243,6 +270,19 @@ def own_forward() -> nn.Module:
             return super().forward(*args, **kwargs)
 
     return Capped(build("llama").config)
+
+
+def of_its_own_kind() -> nn.Module:
+    class Config(PreTrainedConfig):
+        model_type = "llama"
+
+    class Model(LlamaForCausalLM):
+        config_class = Config
+
+    model = build("llama")
+    model.__class__ = Model
+    model.config = Config(**{name: getattr(model.config, name) for name in ("rope_parameters", "hidden_act")})
+    return model
 
 
 def hooked() -> nn.Module:
@@ -266,17 +306,17 @@ def prefix_tuned() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another family": (gemma, "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3"),
-    "a sliding window": (lambda: build("mistral", sliding_window=8), "sliding_window=8.*only full_attention"),
-    "mixed layers": (
-        lambda: build("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        "layer 1 is 'sliding_attention'",
-    ),
+    "images": (with_images, "model type 'gemma3' takes images, which have no place.*such as Gemma3ForCausalLM"),
+    "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "what follows it"),
+    "noisy routers": (lambda: build("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 would give"),
+    "dynamic rope of one layer type": (dynamic_in_one_type, "rope_type 'dynamic' scales with the length"),
     "dynamic rope": (
         lambda: build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
         "rope_type 'dynamic' scales with the length",
     ),
     "longrope": (longrope, "rope_type 'longrope' scales with the length"),
     "a forward of its own": (own_forward, "Capped has a forward of its own.*use LlamaForCausalLM"),
+    "a configuration of its own": (of_its_own_kind, "Model has a configuration of its own, Config"),
     "a forward hook": (hooked, "Qwen3ForCausalLM has a forward hook"),
     "another head": (other_head, "output head Sequential of model type 'qwen3' is not a plain linear layer"),
     "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
@@ -300,3 +340,13 @@ def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
 def test_dropout_is_no_obstacle_in_evaluation_mode() -> None:
     model = with_dropout().eval()
     assert forward(model, FOREST).logprobs.shape == (FOREST.num_tokens,)
+
+
+def test_a_subclass_of_a_known_configuration_is_known() -> None:
+    class Config(LlamaConfig):
+        pass
+
+    model = build("llama")
+    expected = forward(model, FOREST).logprobs
+    model.config.__class__ = Config
+    assert torch.equal(forward(model, FOREST).logprobs, expected)

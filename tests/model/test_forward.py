@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.largest_tensor import LargestTensor
 from tests.models import FAMILIES, VOCAB, build, build_float64, flat_logprobs
-from treering.attention import BACKENDS
 from treering.errors import ConfigError, InputError
 from treering.model.forward import forward
 from treering.tree.forest import Forest
@@ -36,7 +36,7 @@ def test_a_forest_scores_like_its_sequences_one_by_one(sequences: list[list[int]
     assert_forward_is_exact(MODEL, sequences, 1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_scores_like_its_sequences(name: str, backend: str) -> None:
     assert_forward_is_exact(MODEL, SHAPES[name][:12], 1e-12, backend=backend)
@@ -67,7 +67,7 @@ def test_temperature_divides_the_logits(temperature: float) -> None:
 
 @pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])
 def test_scoring_in_chunks_changes_nothing(max_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", max_entries)
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": max_entries})
     assert_forward_is_exact(MODEL, SHAPES["long segments"], 1e-12)
 
 
@@ -86,7 +86,7 @@ def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> N
 
 
 def test_no_logits_of_all_tokens_are_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", 5 * VOCAB)
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": 5 * VOCAB})
     model = build()
     rows = []
     handle = model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[0]))
@@ -121,7 +121,7 @@ def test_a_plain_head_holds_few_logits_too(monkeypatch: pytest.MonkeyPatch) -> N
     vocab = 4096
     model = build(vocab_size=vocab)
     forest = Forest.from_sequences(SHAPES["long segments"])
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", 5 * vocab)
+    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": 5 * vocab})
     with LargestTensor() as largest:
         forward(model, forest).logprobs.sum().backward()
     weights = max(weight.numel() for weight in model.parameters())

@@ -44,7 +44,7 @@ def gradients(scores: Scores, inputs: list[Tensor], which: str) -> list[Tensor]:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", WAYS[request.param])
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": WAYS[request.param]})
 
 
 @pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
@@ -65,7 +65,7 @@ def test_scores_and_gradients_equal_log_softmax(kind: str, temperature: float, w
 
 @pytest.mark.parametrize("kind", ["linear", "adapted"])
 def test_chunks_keep_no_logits_for_the_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", 4 * 1000)
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 4 * 1000})
     linear = nn.Linear(WIDTH, 1000, bias=False)
     head = linear if kind == "linear" else Adapted(linear)
     rows = torch.randn(200, WIDTH, requires_grad=True)

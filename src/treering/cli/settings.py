@@ -11,10 +11,12 @@ from treering.config import Config
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig
 from treering.config.rl import LoopConfig
+from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
 from treering.train.batches import StepPlan
 from treering.train.compute import ComputeOptions
 from treering.train.optim import OptimOptions
+from treering.train.router_losses import RouterLosses
 
 Scalar = str | int | float | bool | None
 
@@ -64,6 +66,16 @@ def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> Co
         autocast="bfloat16" if model.dtype == "bfloat16" else "none",
         gradient_checkpointing=section.gradient_checkpointing,
     )
+
+
+def router_losses(section: RouterConfig) -> RouterLosses | None:
+    """The losses on routers; None where the section sets none."""
+    return RouterLosses(balance=section.balance or 0.0, z=section.z or 0.0) if section.is_set else None
+
+
+def router_identity(section: RouterConfig) -> Mapping[str, Scalar]:
+    """Part of what a resumed run has in common with the one that began, where it trains or measures routers at all."""
+    return section_identity("router", section) if section.is_set else {}
 
 
 def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Scalar]:

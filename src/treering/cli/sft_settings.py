@@ -6,7 +6,7 @@ Knows both spellings of every setting. Reads no file and builds no model.
 from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
-from treering.cli.settings import Scalar, model_identity, section_identity
+from treering.cli.settings import Scalar, model_identity, router_identity, router_losses, section_identity
 from treering.config import SftConfig
 from treering.train.compute import ComputeOptions
 from treering.train.loop import LoopOptions
@@ -25,6 +25,7 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         normalizer=config.train.normalizer,
         shared=config.train.shared,
         divisor=config.train.divisor,
+        router_losses=router_losses(config.router),
         seed=config.train.seed,
     )
 
@@ -36,4 +37,9 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.train.schedule == "constant" else frozenset())
     train = section_identity("train", config.train, free=free)
-    return {**model_identity(config.model, model), "data": corpus.digest, **train}
+    return {
+        **model_identity(config.model, model),
+        "data": corpus.digest,
+        **train,
+        **router_identity(config.router),
+    }

@@ -5,7 +5,14 @@ Knows both spellings of every setting. Reads no file and builds no model.
 
 from transformers import PreTrainedModel
 
-from treering.cli.settings import Scalar, compute_options, model_identity, section_identity
+from treering.cli.settings import (
+    Scalar,
+    compute_options,
+    model_identity,
+    router_identity,
+    router_losses,
+    section_identity,
+)
 from treering.cli.train_task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
@@ -42,6 +49,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         min_importance=rl.min_importance,
         importance=rl.importance,
         entropy_coefficient=rl.entropy_coefficient,
+        router_losses=router_losses(config.router),
         layout=rl.layout,
         compute=compute,
         num_train_threads=rl.num_train_threads,
@@ -96,6 +104,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
         trees_per_step=1,
         compute=compute_options(config.model, config.rl),
         layout=config.rl.layout,
+        router_losses=router_losses(config.router),
         seed=config.rl.seed,
     )
     return optim, options
@@ -117,6 +126,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **section_identity("sampling", config.sampling),
         **section_identity("rl", config.rl, free=free),
         **section_identity("optim", config.optim),
+        **router_identity(config.router),
     }
 
 
@@ -128,4 +138,5 @@ def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scala
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,
         "rl.layout": config.rl.layout,
+        **router_identity(config.router),
     }

@@ -14,6 +14,7 @@ from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, chec
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
+from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.values import Count, FilePath, NonNegative, Positive, Seed
 from treering.errors import ConfigError
@@ -180,6 +181,7 @@ class RlConfig(Config):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
 
     @model_validator(mode="after")

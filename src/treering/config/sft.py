@@ -12,6 +12,7 @@ from treering.config.load import Config
 from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_packed
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
+from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.values import Count, FilePath, Positive, Seed
 from treering.errors import ConfigError
@@ -132,6 +133,7 @@ class SftConfig(Config):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
     @model_validator(mode="after")

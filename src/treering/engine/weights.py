@@ -1,6 +1,6 @@
 """A decoder's weights as an engine reads them: a snapshot, with projections that share an input in one matrix.
 
-Knows where the four families keep their weights. Knows nothing of batches or caches. The snapshot is the policy of one
+Knows where four families keep their weights. Knows nothing of batches or caches. The snapshot is the policy of one
 version: training goes on in the model, and nothing of it shows here before the next `read`.
 
     L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary   P positions
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treering.errors import UnsupportedError
+from treering.engine.support import check_runnable
 from treering.model.families import ModelParts
 
 
@@ -95,7 +95,7 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
     Raises:
         UnsupportedError: a projection, activation or norm that a fused pass would not reproduce, by name.
     """
-    _check(parts)
+    check_runnable(parts)
     with torch.no_grad():
         flat = [torch.cat(sources) if len(sources) > 1 else sources[0].clone() for sources in _tensors(parts)]
         cos, sin = _rotations(parts, num_positions)
@@ -198,29 +198,3 @@ def _sizes(parts: ModelParts, num_positions: int) -> Sizes:
         num_positions=num_positions,
         eps=float(parts.config.rms_norm_eps),
     )
-
-
-def _check(parts: ModelParts) -> None:
-    activation = parts.config.hidden_act
-    if activation != "silu":
-        raise UnsupportedError(
-            f"the engine computes MLPs with silu, and this model has {activation!r}; use vLLM for it"
-        )
-    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    for index, layer in enumerate(parts.layers):
-        for name, module in layer.named_modules():
-            if name.rpartition(".")[2] in projections and type(module) is not nn.Linear:
-                raise UnsupportedError(
-                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads plain linear layers; "
-                    "merge adapters and undo quantisation first"
-                )
-    if type(parts.head) is not nn.Linear:
-        raise UnsupportedError(
-            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer; merge adapters first"
-        )
-    num_rows, num_embedded = parts.head.weight.shape[0], _table(parts).shape[0]
-    if num_rows > num_embedded:
-        raise UnsupportedError(
-            f"a token that is drawn is read next, and the head has {num_rows} rows where the embedding has "
-            f"{num_embedded}; resize the embedding to the head"
-        )

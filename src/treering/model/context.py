@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from treering.attention import BACKENDS, Backend, TreeLayout, attend, choose_backend
+from treering.attention import BACKENDS, Backend, Form, TreeLayout, attend, choose_backend
 from treering.errors import StateError
 from treering.model.families import ModelParts, check_no_dropout, find_parts
+from treering.model.recurrence.routing import routed
 
 _PREFIX = "treering_"
 _OWNER = "_tree_attention_owner"
@@ -56,7 +57,8 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     """
     parts = find_parts(model)
     check_no_dropout(model)
-    choice = choose_backend(backend)
+    weight = next(parts.decoder.parameters())
+    choice = choose_backend(backend, weight.device, dtype=_dtype(weight), head_size=_head_size(parts.config))
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
@@ -65,8 +67,20 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_hand_over_layout, with_kwargs=True)
             undo.callback(handle.remove)
+        undo.enter_context(routed(parts.mixers))
         _route_checkpoints(parts, name, undo)
         yield TreeContext(backend=choice.backend, reason=choice.reason)
+
+
+def _dtype(weight: Tensor) -> torch.dtype:
+    """What attention is computed in."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    size: int | None = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
 
 
 def is_active(parts: ModelParts) -> bool:
@@ -124,11 +138,14 @@ def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
-    """Makes checkpointed layers carry their attention implementation into the recompute, whenever it comes."""
+    """Makes checkpointed layers carry their attention and routing into the recompute, whenever it comes."""
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
-        layer.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint_routed, original, parts.config, name)
+        mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in layer.modules())]
+        layer.__dict__["_gradient_checkpointing_func"] = partial(
+            _checkpoint_routed, original, parts.config, name, mixers
+        )
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
@@ -137,18 +154,23 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
 
 
 def _checkpoint_routed(
-    checkpoint: Callable[..., Any], config: PreTrainedConfig, name: str, block: Callable[..., Any], *args: Any
+    checkpoint: Callable[..., Any],
+    config: PreTrainedConfig,
+    name: str,
+    mixers: list[nn.Module],
+    block: Callable[..., Any],
+    *args: Any,
 ) -> Any:
     if isinstance(block, partial):
         # transformers before 5.23 checkpoints a layer together with its hooks, and ours is gone when it is recomputed.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
-    def routed(*block_args: Any) -> Any:
-        with _implementation(config, name):
+    def on_forest(*block_args: Any) -> Any:
+        with _implementation(config, name), routed(mixers):
             return block(*block_args)
 
     # Without gradients nothing is saved that could be computed again.
-    return checkpoint(routed, *args) if torch.is_grad_enabled() else routed(*args)
+    return checkpoint(on_forest, *args) if torch.is_grad_enabled() else on_forest(*args)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -170,12 +192,15 @@ def _attention(
     *,
     scaling: float,
     backend: Backend,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **host_options: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    `host_options` are what hosts pass to every implementation (position ids, dropout, a window); those that would
-    change the result were refused when the context was entered.
+    `host_options` are what hosts pass to every implementation and changes nothing here (position ids, no dropout);
+    what would change the result was refused when the context was entered.
     """
     if not isinstance(attention_mask, TreeLayout):
         raise StateError(
@@ -185,5 +210,6 @@ def _attention(
     # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.
     query, key = query.to(value.dtype), key.to(value.dtype)
     layer: Any = module.layer_idx
-    out = attend(query, key, value, layout=attention_mask, scale=scaling, backend=backend, layer=layer)
+    form = Form(scale=scaling, window=sliding_window, softcap=softcap)
+    out = attend(query, key, value, layout=attention_mask, form=form, sinks=s_aux, backend=backend, layer=layer)
     return out.transpose(1, 2), None

@@ -110,10 +110,12 @@ def score_edges(
     table: EdgeTable,
     entropy_of: EntropyOf = "all",
     value_head: nn.Module | None = None,
+    softcap: float | None = None,
 ) -> EdgeScores:
     """Log-probability, entropy and value of each edge of the table, in its order.
 
-    `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, the entropy is that of the same
+    `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, with logits bounded by `softcap` where
+    the model does so; the entropy is that of the same
     distribution, the value is `value_head(hidden[parent[t]])`.
 
     Raises:
@@ -132,6 +134,7 @@ def score_edges(
         temperature=temperature,
         entropy_of=entropy_of,
         vocab_size=vocab_size,
+        softcap=softcap,
     )
     values = None if value_head is None else _values(rows, value_head)[edge_row]
     return EdgeScores(logprobs=scores.logprobs, entropy=scores.entropy, values=values)

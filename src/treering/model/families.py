@@ -4,6 +4,7 @@ A tree step is exact only if every layer treats a token by its own path. So this
 refuses everything else by name. Knows configurations and module names; computes nothing.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,25 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from treering.errors import UnsupportedError
+from treering.model.wrappers import unwrap
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`config.model_type` of the supported families: full attention, RoPE, an output head that is one matrix."""
+_MIXERS = {
+    "qwen3_next": "linear_attn",
+    "qwen3_5_text": "linear_attn",
+    "qwen3_5_moe_text": "linear_attn",
+    "bamba": "mamba",
+}
+"""Of the families with recurrent layers, the name that a block gives its recurrent layer."""
 
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe"),
+    *_MIXERS,
+)
+"""`config.model_type` of the supported families: full and sliding attention, Gated DeltaNet and Mamba-2 layers, RoPE, a
+head that is one matrix."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_RECURRENT = "linear_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -24,17 +40,23 @@ class ModelParts:
 
     Attributes:
         decoder: embeddings to last hidden state (the model without its output head).
+        run: calls the decoder, compiled if the model was.
         layers: the decoder's blocks, each given `attention_mask` by keyword.
+        mixers: the recurrent layers inside blocks (Gated DeltaNet, Mamba-2), in order.
         embedding: token embedding.
         head: hidden state to logits.
+        softcap: bound on the logits that the model puts behind its head, None for none.
         config: the configuration object that the attention modules read their implementation from.
         vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
     """
 
     decoder: nn.Module
+    run: Callable[..., Any]
     layers: tuple[nn.Module, ...]
+    mixers: tuple[nn.Module, ...]
     embedding: nn.Module
     head: nn.Module
+    softcap: float | None
     config: PreTrainedConfig
     vocab_size: int
 
@@ -45,9 +67,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     Raises:
         UnsupportedError: a model, layer, position encoding or head that would not be exact, named with the reason.
     """
-    causal_lm = _unwrap(model)
+    compile_part, inner = unwrap(model)
+    causal_lm = _as_causal_lm(inner)
     config = causal_lm.config
     _check_family(config)
+    _check_attention(config)
     _check_positions(config)
     _check_output(causal_lm)
     head = causal_lm.get_output_embeddings()
@@ -56,9 +80,12 @@ def find_parts(model: nn.Module) -> ModelParts:
     embedding = causal_lm.get_input_embeddings()
     return ModelParts(
         decoder=decoder,
+        run=compile_part(decoder),
         layers=tuple(decoder.layers),
+        mixers=tuple(_mixers(decoder.layers, config)),
         embedding=embedding,
         head=head,
+        softcap=getattr(config, "final_logit_softcapping", None),
         config=config,
         vocab_size=min(_num_rows(embedding), _num_rows(head)),
     )
@@ -76,19 +103,11 @@ def check_no_dropout(model: nn.Module) -> None:
                 f"dropout {name!r} has p={module.p} in training mode: set it to 0 or call model.eval()"
             )
         rate = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-        if isinstance(rate, float) and rate > 0:
+        if isinstance(rate, int | float) and rate > 0:
             raise UnsupportedError(f"{name!r} has attention_dropout={rate} in training mode: set it to 0 in the config")
 
 
-def _unwrap(model: nn.Module) -> PreTrainedModel:
-    if hasattr(model, "get_base_model"):
-        adapter = getattr(model, "active_peft_config", None)
-        if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedError(
-                f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest: use LoRA"
-            )
-        unwrap: Any = model.get_base_model
-        model = unwrap()
+def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"tree attention needs a Hugging Face causal language model or a PEFT model of one, got "
@@ -100,33 +119,73 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
 
 
 def _check_family(config: PreTrainedConfig) -> None:
+    if getattr(config, "vision_config", None) is not None:
+        raise UnsupportedError(
+            f"model type {config.model_type!r} takes images, which have no place in a forest of tokens: load its text "
+            "model by that model's own class, such as Gemma3ForCausalLM, where it has one"
+        )
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
             f"model type {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
         )
+    supported = (*_LAYER_TYPES, _RECURRENT) if config.model_type in _MIXERS else _LAYER_TYPES
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind != "full_attention":
-            raise UnsupportedError(f"layer {index} is {kind!r}: only full_attention layers are supported")
-    if config.model_type == "mistral" and config.sliding_window is not None:
+        if kind not in supported:
+            raise UnsupportedError(f"layer {index} is {kind!r}: supported are {', '.join(supported)}")
+
+
+def _mixers(layers: Iterable[nn.Module], config: PreTrainedConfig) -> Iterator[nn.Module]:
+    """The recurrent layer of each block that has one."""
+    name = _MIXERS.get(config.model_type)
+    if name is None:
+        return
+    for layer in layers:
+        mixer = getattr(layer, name, None)
+        if mixer is not None:
+            yield mixer
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(
-            f"sliding_window={config.sliding_window} (layer type sliding_attention) is not supported: only "
-            "full_attention layers are; set sliding_window=None if no path is longer than the window"
+            "use_bidirectional_attention=True lets a token see what follows it, which differs from branch to branch: "
+            "load a causal model"
+        )
+    noise = getattr(config, "router_jitter_noise", 0.0)
+    if noise:
+        raise UnsupportedError(
+            f"router_jitter_noise={noise} would give a shared token one noise where its branches, trained apart, get "
+            "several: set it to 0 in the config"
         )
 
 
 def _check_positions(config: PreTrainedConfig) -> None:
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise UnsupportedError(
-            f"rope_type {rope_type!r} scales with the length of the batch, so a token's rotation would depend on "
-            "other branches: use default, linear, yarn or llama3"
-        )
+    for rope_type in _rope_types(config):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedError(
+                f"rope_type {rope_type!r} scales with the length of the batch, so a token's rotation would depend on "
+                "other branches: use default, linear, yarn or llama3"
+            )
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    """Of the model, or of each of its layer types."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [given for given in parameters.values() if isinstance(given, dict)]
+    return [given.get("rope_type", "default") for given in by_layer_type or [parameters]]
 
 
 def _check_output(causal_lm: PreTrainedModel) -> None:
     """Logits are computed here from hidden states, so what a model does to them in its own `forward` would be lost."""
     name = type(causal_lm).__name__
-    stock = MODEL_FOR_CAUSAL_LM_MAPPING[type(causal_lm.config)]
+    known = (kind for kind in type(causal_lm.config).__mro__ if kind in MODEL_FOR_CAUSAL_LM_MAPPING)
+    kind = next(known, None)
+    if kind is None:
+        raise UnsupportedError(
+            f"{name} has a configuration of its own, {type(causal_lm.config).__name__}, whose output transform is not "
+            "known: use a model class of transformers"
+        )
+    stock = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     if type(causal_lm).forward is not stock.forward:
         raise UnsupportedError(
             f"{name} has a forward of its own, whose output transform would be left out: use {stock.__name__}"

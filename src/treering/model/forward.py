@@ -91,6 +91,7 @@ def forward(
         table=table,
         entropy_of=entropy_of,
         value_head=value_head,
+        softcap=parts.softcap,
     )
     spread = partial(_spread, edges=table.edges, forest=forest, hidden=hidden)
     values = None if scores.values is None else spread(scores.values)
@@ -117,7 +118,7 @@ def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None =
     if forest.num_tokens == 0:
         return weight.new_zeros(0, weight.shape[1])
     tokens, positions = (torch.tensor(a, device=weight.device)[None] for a in (forest.tokens, forest.position))
-    output = parts.decoder(
+    output = parts.run(
         input_ids=tokens.long(),
         position_ids=positions.long(),
         use_cache=False,

@@ -8,6 +8,7 @@ checkpointed chunks. Knows rows and heads; knows nothing of forests.
 """
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from treering.model.linear_head import LinearScores, chunks
 from treering.model.logits import EntropyOf, LogitScores
 
-MAX_LOGIT_ENTRIES = 2**24
-"""At most this many logits are held at one time (64 MiB in float32), once more for their gradient."""
+MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
+"""At most this many logits are held at one time, by device: 64 MiB in float32, once more for their gradient. On CUDA
+1 GiB: there each chunk adds a [V, C] product to the weight's gradient, which takes as long as several hundred rows."""
 
 
 class Scores(NamedTuple):
@@ -38,8 +40,9 @@ def score_rows(
     temperature: float,
     entropy_of: EntropyOf,
     vocab_size: int,
+    softcap: float | None = None,
 ) -> Scores:
-    """Scores `targets[e]` with `log_softmax(head(rows[target_row[e]]) / temperature)`.
+    """Scores `targets[e]` with `log_softmax(capped(head(rows[target_row[e]])) / temperature)`.
 
     Args:
         rows: hidden states.
@@ -49,13 +52,14 @@ def score_rows(
         temperature: divides the logits.
         entropy_of: "all" or "none".
         vocab_size: V, which decides how many rows a chunk has.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
-    max_rows = max(1, MAX_LOGIT_ENTRIES // vocab_size)
+    max_rows = max(1, MAX_LOGIT_ENTRIES.get(rows.device.type, MAX_LOGIT_ENTRIES["cpu"]) // vocab_size)
     if rows.shape[0] <= max_rows:
-        return _score_chunk(rows, head, targets, target_row, temperature, entropy_of)
-    if _is_plain_linear(head):
+        return _score_chunk(rows, head, targets, target_row, temperature, entropy_of, softcap)
+    if _is_plain_linear(head) and softcap is None:
         dtype = _compute_dtype(rows)
         bias: Tensor | None = head.bias
         bias = None if bias is None else bias.to(dtype)
@@ -73,6 +77,7 @@ def score_rows(
             c.own_rows,
             temperature,
             entropy_of,
+            softcap,
             use_reentrant=False,
         )
         for c in chunks(rows.shape[0], target_row, max_rows)
@@ -98,8 +103,13 @@ def _score_chunk(
     target_row: Tensor,
     temperature: float,
     entropy_of: EntropyOf,
+    softcap: float | None,
 ) -> Scores:
-    logits = _scaled(head(rows), temperature)
+    logits = head(rows)
+    if softcap is not None:
+        # In the head's own dtype, as the models do it.
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = _scaled(logits, temperature)
     return Scores(*LogitScores.apply(logits, targets, target_row, entropy_of))  # type: ignore[no-untyped-call]
 
 

@@ -27,6 +27,7 @@ from treering.train.batches import StepPlan
 from treering.train.compute import num_threads
 from treering.train.optim import OptimOptions
 from treering.train.resumable import Resumable
+from treering.train.router_losses import check_routers
 from treering.train.update import Update, Updater
 from treering.types import PromptId
 
@@ -71,6 +72,7 @@ class RlLoop(Resumable[RlStepReport]):
 
         Raises:
             InputError: no prompt, or two prompts of one id.
+            UnsupportedError: router losses of a model without routers.
         """
         self.model = model
         self._task = task
@@ -80,6 +82,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._sampling = _with_stops(options.sampling, task)
         _check_prompts(task)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        check_routers(model, options.router_losses)
         self._updater = Updater(model, optim, options.compute)
         self._num_steps_done = 0
         self._version = 0
@@ -206,7 +209,13 @@ class RlLoop(Resumable[RlStepReport]):
             return batch, None
         objective = options.make_objective(batch)
         with num_threads(options.num_train_threads):
-            update = self._updater.update(step, batch.trees, objective, temperature=self._sampling.temperature)
+            update = self._updater.update(
+                step,
+                batch.trees,
+                objective,
+                temperature=self._sampling.temperature,
+                router_losses=options.router_losses,
+            )
         return batch, update
 
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:

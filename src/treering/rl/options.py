@@ -15,6 +15,7 @@ from treering.train.batches import Layout, check_layout
 from treering.train.compute import ComputeOptions
 from treering.train.importance import ImportanceMode
 from treering.train.objectives import Clip, Objective
+from treering.train.router_losses import RouterLosses
 from treering.train.weights import Normalizer
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
@@ -57,6 +58,8 @@ class RlOptions:
     """Which weights are bounded, and how; None truncates those of tokens. Needs `max_importance`."""
     entropy_coefficient: float | None = None
     """Factor of the entropy bonus; 0 measures the entropy only, None saves its passes over the logits."""
+    router_losses: RouterLosses | None = None
+    """Of a mixture of experts; None trains no router beyond the loss itself."""
     layout: Layout = "tree"
     """"tree", or "packed" to train every sequence by itself (the off-switch)."""
     compute: ComputeOptions = field(default_factory=ComputeOptions)

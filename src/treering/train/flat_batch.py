@@ -82,6 +82,12 @@ class Selection:
             branch=self.branch[chosen],
         )
 
+    def split(self, owner: Int64Array, num_owners: int) -> "list[Selection]":
+        """The entries by owner, int64 [E]: a partition, say."""
+        order = np.argsort(owner, kind="stable")
+        bounds = np.searchsorted(owner[order], np.arange(1, num_owners))
+        return [self.only(chosen) for chosen in np.split(order, bounds)]
+
     @classmethod
     def joined(cls, parts: Sequence["Selection"], num_edges: Sequence[int]) -> "Selection":
         """Selections of several forests as one; edges count on through forests of `num_edges` tokens each."""

@@ -16,6 +16,7 @@ from treering.train.compute import ComputeOptions
 from treering.train.objectives import sft
 from treering.train.optim import OptimOptions
 from treering.train.resumable import Resumable
+from treering.train.router_losses import RouterLosses, check_routers
 from treering.train.step_report import StepReport
 from treering.train.update import Updater
 from treering.train.weights import Normalizer, Shared, Weighting
@@ -32,6 +33,7 @@ class LoopOptions:
         normalizer: of the loss, see `treering.train.weights.Weighting`.
         shared: the convention for shared tokens, see there.
         divisor: of the constant normaliser.
+        router_losses: of a mixture of experts; None trains no router beyond the loss itself.
         seed: of the order of the tasks.
     """
 
@@ -41,6 +43,7 @@ class LoopOptions:
     normalizer: Normalizer = "token_mean"
     shared: Shared = "sum"
     divisor: float | None = None
+    router_losses: RouterLosses | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +66,7 @@ class SftLoop(Resumable[StepReport]):
 
         Raises:
             InputError: no task, or nothing to train.
+            UnsupportedError: router losses of a model without routers.
         """
         self.model = model
         self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
@@ -71,6 +75,7 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
+        check_routers(model, options.router_losses)
         self._updater = Updater(model, optim, options.compute)
 
     @property
@@ -88,7 +93,7 @@ class SftLoop(Resumable[StepReport]):
         step, options = self._num_steps_done + 1, self._options
         batch = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
         objective = sft(batch.loss_masks, options.normalizer, options.shared, divisor=options.divisor)
-        update = self._updater.update(step, batch, objective)
+        update = self._updater.update(step, batch, objective, router_losses=options.router_losses)
         self._num_steps_done = step
         return StepReport(
             step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update

@@ -23,14 +23,17 @@ from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
 from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
 from treering.model.forward import hidden_states
+from treering.train.boundaries import boundary_of
 from treering.train.edge_vectors import put_scores
 from treering.train.parents import Parents
+from treering.train.router_losses import Routing, branches_through, recorded_by
 from treering.train.saved_tensors import saved_on_host
 from treering.train.scoring import Scorer
 from treering.tree.forest import Forest
 from treering.tree.fragment import sight_of, take_fragment
 from treering.tree.partition import PartitionedTree
 
+Int64Array = NDArray[np.int64]
 Event = tuple[Literal["enter", "leave"], int]
 
 LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
@@ -43,7 +46,9 @@ class _Live:
 
     fragment: Forest
     layout: TreeLayout
+    branches: Int64Array
     hidden: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 class PartitionedStep:
@@ -55,8 +60,18 @@ class PartitionedStep:
         num_recomputed: tokens that were computed a second time so far.
     """
 
-    def __init__(self, tree: PartitionedTree, wanted: NDArray[np.bool_], scorer: Scorer, parents: Parents) -> None:
-        """`wanted`: bool [N], the tokens whose edges are scored; partitions above none of these are left out."""
+    def __init__(
+        self,
+        tree: PartitionedTree,
+        wanted: NDArray[np.bool_],
+        scorer: Scorer,
+        parents: Parents,
+        routing: Routing | None = None,
+    ) -> None:
+        """`wanted`: bool [N], the tokens whose edges are scored; partitions above none of these are left out.
+
+        With `routing`, whose losses every token has, none is left out.
+        """
         self._tree = tree
         self._scorer = scorer
         self._parents = parents
@@ -71,6 +86,8 @@ class PartitionedStep:
         self.place_of_edge = np.full(tree.forest.num_tokens, -1, np.int64)
         for i, part in enumerate(self.tables):
             self.owner_of_edge[part.edges], self.place_of_edge[part.edges] = i, np.arange(part.edges.size)
+        self._routing = routing
+        self._branches = branches_through(tree.forest)
         self._children = self._needed_children()
         self._live: dict[int, _Live] = {}
 
@@ -83,7 +100,10 @@ class PartitionedStep:
                 self._leave(number, loss_of)
 
     def score(self) -> EdgeScores:
-        """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients."""
+        """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
+
+        On the way, the routing counts all tokens' routes.
+        """
         everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
         with torch.no_grad():
             for event, number in self._events():
@@ -92,7 +112,11 @@ class PartitionedStep:
                     continue
                 live = self._live[number] = self._open(number)
                 table = self.tables[number]
-                scores = self._scorer.scores(self._hidden(live), self._tree.forest, table)
+                with recorded_by(self._routing) as routes:
+                    hidden = self._hidden(live)
+                if self._routing is not None:
+                    self._routing.count(routes, live.branches)
+                scores = self._scorer.scores(hidden, self._tree.forest, table)
                 put_scores(everywhere, scores, table)
         return everywhere
 
@@ -105,21 +129,32 @@ class PartitionedStep:
             self.num_recomputed += live.fragment.num_tokens
             return
         with saved_on_host(self._scorer.parts) if has_children and self._parents == "offload" else nullcontext():
-            live.hidden = self._hidden(live)
+            self._compute(live)
 
     def _leave(self, number: int, loss_of: LossOf) -> None:
         self.num_passes += 1
         live = self._live.pop(number)
-        if live.layout.gateway is not None:
-            live.layout.gateway.close()
-        hidden = self._hidden(live) if live.hidden is None else live.hidden
+        live.layout.close()
+        if live.hidden is None:
+            self._compute(live)
+        hidden = live.hidden
+        assert hidden is not None
         # Gradients come back through the gateways even where the partition itself trains nothing.
         loss = 0.0 * hidden[0, 0]
+        if live.router_loss is not None:
+            loss = loss + live.router_loss.to(loss.device)
         table = self.tables[number]
         if table.edges.size:
             loss = loss + loss_of(number, table, self._scorer.scores(hidden, self._tree.forest, table))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def _compute(self, live: _Live) -> None:
+        """The forward that the backward will follow, with what its routers add to the loss."""
+        with recorded_by(self._routing) as routes:
+            live.hidden = self._hidden(live)
+        if self._routing is not None:
+            live.router_loss = self._routing.loss(routes, live.branches)
 
     def _hidden(self, live: _Live) -> Tensor:
         return hidden_states(self._scorer.parts, live.fragment, live.layout)
@@ -139,21 +174,34 @@ class PartitionedStep:
                 ancestors.append(Ancestor.seen_through(gateway, sight))
             above = partitions[above].parent
         gateway = Gateway() if self._children[number] else None
-        layout = TreeLayout(fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway)
-        return _Live(fragment=fragment, layout=layout)
+        parent = partitions[number].parent
+        boundary = boundary_of(
+            forest,
+            partitions,
+            number,
+            self._children[number],
+            above=self._live[parent].layout.boundary if parent >= 0 else None,
+        )
+        layout = TreeLayout(
+            fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway, boundary=boundary
+        )
+        return _Live(fragment=fragment, layout=layout, branches=self._branches[tokens])
 
     def _needed_children(self) -> list[list[int]]:
-        """Children of each partition that have scored edges in them or below."""
+        """Children of each partition that have scored edges in them or below; all of them with a routing."""
         children: list[list[int]] = [[] for _ in self._tree.partitions]
         for number in range(len(children) - 1, 0, -1):
-            if children[number] or self.tables[number].edges.size:
+            if children[number] or self._has_loss(number):
                 children[self._tree.partitions[number].parent].append(number)
         # Found from the last to the first; run in packed order.
         return [numbers[::-1] for numbers in children]
 
+    def _has_loss(self, number: int) -> bool:
+        return self._routing is not None or self.tables[number].edges.size > 0
+
     def _events(self) -> Iterator[Event]:
         """Depth-first: each partition is entered before and left after all that is below it."""
-        stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self.tables[0].edges.size else []
+        stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self._has_loss(0) else []
         while stack:
             event, number = stack.pop()
             yield event, number

@@ -53,4 +53,5 @@ class Scorer:
             table=table,
             entropy_of=self.entropy_of,
             value_head=self.value_head,
+            softcap=self.parts.softcap,
         )

@@ -16,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from treering.errors import InputError, StateError
+from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
-from treering.model.families import ModelParts, find_parts
-from treering.model.forward import check_forest, check_temperature
+from treering.model.families import find_parts
+from treering.model.routers import listening
+from treering.train.checks import check_inputs, routers_of
 from treering.train.flat_batch import flatten_batch
 from treering.train.objectives import Objective
 from treering.train.parents import ParentsChoice, ParentsOption, check_parents
+from treering.train.router_losses import RouterLosses, Routing
 from treering.train.scoring import Scorer
 from treering.train.units import StepRun
 from treering.train.weights import SumOverRanks
@@ -43,13 +45,15 @@ class BackwardResult:
     """What a tree step computed.
 
     Attributes:
-        loss: the objective over the whole batch (this rank's share, if ranks share denominators).
+        loss: the objective over the whole batch (this rank's share, if ranks share denominators), router losses added.
         num_trained_tokens: entries that were trained, counted by branches; under `once` a shared one counts once.
-        averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo).
+        averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo); with router losses
+            also `router_balance`, `router_z` and `expert_load_max`, of all ranks (see `Routing.metrics`).
         plan: the micro-batches and partitioned trees that were run.
         parents: what became of partitions' activations while others ran, and why; None if no tree was partitioned.
         num_recomputed_tokens: tokens that went through the model a second time for that.
-        num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives may need.
+        num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives and balance losses may
+            need.
         scoring_s: seconds of that pass.
     """
 
@@ -91,6 +95,7 @@ def backward(
     min_micro_batches: int = 0,
     backend: str = "auto",
     sum_over_ranks: SumOverRanks | None = None,
+    router_losses: RouterLosses | None = None,
 ) -> BackwardResult:
     """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
@@ -113,13 +118,15 @@ def backward(
         backend: attention backend; ignored inside `tree_attention`.
         sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; gradients
             are then to be summed, not averaged, over ranks. None on one rank.
+        router_losses: losses on a mixture of experts' routers that are added to the objective's; None adds none.
 
     Raises:
         InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
             the objective trains none, or none where it does. No gradient has been added then.
         ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter takes any.
-        UnsupportedError: a model that would not be exact, by name.
+        UnsupportedError: a model that would not be exact, by name; router losses of a model without routers, or under
+            reentrant gradient checkpointing.
 
     An error from elsewhere, such as a lack of memory, may leave part of the gradients: clear them before going on.
 
@@ -134,7 +141,7 @@ def backward(
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
     parts = find_parts(model)
-    _check_inputs(model, parts, forests, objective, temperature, value_head)
+    check_inputs(model, parts, forests, objective, temperature, value_head)
     scorer = Scorer(
         parts=parts,
         temperature=temperature,
@@ -142,20 +149,38 @@ def backward(
         value_head=value_head,
     )
     check_parents(parents, scorer.device, max_bytes)
+    routers = routers_of(router_losses, parts)
     plan = plan_step(
-        forests, objective, max_tokens, device=scorer.device, costs=costs, min_micro_batches=min_micro_batches
+        forests,
+        objective,
+        max_tokens,
+        device=scorer.device,
+        costs=costs,
+        min_micro_batches=min_micro_batches,
+        router_losses=router_losses,
     )
-    with nullcontext() if is_active(parts) else tree_attention(model, backend):
-        batch = flatten_batch(forests, objective, sum_over_ranks or _on_one_rank)
+    sum_over_ranks = sum_over_ranks or _on_one_rank
+    with nullcontext() if is_active(parts) else tree_attention(model, backend), listening(routers):
+        batch = flatten_batch(forests, objective, sum_over_ranks)
+        routing = None
+        if router_losses is not None and routers is not None:
+            routing = Routing(router_losses, routers, plan.num_branch_tokens, sum_over_ranks)
         run = StepRun(
-            plan, objective, batch, scorer, parents=parents, max_bytes=max_bytes, min_micro_batches=min_micro_batches
+            plan,
+            objective,
+            batch,
+            scorer,
+            parents=parents,
+            max_bytes=max_bytes,
+            min_micro_batches=min_micro_batches,
+            routing=routing,
         )
         run.backward()
     num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
     return BackwardResult(
-        loss=run.totals.loss,
+        loss=run.totals.loss + (0.0 if routing is None else routing.total),
         num_trained_tokens=batch.num_trained,
-        averages=run.totals.averages(num_terms),
+        averages=run.totals.averages(num_terms) | ({} if routing is None else routing.metrics()),
         plan=plan,
         parents=run.parents,
         num_recomputed_tokens=run.num_recomputed_tokens,
@@ -172,10 +197,12 @@ def plan_step(
     device: torch.device,
     costs: CostModel | None = None,
     min_micro_batches: int = 0,
+    router_losses: RouterLosses | None = None,
 ) -> Plan:
     """The plan that `backward` follows: `plan_batch` with the number of tokens that the device likes best.
 
-    Ranks that keep step plan by `max_tokens` alone, as `share_among_ranks` does for them.
+    Ranks that keep step plan by `max_tokens` alone, as `share_among_ranks` does for them. So is a batch with a balance
+    loss planned that fits into one forward, where it needs no pass before.
 
     Raises:
         InputError: see `plan_batch`.
@@ -184,6 +211,9 @@ def plan_step(
     partitions would take a pass without gradients.
     """
     fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(device.type)
+    num_tokens = sum(forest.num_tokens for forest in forests)
+    if router_losses is not None and router_losses.balance and num_tokens <= (max_tokens or 0):
+        fill_tokens = None
     return plan_batch(
         forests,
         max_tokens,
@@ -192,39 +222,6 @@ def plan_step(
         costs=costs,
         min_micro_batches=min_micro_batches,
     )
-
-
-def _check_inputs(
-    model: nn.Module,
-    parts: ModelParts,
-    forests: Sequence[Forest],
-    objective: Objective,
-    temperature: float,
-    value_head: nn.Module | None,
-) -> None:
-    check_temperature(temperature)
-    if value_head is not None and not isinstance(value_head, nn.Module):
-        raise InputError(f"value_head is a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}")
-    hidden_size = parts.config.hidden_size
-    if isinstance(value_head, nn.Linear) and value_head.in_features != hidden_size:
-        raise InputError(
-            f"value_head reads hidden states of {hidden_size} numbers, got one that reads {value_head.in_features}: "
-            f"use nn.Linear({hidden_size}, 1)"
-        )
-    for forest in forests:
-        check_forest(forest, parts)
-    if not isinstance(objective, Objective):
-        raise InputError(f"expected an objective, got {objective!r}: call one, such as treering.objectives.sft()")
-    if ("value" in objective.needs) != (value_head is not None):
-        raise InputError(
-            f"a value head is given where the objective trains one: {objective.name} "
-            + ("does, and value_head is None" if value_head is None else "does not; leave it out, or give ppo returns")
-        )
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise StateError("backward needs gradients, and they are switched off here: leave no_grad or inference_mode")
-    heads = [] if value_head is None else [*value_head.parameters()]
-    if not any(weight.requires_grad for weight in (*model.parameters(), *heads)):
-        raise StateError("backward needs a parameter with requires_grad=True, and all are frozen: unfreeze some")
 
 
 def _on_one_rank(values: Float64Array) -> Float64Array:

@@ -1,7 +1,7 @@
 """The run of one step: each micro-batch and each partitioned tree of a plan forward and backward, in order.
 
 Knows which of them must know the objective's gradient before their own forward: those that hold a branch or a pair
-only in part. Owns the sums that a step reports.
+only in part. Knows when the load of routers is known. Owns the sums that a step reports.
 """
 
 import time
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
 from treering.model.forward import hidden_states
+from treering.model.routers import Routes
 from treering.train.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
 from treering.train.evaluation import Totals, evaluate
 from treering.train.flat_batch import FlatBatch, Selection
 from treering.train.objectives import Objective
 from treering.train.parents import Memory, ParentsChoice, ParentsOption, choose_parents, free_memory
 from treering.train.partitioned import PartitionedStep
-from treering.train.saved_tensors import saved_bytes
+from treering.train.router_losses import Routing, branches_through, recorded_by
+from treering.train.saved_tensors import bytes_per_token
 from treering.train.scoring import Scorer
 from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
@@ -28,9 +30,6 @@ from treering.tree.plan import MicroBatch, Plan
 
 Int64Array = NDArray[np.int64]
 Unit = MicroBatch | PartitionedTree
-
-PROBE_TOKENS = (16, 48)
-"""Two lengths whose saved bytes tell what a token costs: the difference leaves out what does not grow."""
 
 
 class StepRun:
@@ -54,9 +53,11 @@ class StepRun:
         parents: ParentsOption,
         max_bytes: int | None,
         min_micro_batches: int,
+        routing: Routing | None = None,
     ) -> None:
-        """`scorer` is that of the model; the caller is inside `tree_attention`."""
+        """`scorer` is that of the model, and so is `routing`, if any; the caller is inside `tree_attention`."""
         self._min_passes = min_micro_batches
+        self._routing = routing
         self._num_passes = 0
         self.totals = Totals()
         self.num_recomputed_tokens = 0
@@ -72,7 +73,10 @@ class StepRun:
     def backward(self) -> None:
         """Adds all gradients to `.grad`."""
         crossing = self._crossing()
-        vectors = self._vectors(crossing)
+        load_first = self._load_first()
+        vectors = self._vectors(crossing, load_first)
+        if load_first is not None:
+            self._find_load(load_first, already=crossing)
         for number, unit in enumerate(self._units):
             if isinstance(unit, MicroBatch):
                 self._run_whole(unit, self._selected[number], vectors.get(number))
@@ -80,21 +84,33 @@ class StepRun:
                 self._run_partitioned(unit, self._selected[number], vectors.get(number))
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
+        if self._routing is not None and not self._routing.has_load:
+            self._routing.share_load()
 
     def _run_whole(self, unit: MicroBatch, selected: Selection, vectors: EdgeScores | None) -> None:
         if selected.entries.size == 0:
-            return self._evaluate_nothing(selected, vectors)
+            self._evaluate_nothing(selected, vectors)
+        if unit.forest.num_tokens == 0 or (selected.entries.size == 0 and self._routing is None):
+            return
         self._num_passes += 1
-        table = edge_table(unit.forest, _wanted(unit.forest, selected))
-        hidden = hidden_states(self._scorer.parts, unit.forest)
-        scores = self._scorer.scores(hidden, unit.forest, table)
-        if vectors is None:
-            places = _places(table, unit.forest.num_tokens)[selected.edges]
-            loss = self._loss(scores, places, selected)
-        else:
-            loss = vector_product(scores, vectors, table)
+        with recorded_by(self._routing) as routes:
+            hidden = hidden_states(self._scorer.parts, unit.forest)
+        losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors)] if selected.entries.size else []
+        if self._routing is not None:
+            losses.append(_router_loss(self._routing, routes, unit.forest).to(hidden.device))
+        loss = sum(losses[1:], start=losses[0])
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def _loss_of_hidden(
+        self, hidden: Tensor, forest: Forest, selected: Selection, vectors: EdgeScores | None
+    ) -> Tensor:
+        table = edge_table(forest, _wanted(forest, selected))
+        scores = self._scorer.scores(hidden, forest, table)
+        if vectors is not None:
+            return vector_product(scores, vectors, table)
+        places = _places(table, forest.num_tokens)[selected.edges]
+        return self._loss(scores, places, selected)
 
     def _evaluate_nothing(self, selected: Selection, vectors: EdgeScores | None) -> None:
         """Pairs of branches without a trained token have a loss, if no gradient."""
@@ -110,8 +126,9 @@ class StepRun:
 
     def _run_partitioned(self, unit: PartitionedTree, selected: Selection, vectors: EdgeScores | None) -> None:
         assert self.parents is not None
-        step = PartitionedStep(unit, _wanted(unit.forest, selected), self._scorer, self.parents.parents)
-        parts = _split(selected, step.owner_of_edge[selected.edges], len(unit.partitions))
+        wanted = _wanted(unit.forest, selected)
+        step = PartitionedStep(unit, wanted, self._scorer, self.parents.parents, self._routing)
+        parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
             if vectors is not None:
@@ -144,13 +161,37 @@ class StepRun:
             # A unit that shares a pair with a crossing one crosses too, and both sides of its own pairs are in it.
         return sorted(crossing)
 
-    def _vectors(self, numbers: Sequence[int]) -> dict[int, EdgeScores]:
-        """The loss's gradient with respect to every score of the given units: [N] each, by unit."""
+    def _load_first(self) -> Routing | None:
+        """The routing, if its load must be found in a pass of its own: of more than one forward, or of many ranks'."""
+        if self._routing is None or self._routing.losses.balance == 0:
+            return None
+        is_cut = any(isinstance(unit, PartitionedTree) for unit in self._units)
+        is_one_forward = not is_cut and sum(map(_num_forwards, self._units)) == 1
+        return None if is_one_forward and self._min_passes == 0 else self._routing
+
+    def _find_load(self, routing: Routing, already: Sequence[int]) -> None:
+        """Counts the routes of all units but some, in a pass without gradients, and sums over ranks."""
+        started = time.perf_counter()
+        for number, unit in enumerate(self._units):
+            if number not in already and _num_forwards(unit) > 0:
+                self._score(unit, self._selected[number].only(np.zeros(0, np.int64)), routing)
+        num_passes = sum(_num_forwards(unit) for unit in self._units)
+        with torch.no_grad():
+            for _ in range(num_passes, self._min_passes):
+                hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
+        routing.share_load()
+        self.scoring_s += time.perf_counter() - started
+
+    def _vectors(self, numbers: Sequence[int], routing: Routing | None) -> dict[int, EdgeScores]:
+        """The loss's gradient with respect to every score of the given units: [N] each, by unit.
+
+        On the way, `routing` counts their routes.
+        """
         if not numbers:
             return {}
         started = time.perf_counter()
         units = [self._units[i] for i in numbers]
-        scores = [self._score(unit, self._selected[i]) for i, unit in zip(numbers, units, strict=True)]
+        scores = [self._score(unit, self._selected[i], routing) for i, unit in zip(numbers, units, strict=True)]
         leaves = joined_leaves(scores)
         sizes = [unit.forest.num_tokens for unit in units]
         selected = Selection.joined([self._selected[i] for i in numbers], sizes)
@@ -160,14 +201,18 @@ class StepRun:
         self.scoring_s += time.perf_counter() - started
         return dict(zip(numbers, split_gradients(leaves, sizes), strict=True))
 
-    def _score(self, unit: Unit, selected: Selection) -> EdgeScores:
+    def _score(self, unit: Unit, selected: Selection, routing: Routing | None) -> EdgeScores:
         self.num_scoring_tokens += unit.forest.num_tokens
         wanted = _wanted(unit.forest, selected)
         if isinstance(unit, PartitionedTree):
-            return PartitionedStep(unit, wanted, self._scorer, "keep").score()
+            return PartitionedStep(unit, wanted, self._scorer, "keep", routing).score()
         table = edge_table(unit.forest, wanted)
         with torch.no_grad():
-            scores = self._scorer.scores(hidden_states(self._scorer.parts, unit.forest), unit.forest, table)
+            with recorded_by(routing) as routes:
+                hidden = hidden_states(self._scorer.parts, unit.forest)
+            scores = self._scorer.scores(hidden, unit.forest, table)
+        if routing is not None:
+            routing.count(routes, branches_through(unit.forest))
         everywhere = self._scorer.no_scores(unit.forest.num_tokens)
         put_scores(everywhere, scores, table)
         return everywhere
@@ -177,20 +222,25 @@ class StepRun:
             free, free_host = free_memory(self._scorer.device, max_bytes)
             return Memory(
                 chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
-                bytes_per_token=self._bytes_per_token(),
+                bytes_per_token=bytes_per_token(self._scorer.parts),
                 free_bytes=free,
                 free_host_bytes=free_host,
             )
 
         return choose_parents(parents, measure)
 
-    def _bytes_per_token(self) -> float:
-        parts = self._scorer.parts
-        few, more = (
-            saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
-            for n in PROBE_TOKENS
-        )
-        return (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])
+
+def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> Tensor:
+    """What the routers add in a micro-batch; one that is the whole batch finds the load by itself."""
+    branches = branches_through(forest)
+    if routing.losses.balance and not routing.has_load:
+        routing.count(routes, branches)
+        routing.share_load()
+    return routing.loss(routes, branches)
+
+
+def _num_forwards(unit: Unit) -> int:
+    return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)
 
 
 def _wanted(forest: Forest, selected: Selection) -> NDArray[np.bool_]:
@@ -204,10 +254,3 @@ def _places(table: EdgeTable, num_tokens: int) -> Int64Array:
     places = np.full(num_tokens, -1, np.int64)
     places[table.edges] = np.arange(table.edges.size)
     return places
-
-
-def _split(selected: Selection, owner: Int64Array, num_owners: int) -> list[Selection]:
-    """Selected entries by the partition that scores them."""
-    order = np.argsort(owner, kind="stable")
-    bounds = np.searchsorted(owner[order], np.arange(1, num_owners))
-    return [selected.only(chosen) for chosen in np.split(order, bounds)]

@@ -15,6 +15,7 @@ from treering.train.batches import StepBatch
 from treering.train.compute import ComputeOptions, peak_memory_bytes, precision, prepare_model
 from treering.train.objectives import Objective
 from treering.train.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.router_losses import RouterLosses
 from treering.train.step import backward
 
 
@@ -23,7 +24,7 @@ class Update:
     """What one update did.
 
     Attributes:
-        loss: the objective before the update.
+        loss: the objective before the update, router losses added.
         grad_norm: global L2 norm before clipping.
         learning_rate: used by the update.
         num_trees: tasks, each one tree.
@@ -35,7 +36,7 @@ class Update:
         num_recomputed_tokens: tokens that were computed a second time because their activations had no room.
         num_unshared_trees: trees that were computed branch by branch, because sharing would have been slower.
         peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
-        metrics: averages of the objective's own metrics.
+        metrics: averages of the objective's own metrics, and those of routers.
     """
 
     loss: float
@@ -99,7 +100,15 @@ class Updater:
         self._compute = compute
         self._optimizer = make_optimizer(model, optim)
 
-    def update(self, step: int, batch: StepBatch, objective: Objective, *, temperature: float = 1.0) -> Update:
+    def update(
+        self,
+        step: int,
+        batch: StepBatch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        router_losses: RouterLosses | None = None,
+    ) -> Update:
         """Moves the weights once, at the learning rate of `step`.
 
         Raises:
@@ -120,6 +129,7 @@ class Updater:
                 max_bytes=compute.max_bytes,
                 costs=compute.costs,
                 backend=compute.backend,
+                router_losses=router_losses,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
         set_learning_rate(self._optimizer, rate)

@@ -1,0 +1,26 @@
+"""The section `[router]` of every subcommand that trains: losses on the routers of a mixture of experts.
+
+This file knows the settings; it refuses to import torch.
+"""
+
+from pydantic import Field
+
+from treering.config.load import Config
+from treering.config.values import NonNegative
+
+
+class RouterConfig(Config):
+    """Losses on routers, over all tokens of all branches; for mixtures of experts only."""
+
+    balance: NonNegative | None = Field(
+        default=None,
+        description="Factor of the load-balancing loss, as Hugging Face's router_aux_loss_coef; 0 measures it only.",
+    )
+    z: NonNegative | None = Field(
+        default=None, description="Factor of the mean squared log-sum-exp of router logits; 0 measures it only."
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether routers are trained or measured at all."""
+        return self.balance is not None or self.z is not None

@@ -1,0 +1,81 @@
+"""What the engine runs: it reads weights instead of calling the model, so what they do not tell it must refuse.
+
+Knows configurations and the types of modules; computes nothing.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from treering.errors import UnsupportedError
+from treering.model.families import ModelParts
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`config.model_type` of what the engine runs, with full attention: fewer than the tree step trains."""
+
+
+def check_runnable(parts: ModelParts) -> None:
+    """Refuses a model that a fused pass over its weights would not reproduce.
+
+    Raises:
+        UnsupportedError: a family, window, projection, activation or head, by name.
+    """
+    _check_family(parts)
+    _check_modules(parts)
+    _check_head(parts)
+
+
+def _check_family(parts: ModelParts) -> None:
+    if parts.config.model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"the engine runs {', '.join(FAMILIES)}, and this model is {parts.config.model_type!r}; use vLLM for its "
+            "rollouts"
+        )
+    for index, layer in enumerate(parts.layers):
+        window = _window(layer, parts.config)
+        if window is not None:
+            raise UnsupportedError(
+                f"layer {index} sees a window of {window} positions, and the engine runs full attention; use vLLM for "
+                "this model's rollouts"
+            )
+
+
+def _window(layer: Any, config: Any) -> int | None:
+    """Mistral reads its window from the configuration; Qwen's may name one that no layer uses."""
+    window: int | None = (
+        config.sliding_window if config.model_type == "mistral" else getattr(layer.self_attn, "sliding_window", None)
+    )
+    return window
+
+
+def _check_modules(parts: ModelParts) -> None:
+    activation = parts.config.hidden_act
+    if activation != "silu":
+        raise UnsupportedError(
+            f"the engine computes MLPs with silu, and this model has {activation!r}; use vLLM for it"
+        )
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for index, layer in enumerate(parts.layers):
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] in projections and type(module) is not nn.Linear:
+                raise UnsupportedError(
+                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads plain linear layers; "
+                    "merge adapters and undo quantisation first"
+                )
+
+
+def _check_head(parts: ModelParts) -> None:
+    if type(parts.head) is not nn.Linear:
+        raise UnsupportedError(
+            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer; merge adapters first"
+        )
+    num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
+    if num_rows > num_embedded:
+        raise UnsupportedError(
+            f"a token that is drawn is read next, and the head has {num_rows} rows where the embedding has "
+            f"{num_embedded}; resize the embedding to the head"
+        )
+
+
+def _num_rows(module: Any) -> int:
+    return int(module.weight.shape[0])

@@ -1,0 +1,1 @@
+"""Recurrent layers (Gated DeltaNet, Mamba-2) on forests: every run of tokens starts from its tree parent's state."""

@@ -1,0 +1,186 @@
+"""Rows: which runs are computed one after another from which state, and where states are kept.
+
+*Forking* keeps the state behind a fork, so that the children start there, one level of calls later. *Rescanning* keeps
+none: each branch below computes the runs above the fork again, in the same call. Which forks keep theirs is chosen by
+cost among a family of thresholds. Knows runs and lengths; knows no tensors.
+
+    S runs   B rows
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.model.recurrence.cost import MAX_GROWTH, Price
+from treering.model.recurrence.runs import Runs
+
+THRESHOLDS = (*(float(4**power) for power in range(13)), float("inf"))
+"""Tokens that decide whether a fork keeps its state, in the schedules that are compared: from every fork to none."""
+
+MOST_PADDING = (1.0, 0.25, 0.0)
+"""Shares of a call's real tokens that its padding may reach; the first whose schedule is within its bound is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A chain of runs that is computed in one go.
+
+    Attributes:
+        runs: from the first to the last.
+        num_tokens: of all of them.
+        above: the row whose last state it starts from, -1 for none inside the forest.
+        keeps: whether its own last state is kept.
+    """
+
+    runs: tuple[int, ...]
+    num_tokens: int
+    above: int
+    keeps: bool
+
+
+Level = list[list[int]]
+"""Calls, each a list of row numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Rows, and the calls that compute them: those of a level start from states of the level before."""
+
+    rows: list[Row]
+    levels: list[Level]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the layer, over all levels."""
+        return sum(len(level) for level in self.levels)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that are computed, rescanned ones and padding included."""
+        return sum(len(call) * self.rows[call[0]].num_tokens for level in self.levels for call in level)
+
+
+def choose_schedule(runs: Runs, price: Price) -> Schedule:
+    """The cheapest of a family of schedules, from "keep every fork" to "rescan everything".
+
+    Cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the forest's
+    tokens are left out.
+
+    Example: 2 branches that share 1,000 of 1,010 tokens are 2 calls of 3 rows and 1,020 tokens forked, and 1 call of 2
+    rows and 2,020 tokens rescanned: forked where a call and a row cost less than 1,000 tokens.
+    """
+    most = MAX_GROWTH * int(runs.first[-1])
+
+    def cost(schedule: Schedule) -> int:
+        return schedule.num_computed + price.call * schedule.num_calls + price.row * len(schedule.rows)
+
+    return min((_padded(make_rows(runs, kept), price.call, most) for kept in _candidates(runs, most)), key=cost)
+
+
+def _padded(rows: list[Row], call_tokens: int, most: float) -> Schedule:
+    """The schedule of some rows with as much padding as keeps it within `most` tokens."""
+    schedules = (make_schedule(rows, call_tokens, padding) for padding in MOST_PADDING)
+    return next(schedule for schedule in schedules if schedule.num_computed <= most)
+
+
+def make_schedule(rows: list[Row], call_tokens: int, most_padding: float) -> Schedule:
+    """The calls that compute some rows.
+
+    Args:
+        rows: those that others start from before these.
+        call_tokens: padding that one call may cost before a second one is made.
+        most_padding: and its largest share of a call's real tokens.
+    """
+    level_of: list[int] = []
+    for row in rows:
+        level_of.append(level_of[row.above] + 1 if row.above >= 0 else 0)
+    by_level: list[list[int]] = [[] for _ in range(max(level_of) + 1)]
+    for number, level in enumerate(level_of):
+        by_level[level].append(number)
+    return Schedule(rows=rows, levels=[_calls(rows, numbers, call_tokens, most_padding) for numbers in by_level])
+
+
+def make_rows(runs: Runs, kept: NDArray[np.bool_]) -> list[Row]:
+    """The rows for a choice of the runs whose last state is kept (bool [S]).
+
+    One for each run that ends a branch or keeps its state, in packed order.
+    """
+    row_of: dict[int, int] = {}
+    rows: list[Row] = []
+    length, parent, keeps = runs.length.tolist(), runs.parent.tolist(), kept.tolist()
+    for run in np.flatnonzero(kept | (runs.num_children == 0)).tolist():
+        chain = [run]
+        while parent[chain[-1]] >= 0 and not keeps[parent[chain[-1]]]:
+            chain.append(parent[chain[-1]])
+        above = parent[chain[-1]]
+        row_of[run] = len(rows)
+        rows.append(
+            Row(
+                runs=tuple(reversed(chain)),
+                num_tokens=sum(length[i] for i in chain),
+                above=row_of[above] if above >= 0 else -1,
+                keeps=keeps[run],
+            )
+        )
+    return rows
+
+
+def _candidates(runs: Runs, most: float) -> Iterator[NDArray[np.bool_]]:
+    """Choices of kept runs, bool [S], from every fork on, as long as no more than `most` tokens are computed.
+
+    Two families: forks that save that many tokens, with all that hangs below them; and forks that are that many tokens
+    behind the last one that is kept, which thins out long chains of forks. Equal choices come once.
+    """
+    seen: set[bytes] = set()
+    for weight in ([num_rows - 1 for num_rows in _num_rows_below(runs)], [1] * runs.num_runs):
+        for threshold in THRESHOLDS:
+            kept, num_computed = _kept_at(runs, weight, threshold)
+            if num_computed > most:
+                break
+            if kept.tobytes() not in seen:
+                seen.add(kept.tobytes())
+                yield kept
+
+
+def _num_rows_below(runs: Runs) -> list[int]:
+    """For each run, the rows that would compute it if no fork kept its state."""
+    counts = np.where(runs.num_children == 0, 1, runs.is_left.astype(np.int64)).tolist()
+    parent = runs.parent.tolist()
+    for run in range(runs.num_runs - 1, -1, -1):
+        if parent[run] >= 0:
+            counts[parent[run]] += counts[run]
+    return counts  # type: ignore[no-any-return]
+
+
+def _kept_at(runs: Runs, weight: list[int], threshold: float) -> tuple[NDArray[np.bool_], int]:
+    """From the roots down: a fork keeps its state where `weight` times the tokens since the last kept one reach that.
+
+    Returns which runs do, and the tokens that all rows then have.
+    """
+    parent, length, num_children = runs.parent.tolist(), runs.length.tolist(), runs.num_children.tolist()
+    kept, since = runs.is_left.tolist(), [0] * runs.num_runs
+    num_computed = 0
+    for run, above in enumerate(parent):
+        since[run] = length[run] + (since[above] if above >= 0 and not kept[above] else 0)
+        if num_children[run] > 1 and weight[run] * since[run] >= threshold:
+            kept[run] = True
+        if kept[run] or num_children[run] == 0:
+            num_computed += since[run]
+    return np.array(kept, bool), num_computed
+
+
+def _calls(rows: list[Row], numbers: list[int], call_tokens: int, most_padding: float) -> Level:
+    """Rows of one level together, longest first, as long as the padding is cheaper than one more call."""
+    calls: Level = []
+    longest = wasted = real = 0
+    for number in sorted(numbers, key=lambda i: -rows[i].num_tokens):
+        length = rows[number].num_tokens
+        if calls and wasted + longest - length <= min(call_tokens, most_padding * (real + length)):
+            calls[-1].append(number)
+            wasted, real = wasted + longest - length, real + length
+            continue
+        calls.append([number])
+        longest, wasted, real = length, 0, length
+    return calls

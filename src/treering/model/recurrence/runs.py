@@ -1,0 +1,75 @@
+"""Runs: the pieces of a forest that a recurrent layer can be started and stopped at.
+
+A state can only be taken where a row of a call ends. So runs end at forks and where partitions below need the state;
+they are otherwise as long as they can be. Knows parents; knows no costs and no tensors.
+
+    N tokens   S runs
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """The runs of a forest in packed order.
+
+    Attributes:
+        first: int64 [S + 1] first token of each run, then N.
+        parent: int64 [S] the run that each one hangs off, -1 for none.
+        start: int64 [S] number of the state from a partition above that it continues, -1 for none.
+        num_children: int64 [S].
+        is_left: bool [S] whether the state behind its last token is needed below.
+    """
+
+    first: Int64Array
+    parent: Int64Array
+    start: Int64Array
+    num_children: Int64Array
+    is_left: NDArray[np.bool_]
+
+    @property
+    def length(self) -> Int64Array:
+        """[S] number of tokens of each run."""
+        return np.diff(self.first)
+
+    @property
+    def num_runs(self) -> int:
+        """S."""
+        return self.parent.size
+
+
+def find_runs(parent: NDArray[np.int32], start: Int64Array, left: Int64Array) -> Runs:
+    """Cuts a forest into runs.
+
+    Args:
+        parent: int32 [N] of the forest.
+        start: int64 [N] number of the state from above that a token continues, -1 for none.
+        left: int64, ascending: tokens whose state is needed below.
+
+    Example: of the branches 5, 6, 7 and 5, 6, 8 the runs are 5, 6 and 7 and 8; with token 0 needed below there are
+    four, 5 and 6 apart.
+    """
+    num_tokens = parent.size
+    num_children = np.bincount(parent[parent >= 0], minlength=num_tokens)
+    is_last = num_children != 1
+    is_last[left] = True
+    is_first = (parent != np.arange(-1, num_tokens - 1)) | (parent < 0)
+    is_first[1:] |= is_last[:-1]
+    first = np.flatnonzero(is_first)
+    run_of = np.cumsum(is_first) - 1
+    above = parent[first].astype(np.int64)
+    last = np.append(first[1:], num_tokens) - 1
+    needed = np.zeros(num_tokens, bool)
+    needed[left] = True
+    return Runs(
+        first=np.append(first, num_tokens),
+        parent=np.where(above < 0, -1, run_of[above]),
+        start=start[first],
+        num_children=num_children[last],
+        is_left=needed[last],
+    )

@@ -1,0 +1,148 @@
+"""The routers of a mixture of experts, and what they say of each token in a forward.
+
+Knows where the families keep their routers and what these return. Knows no losses.
+
+    N tokens   E experts   k experts per token
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from treering.errors import StateError, UnsupportedError
+from treering.model.families import ModelParts
+
+_ROUTER_NAMES = {
+    "mixtral": "gate",
+    "qwen3_moe": "gate",
+    "qwen3_next": "gate",
+    "qwen3_5_moe_text": "gate",
+    "gpt_oss": "router",
+}
+"""The router's name in a layer's `mlp`, by model type; a dense layer's `mlp` has none."""
+
+
+_RECORDING = "_treering_recording"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routers:
+    """The routers of a model.
+
+    Attributes:
+        modules: one per layer that has experts, in order; each returns logits, scores and chosen experts.
+        num_experts: E, of each.
+    """
+
+    modules: tuple[nn.Module, ...]
+    num_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routes:
+    """What one router said.
+
+    Attributes:
+        logits: [N, E], differentiable.
+        chosen: [N, k] numbers of the experts that each token went to.
+    """
+
+    logits: Float[Tensor, "N E"]
+    chosen: Int[Tensor, "N k"]
+
+
+def find_routers(parts: ModelParts) -> Routers:
+    """The routers of a model, inside adapters of PEFT where there are some.
+
+    Raises:
+        UnsupportedError: a model that has none.
+
+    Example: a Mixtral of 32 layers with 8 experts has 32 routers, a Qwen3-MoE whose first layer is dense one less than
+    it has layers.
+    """
+    config: Any = parts.config
+    name = _ROUTER_NAMES.get(config.model_type, "")
+    found = (getattr(layer.mlp, name, None) if name else None for layer in parts.layers)
+    modules = tuple(module for module in found if isinstance(module, nn.Module))
+    if not modules:
+        raise UnsupportedError(
+            f"router losses need a mixture of experts ({', '.join(_ROUTER_NAMES)}), and model type "
+            f"{config.model_type!r} has no routers here: leave router_losses out"
+        )
+    num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+    return Routers(modules=modules, num_experts=num_experts)
+
+
+@contextmanager
+def listening(routers: Routers | None) -> Iterator[None]:
+    """A block in which forwards can be recorded; None listens to nothing.
+
+    It stands around a whole step, since torch.compile goes on with the hooks that it saw in the first forward.
+    """
+    handles = [] if routers is None else [module.register_forward_hook(_record) for module in routers.modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
+    """A block around one forward of the decoder, inside `listening`: it fills the list with one entry per router.
+
+    The entries stand in the order of layers and belong to the forward's graph, with torch's non-reentrant checkpointing
+    too. A recompute records nothing.
+
+    Raises:
+        UnsupportedError: a router that runs without gradients inside a forward with gradients, as under reentrant
+            checkpointing: what it says could not be trained.
+        StateError: routers that did not run.
+
+    Example:
+        >>> routers = find_routers(parts)                                 # doctest: +SKIP
+        >>> with listening(routers), recorded_routes(routers) as routes:  # doctest: +SKIP
+        ...     hidden = hidden_states(parts, forest)
+        >>> len(routes), routes[0].logits.shape                           # doctest: +SKIP
+        (32, torch.Size([1024, 8]))
+    """
+    recording = _Recording(wants_gradients=torch.is_grad_enabled())
+    for module in routers.modules:
+        module.__dict__[_RECORDING] = recording
+    try:
+        yield recording.routes
+    finally:
+        for module in routers.modules:
+            del module.__dict__[_RECORDING]
+    if len(recording.routes) != len(routers.modules):
+        raise StateError(
+            f"each of the {len(routers.modules)} routers speaks once per forward, and {len(recording.routes)} did: "
+            "layers that torch.compile saw before the first router losses need torch.compiler.reset() once; a kernel "
+            "that stands in for a router cannot be heard, use the plain module"
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Recording:
+    wants_gradients: bool
+    routes: list[Routes] = field(default_factory=list)
+
+
+# One function, which finds the recording at its module: a compiled layer keeps the very hook that it was traced with.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _record(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    recording: _Recording | None = module.__dict__.get(_RECORDING)
+    if recording is None:
+        return
+    if recording.wants_gradients and not torch.is_grad_enabled():
+        raise UnsupportedError(
+            "router losses need the routers' gradients, which reentrant gradient checkpointing does not give: use "
+            "gradient_checkpointing=non_reentrant (use_reentrant=False), or leave router_losses out"
+        )
+    logits, _, chosen = output
+    recording.routes.append(Routes(logits=logits, chosen=chosen))

@@ -1,0 +1,76 @@
+"""What may stand around a causal language model, in any order: the wrapper of `torch.compile`, and adapters of PEFT.
+
+`torch.compile(model)` returns a wrapper whose graph is that of the model's own `forward`, which the tree step does not
+call: it calls the decoder, and so compiles that. Knows torch's and PEFT's wrappers; knows no models.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from treering.errors import UnsupportedError
+
+
+class Unwrapped(NamedTuple):
+    """How to call a part as the whole was compiled, and the model inside."""
+
+    compile_part: Callable[[nn.Module], Callable[..., Any]]
+    model: nn.Module
+
+
+def unwrap(model: nn.Module) -> Unwrapped:
+    """Takes a model out of its wrappers. What is not compiled is called as it is.
+
+    Layers and decoders that were compiled in place (`layer.compile()`) need nothing.
+
+    Raises:
+        UnsupportedError: an adapter with virtual tokens; a whole model that was compiled in place, which would silently
+            run uncompiled.
+
+    Example:
+        >>> compile_part, model = unwrap(torch.compile(nn.Linear(2, 2)))     # doctest: +SKIP
+        >>> type(model).__name__                                             # doctest: +SKIP
+        'Linear'
+    """
+    compile_part: Callable[[nn.Module], Callable[..., Any]] = _as_it_is
+    while isinstance(model, nn.Module):
+        # Not by attribute: PEFT hands on what it does not have itself.
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            compile_part, model = _compiler_of(model), compiled
+            continue
+        _check_compiled_elsewhere(model)
+        if not hasattr(model, "get_base_model"):
+            break
+        model = _without_adapter(model)
+    return Unwrapped(compile_part, model)
+
+
+def _compiler_of(wrapper: Any) -> Callable[[nn.Module], Callable[..., Any]]:
+    compiler: Callable[[nn.Module], Callable[..., Any]] = wrapper.dynamo_ctx
+    return compiler
+
+
+def _without_adapter(model: Any) -> nn.Module:
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedError(
+            f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest: use LoRA"
+        )
+    if isinstance(model.base_model, nn.Module):
+        _check_compiled_elsewhere(model.base_model)
+    inner: nn.Module = model.get_base_model()
+    return inner
+
+
+def _check_compiled_elsewhere(model: nn.Module) -> None:
+    if model._compiled_call_impl is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__}.compile() compiles a forward that the tree step does not call: compile its layers "
+            "in place, `for layer in model.model.layers: layer.compile()`, or wrap it, `torch.compile(model)`"
+        )
+
+
+def _as_it_is(part: nn.Module) -> Callable[..., Any]:
+    return part

@@ -1,0 +1,169 @@
+"""Tiny Hugging Face models with recurrent layers, and a way to run them without a single rounding to float32."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.models.bamba import modeling_bamba
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from tests.models import VOCAB
+from treering.model.recurrence import plan, rows
+from treering.model.recurrence.cost import Price
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "max_position_embeddings": 4096,
+    "attention_dropout": 0.0,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [2, 1, 1],
+    }
+}
+_MAMBA = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_EXPERTS}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_DELTA, **_MROPE}),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_DELTA, **_EXPERTS, **_MROPE}),
+    "bamba": (BambaConfig, BambaForCausalLM, _MAMBA),
+}
+HYBRIDS = tuple(_CLASSES)
+DENSE = ("qwen3_5", "bamba")
+"""Those without experts: whatever is not about a family is tested on one model of each kind of layer."""
+
+_MODULES: tuple[Any, ...] = (modeling_bamba, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
+
+
+def build_hybrid(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A stock model with random weights, float32, in training mode."""
+    config_class, model_class, extra = _CLASSES[family]
+    torch.manual_seed(seed)
+    config = config_class(**{**_SHAPE, **extra, **overrides})
+    config._attn_implementation = "wide"
+    config._experts_implementation = "eager"
+    model = model_class(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # States that live for some dozen tokens: else what comes from above a fork is forgotten before it matters.
+            if name.endswith("A_log"):
+                weight.copy_(torch.linspace(-4.0, -1.0, weight.numel()))
+            else:
+                weight.add_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.1))
+    return model.train()
+
+
+def build_wide(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """`build_hybrid` in float64; exact to 1e-10 inside `no_float32` only."""
+    model = build_hybrid(family, seed, **overrides).double()
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.double()
+    return model
+
+
+class _WideTorch:
+    """`torch` as a modeling file sees it, with float64 under the name of float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def no_float32() -> Iterator[None]:
+    """Inside the block the stock code of the hybrids computes in float64 wherever it says float32.
+
+    Their norms, gates and scans round to float32 on purpose, in dozens of places, which hides errors below 1e-7.
+    """
+    stock = Tensor.float
+
+    def wide(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.double() if self.dtype in (torch.float64, torch.int64) else stock(self, *args, **kwargs)
+
+    with ExitStack() as undo:
+        for module in _MODULES:
+            undo.enter_context(mock.patch.object(module, "torch", _WideTorch()))
+        undo.enter_context(mock.patch.object(Tensor, "float", wide))
+        yield
+
+
+class Planning(NamedTuple):
+    """A price of calls and rows, and the thresholds that forks are kept at."""
+
+    price: Price
+    thresholds: tuple[float, ...]
+
+
+PLANNINGS = {
+    "fork": Planning(Price(call=0, row=0), (0.0,)),
+    "fork, padded": Planning(Price(call=10**9, row=0), (0.0,)),
+    "rescan": Planning(Price(call=10**9, row=0), (float("inf"),)),
+    "mixed": Planning(Price(call=10**9, row=0), (8.0,)),
+}
+"""Every fork keeps its state, in calls of rows of one length; in as few calls as may be; none does; those that save."""
+
+
+@contextmanager
+def planned(name: str) -> Iterator[None]:
+    """Inside the block recurrent layers are planned in this way, with no bound on what is rescanned."""
+    planning = PLANNINGS[name]
+    with (
+        mock.patch.object(plan, "price_on", return_value=planning.price),
+        mock.patch.object(rows, "THRESHOLDS", planning.thresholds),
+        mock.patch.object(rows, "MAX_GROWTH", float("inf")),
+    ):
+        yield

@@ -1,0 +1,196 @@
+"""Recurrent layers on forests: states come from tree parents, whatever the plan; the patch is gone when it is off."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.forests import SHAPES, comb, sequence_sets, star
+from tests.hybrids import DENSE, HYBRIDS, PLANNINGS, build_hybrid, build_wide, no_float32, planned
+from tests.model.test_context import WAYS, enable_checkpointing
+from tests.model.test_isolation import with_token
+from tests.models import assert_gradients_equal, flat_logprobs, take_gradients
+from treering.attention import TreeLayout
+from treering.errors import StateError, UnsupportedError
+from treering.model.context import tree_attention
+from treering.model.forward import forward
+from treering.model.recurrence.plan import plan_of
+from treering.tree.forest import Forest
+
+MODELS = {family: build_wide(family) for family in DENSE}
+LONG = [[1] * 70 + [2] * 75, [1] * 70 + [3], [1] * 70 + [3, 4] * 40, [1] * 64 + [5] * 3, [1] * 2]
+"""Branches over the scan's chunks of 64 tokens, forks on a chunk's edge and off it."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wide() -> Iterator[None]:
+    with no_float32():
+        yield
+
+
+def assert_forward_is_exact(model: nn.Module, sequences: list[list[int]]) -> None:
+    forest = Forest.from_sequences(sequences)
+    with torch.no_grad():
+        out = forward(model, forest)
+        for i, sequence in enumerate(sequences):
+            path = torch.from_numpy(forest.path(i)).long()
+            logprobs, entropy = flat_logprobs(model, sequence)
+            torch.testing.assert_close(out.logprobs[path][1:], logprobs, atol=1e-11, rtol=1e-11)
+            torch.testing.assert_close(out.entropy[path][1:], entropy, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("planning", PLANNINGS)
+@given(sequences=sequence_sets(max_sequences=5))
+@settings(max_examples=10)
+def test_a_forest_scores_like_its_sequences_whatever_the_plan(
+    sequences: list[list[int]], planning: str, family: str
+) -> None:
+    with planned(planning):
+        assert_forward_is_exact(MODELS[family], sequences)
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if "comb" not in name])
+def test_every_shape_scores_like_its_sequences(name: str, planning: str, family: str) -> None:
+    with planned(planning):
+        assert_forward_is_exact(MODELS[family], SHAPES[name][:12])
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("sequences", [comb(60)[::3], star(80, 70, 2), LONG], ids=["comb", "star", "long"])
+@pytest.mark.parametrize("planning", PLANNINGS)
+def test_deep_and_wide_and_long_trees_are_exact(planning: str, sequences: list[list[int]], family: str) -> None:
+    with planned(planning):
+        assert_forward_is_exact(build_wide(family, vocab_size=128), sequences)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("kernel_size", [2, 3, 7])
+def test_contexts_of_every_length_span_as_many_ancestors_as_they_need(kernel_size: int, family: str) -> None:
+    name = "mamba_d_conv" if family == "bamba" else "linear_conv_kernel_dim"
+    model = build_wide(family, **{name: kernel_size})
+    assert_forward_is_exact(model, comb(12))
+    with planned("fork"):
+        assert_forward_is_exact(model, comb(12))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_tree_of_single_tokens_is_one_call_per_level_and_exact(family: str) -> None:
+    sequences = [[a, 8 + b, 16 + c] for a in range(2) for b in range(3) for c in range(2)]
+    layout = TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
+    with planned("fork"):
+        assert plan_of(layout).num_calls == 3
+        assert_forward_is_exact(MODELS[family], sequences)
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("planning", PLANNINGS)
+def test_a_changed_token_changes_no_bit_outside_its_subtree(planning: str, family: str) -> None:
+    model = build_hybrid(family).eval()
+    forest = Forest.from_sequences(SHAPES["long segments"] + comb(5))
+    index = np.arange(forest.num_tokens)
+    with torch.no_grad(), planned(planning):
+        before = forward(model, forest)
+        for changed in {1, 60, forest.num_tokens // 2, forest.num_tokens - 1}:
+            after = forward(model, with_token(forest, changed, 11))
+            apart = (index < changed) | (index >= forest.subtree_end[changed])
+            assert torch.equal(after.logprobs[apart], before.logprobs[apart])
+            assert torch.equal(after.entropy[apart], before.entropy[apart])
+            inside = ~apart & (forest.parent >= 0)
+            assert not torch.equal(after.logprobs[inside], before.logprobs[inside])
+
+
+def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    for sequence in SHAPES["long segments"]:
+        flat_logprobs(model, sequence)[0].sum().backward()
+    return take_gradients(model)
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
+def test_checkpointing_keeps_gradients_exact_wherever_backward_runs(way: object, mode: str, family: str) -> None:
+    model = build_wide(family)
+    expected = flat_gradients(model)
+    if mode != "none":
+        enable_checkpointing(model, mode)
+    way(model)  # type: ignore[operator]
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
+LORA = {"qwen3_5": ["in_proj_qkv", "in_proj_a", "in_proj_b", "out_proj"], "bamba": ["in_proj", "q_proj"]}
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
+def test_lora_on_the_recurrent_layers_is_exact(planning: str, mode: str, family: str) -> None:
+    base = build_wide(family)
+    config = LoraConfig(r=4, target_modules=LORA[family], init_lora_weights=False)
+    model = get_peft_model(base, config).double()
+    expected = flat_gradients(model)
+    assert set(expected) == {name for name, weight in model.named_parameters() if "lora_" in name}
+    if mode != "none":
+        enable_checkpointing(base, mode)
+    with planned(planning):
+        WAYS[2](model)
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("family", DENSE)
+def test_compiled_layers_are_exact(family: str) -> None:
+    model = build_wide(family)
+    expected = flat_gradients(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    WAYS[0](model)
+    # The compiler reads `Tensor.float` as its own, so norms around the recurrent layer round to float32.
+    assert_gradients_equal(take_gradients(model), expected, 1e-6)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_stock_forward_outside_is_as_before_even_after_an_error(family: str) -> None:
+    model = build_wide(family)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(KeyError), tree_attention(model):
+        raise KeyError
+    forward(model, Forest.from_sequences(LONG[:2]))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_plain_call_inside_the_block_is_refused(family: str) -> None:
+    with tree_attention(MODELS[family]), pytest.raises(StateError, match=r"call treering\.forward instead"):
+        MODELS[family](input_ids=torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises(family: str) -> None:
+    model = build_wide(family)
+    layer = model.model.layers[0]
+    honest = layer.forward
+    layer.forward = lambda hidden, **kwargs: torch.utils.checkpoint.checkpoint(
+        honest, hidden, use_reentrant=False, **kwargs
+    )
+    with pytest.raises(StateError, match=r"call backward\(\) inside"):
+        WAYS[1](model)
+
+
+def test_a_least_time_step_is_refused_by_name() -> None:
+    model = build_hybrid("bamba", time_step_limit=(0.001, 1.0))
+    with pytest.raises(UnsupportedError, match=r"BambaMixer has time_step_limit=\(0.001, 1.0\)"):
+        forward(model, Forest.from_sequences([[1, 2]]))
+
+
+def test_a_bounded_time_step_is_exact() -> None:
+    assert_forward_is_exact(build_wide("bamba", time_step_limit=(0.0, 0.7)), LONG)

@@ -1,0 +1,142 @@
+"""The plan of recurrent layers: every token once, from the state of its tree parent; forks kept where they pay."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.forests import bushy, comb, sequence_sets, star
+from treering.attention import TreeLayout
+from treering.attention.states import Boundary, StateGateway
+from treering.model.recurrence.cost import MAX_GROWTH, PRICES, Price, price_on
+from treering.model.recurrence.plan import RecurrencePlan, make_plan, runs_of
+from treering.model.recurrence.rows import choose_schedule
+from treering.model.recurrence.runs import find_runs
+from treering.tree.forest import Forest
+
+CPU = torch.device("cpu")
+NOTHING = np.empty(0, np.int64)
+PRICE = st.builds(Price, call=st.sampled_from([0, 3, 50, 10**6]), row=st.sampled_from([0, 5]))
+
+
+def layout_of(sequences: list[list[int]], left: list[int] | None = None) -> TreeLayout:
+    """A whole forest, or one whose tokens `left` are needed below."""
+    forest = Forest.from_sequences(sequences)
+    if left is None:
+        return TreeLayout(forest, CPU)
+    boundary = Boundary(
+        above=None,
+        slots=NOTHING,
+        start=np.full(forest.num_tokens, -1),
+        left=np.array(sorted(set(left)), np.int64),
+        gateway=StateGateway(),
+    )
+    return TreeLayout(forest, CPU, boundary=boundary)
+
+
+def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...] | None], list[tuple[int, ...]]]:
+    """What each token's output has seen, and what each kept state has, by walking the calls."""
+    seen: list[tuple[int, ...]] = []
+    kept: list[tuple[int, ...]] = []
+    above: list[tuple[int, ...]] = []
+    for level in plan.levels:
+        ends = []
+        for call in level:
+            rows = zip(call.tokens.tolist(), call.start.tolist(), call.length.tolist(), strict=True)
+            for row, (tokens, start, length) in enumerate(rows):
+                path = above[start] if start >= 0 else ()
+                for place, token in enumerate(tokens):
+                    path = (*path, token) if place < length else ()
+                    seen.append(path)
+                if row in call.kept.tolist():
+                    ends.append((*(above[start] if start >= 0 else ()), *tokens[:length]))
+                    # A state behind padding is right only where the padding is known and closes the gates.
+                    is_padding = [False] * len(tokens) if call.padding is None else call.padding[row].tolist()
+                    assert is_padding == [place >= length for place in range(len(tokens))]
+        above = ends
+        kept += ends
+    return [seen[place] for place in plan.source.tolist()], [kept[place] for place in plan.left.tolist()]
+
+
+def path_to(forest: Forest, token: int) -> tuple[int, ...]:
+    path: tuple[int, ...] = ()
+    while token >= 0:
+        path, token = (token, *path), int(forest.parent[token])
+    return path
+
+
+@given(sequences=sequence_sets(), price=PRICE, data=st.data())
+def test_every_output_and_every_state_has_seen_its_own_path(
+    sequences: list[list[int]], price: Price, data: st.DataObject
+) -> None:
+    num_tokens = Forest.from_sequences(sequences).num_tokens
+    left = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=4))
+    layout = layout_of(sequences, left)
+    outputs, states = paths_of(make_plan(layout, price), num_tokens)
+    assert outputs == [path_to(layout.forest, token) for token in range(num_tokens)]
+    assert states == [path_to(layout.forest, token) for token in sorted(set(left))]
+
+
+@given(sequences=sequence_sets(), price=PRICE)
+def test_calls_have_two_tokens_at_least_and_little_is_computed_twice(sequences: list[list[int]], price: Price) -> None:
+    layout = layout_of(sequences)
+    runs = runs_of(layout)
+    schedule = choose_schedule(runs, price)
+    assert all(call.tokens.shape[1] >= 2 for level in make_plan(layout, price).levels for call in level)
+    # Keeping every fork's state, padded to one length per call, computes each token about once.
+    least = choose_schedule(runs, Price(call=0, row=0)).num_computed
+    assert layout.forest.num_tokens <= least
+    assert schedule.num_computed <= max(least, MAX_GROWTH * layout.forest.num_tokens)
+
+
+def test_runs_end_at_forks_and_where_a_state_is_needed() -> None:
+    parent = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9]]).parent
+    runs = find_runs(parent, np.full(5, -1), NOTHING)
+    assert runs.first.tolist() == [0, 2, 3, 5]
+    assert (runs.parent.tolist(), runs.num_children.tolist()) == ([-1, 0, 0], [2, 0, 0])
+    cut = find_runs(parent, np.full(5, -1), np.array([0, 3]))
+    assert cut.first.tolist() == [0, 1, 2, 3, 4, 5]
+    assert cut.is_left.tolist() == [True, False, False, True, False]
+
+
+def test_a_long_prompt_is_forked_and_a_short_one_rescanned() -> None:
+    price = Price(call=500, row=0)
+    forked = make_plan(layout_of(star(2, prompt=1000, response=20)), price)
+    assert (forked.num_calls, forked.num_computed) == (2, 1040)
+    rescanned = make_plan(layout_of(star(2, prompt=100, response=20)), price)
+    assert (rescanned.num_calls, rescanned.num_computed) == (1, 240)
+
+
+def test_a_subtree_may_be_rescanned_below_a_fork_that_is_kept() -> None:
+    prompt = [1] * 4000
+    sequences = [prompt + [branch] * 5 + [leaf] * 5 for branch in (2, 3) for leaf in (4, 5)]
+    plan = make_plan(layout_of(sequences), Price(call=500, row=0))
+    assert (plan.num_calls, plan.num_computed) == (2, 4000 + 4 * 10)
+
+
+def test_rescanning_stays_within_its_bound_of_tokens() -> None:
+    layout = layout_of(star(50, prompt=100, response=10))
+    plan = make_plan(layout, Price(call=10**6, row=0))
+    assert plan.num_computed == layout.forest.num_tokens
+
+
+def test_equal_rows_of_a_level_share_a_call_and_unequal_ones_where_padding_is_cheaper() -> None:
+    layout = layout_of([[0] * 8 + [1 + i] * length for i, length in enumerate([4, 4, 4, 9])])
+    for call, lengths in [(0, [8, 9, 4]), (20, [8, 9])]:
+        plan = make_plan(layout, Price(call=call, row=0))
+        assert [call.tokens.shape[1] for level in plan.levels for call in level] == lengths
+
+
+def test_the_price_of_an_accelerator_makes_calls_rare() -> None:
+    assert price_on(CPU) == PRICES["cpu"]
+    assert price_on(torch.device("mps")) == price_on(torch.device("cuda")) == PRICES["cuda"]
+    layout = layout_of(comb(60))
+    assert make_plan(layout, PRICES["cuda"]).num_calls < make_plan(layout, Price(call=0, row=0)).num_calls
+
+
+@pytest.mark.parametrize("sequences", [bushy(400), [[i % 5 for i in range(20_000)]], star(2000), comb(2000)[::10]])
+def test_plans_of_large_forests_take_moderate_memory(sequences: list[list[int]]) -> None:
+    layout = layout_of(sequences)
+    plan = make_plan(layout, PRICES["cpu"])
+    assert plan.num_computed <= MAX_GROWTH * layout.forest.num_tokens
