@@ -1,151 +1,178 @@
-"""Claim: on a CUDA device, too, a tree trains faster than its branches, exactly and in less memory.
+"""All that is measured on a CUDA device, in one run under one time budget: exactness, attention, models, in this order.
 
-`make gpu` runs this in the device machine's own python, which has torch and transformers but none of the command line's
-packages. float32 and bfloat16, CUDA events, the baselines of `benchmarks.tree`. `--device cpu` runs the same code
-without a device, to see that it works; its figures are nobody's claim, so it writes no file unless told.
+`make gpu` runs this behind the tests that need a device, in the machine's own python, which has torch and transformers
+but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu --device cpu --size tiny` runs the same code without a
+device, to see that it works; such figures are nobody's claim, so they go into no file unless one is named. Knows the
+order, the budget and the files; each part knows what it measures.
 """
 
 import argparse
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
-from benchmarks.timing import Step, cpu_name, cuda_seconds, interleaved_medians, process_seconds, versions
-from benchmarks.tree_cases import SHAPE, Case, build_model, published_cases
-from benchmarks.tree_steps import BASELINES, build_steps, gradient_after, relative_error
-from treering.errors import TreeringError, UnsupportedError
-from treering.tree.forest import Forest
-from treering.tree.stats import bounds
+from benchmarks import gpu_attention, gpu_exactness, gpu_model
+from benchmarks.gpu_attention_cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
+from benchmarks.gpu_budget import Budget, Cell, PartReport
+from benchmarks.gpu_clock import Stopwatch, environment
+from benchmarks.gpu_data import FOLDER, Workload
+from benchmarks.gpu_model_cases import full_plans, tiny_plans
+from benchmarks.gpu_model_steps import build_ways
+from benchmarks.gpu_workloads import generated_workload, set_workloads
+from benchmarks.tree_cases import SHAPE, published_cases, star
+from treering.data import AgentSpec
+from treering.errors import ConfigError, TreeringError, UnsupportedError
 
-RESULT = Path(__file__).resolve().parent / "results" / "gpu-tree.json"
-DTYPES = (torch.float32, torch.bfloat16)
+Size = Literal["full", "tiny"]
+Part = Literal["exactness", "attention", "model"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FILES: dict[Part, str] = {"exactness": "gpu-tree.json", "attention": "gpu-attention.json", "model": "gpu-model.json"}
+
+SHARES: dict[Part, float] = {"exactness": 0.15, "attention": 0.4, "model": 1.0}
+"""Of the seconds left when a part begins."""
+
+BUDGET_S = 300.0
+
+SPEC = AgentSpec(num_tasks=3, num_trials=8, num_system_tokens=600, num_turns=12, num_action_tokens=96)
+"""Trees that are generated where no bench sets were carried."""
+
+TINY_SPEC = AgentSpec(
+    num_tasks=2,
+    num_trials=2,
+    num_system_tokens=20,
+    num_task_tokens=5,
+    num_turns=2,
+    num_action_tokens=6,
+    num_observation_tokens=6,
+)
+"""About 200 flat tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuCaseResult:
-    """One case in one dtype; dictionaries hold the tree and every baseline by name."""
+class Settings:
+    """What to run.
 
-    case: str
-    dtype: str
-    flat_tokens: int
-    unique_tokens: int
-    flop_bound: float
-    baseline: str
-    """Name of the fastest baseline."""
-    speedup: float
-    seconds: dict[str, float]
-    """Medians for one forward and backward of all branches."""
-    grad_errors: dict[str, float]
-    """Relative L2 distance of the whole gradient from that of one branch at a time in the same dtype."""
-    grad_errors_to_float32: dict[str, float]
-    """The same from one branch at a time in float32, with the weights rounded to the dtype."""
-    peak_bytes: dict[str, int] | None
-    """Most memory allocated above model and gradients; None without a device that counts it."""
-
-
-def measure(cases: Iterable[Case] | None = None, *, device: str = "cuda", num_runs: int = 10) -> dict[str, Any]:
-    """The report: `{"cases": [GpuCaseResult...], "environment": {...}}`, ready for JSON.
-
-    Raises:
-        UnsupportedError: no CUDA device, where one is asked for.
-        InputError: fewer than one run.
+    Attributes:
+        device: "cuda", or "cpu" to see that the code works.
+        size: "full", or "tiny" for machines without a device.
+        parts: which parts, in order.
+        backends: of attention; the models run with "auto".
+        budget_s: seconds for all parts together.
+        data: folder with carried bench sets; without it trees are generated.
+        out: folder for JSON files; None writes none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(
-            "this benchmark measures CUDA devices and torch finds none: run `make gpu` on a machine with one, or see "
-            "that the code works with `python3 -m benchmarks.gpu --device cpu`"
+
+    device: str = "cuda"
+    size: Size = "full"
+    parts: Sequence[Part] = PARTS
+    backends: Sequence[Any] = ()
+    budget_s: float = BUDGET_S
+    data: Path = FOLDER
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(
+                "this benchmark measures CUDA devices and torch finds none: run `make gpu` on a machine with one, or "
+                "see that the code works with `TRITON_INTERPRET=1 python3 -m benchmarks.gpu --device cpu --size tiny`"
+            )
+        if self.device == "cpu" and self.out is not None and self.out.resolve() == RESULTS:
+            raise ConfigError(f"{RESULTS} holds what devices have measured, --device cpu is none: name another folder")
+
+
+def run(settings: Settings) -> dict[Part, Cell]:
+    """Runs the parts within their budgets, prints a table of each, and gives their reports."""
+    budget = Budget(settings.budget_s)
+    # Carried trees have thousands of tokens, which take minutes in an interpreter.
+    sets = [generated_workload(TINY_SPEC)] if settings.size == "tiny" else set_workloads(settings.data, SPEC)
+    reports: dict[Part, Cell] = {}
+    for part in settings.parts:
+        seconds = budget.share_s(SHARES[part])
+        print(f"\n{part}: at most about {seconds:.0f} s", flush=True)
+        report = PartReport(
+            part,
+            seconds,
+            environment=environment(settings.device, size=settings.size, sets=[some.name for some in sets]),
+            goals=GOALS.get(part),
+            file=None if settings.out is None else settings.out / FILES[part],
         )
-    cases = published_cases() if cases is None else cases
-    results = [measure_case(case, dtype, device, num_runs) for case in cases for dtype in DTYPES]
-    return {"cases": [asdict(result) for result in results], "environment": environment(device, num_runs)}
+        MEASURE[part](report, settings, sets)
+        report.write()
+        reports[part] = report.as_json()
+        TABLES[part](reports[part])
+    return reports
 
 
-def measure_case(case: Case, dtype: torch.dtype, device: str, num_runs: int) -> GpuCaseResult:
-    """Times every way to train one case in one dtype, and compares gradients and memory."""
-    model = build_model(dtype=dtype, device=device)
-    steps = build_steps(model, case)
-    gradients = {name: gradient_after(model, step) for name, step in steps.items()}
-    clock = cuda_seconds if device == "cuda" else process_seconds
-    seconds = interleaved_medians(steps, num_runs, clock)
-    peaks = {name: _peak_bytes(step) for name, step in steps.items()} if device == "cuda" else None
-    baseline = min(BASELINES, key=seconds.__getitem__)
-    forest = Forest.from_sequences(case.sequences)
-    return GpuCaseResult(
-        case=case.name,
-        dtype=str(dtype).removeprefix("torch."),
-        flat_tokens=forest.num_branch_tokens,
-        unique_tokens=forest.num_tokens,
-        flop_bound=bounds(forest, SHAPE).flop_bound,
-        baseline=baseline,
-        speedup=seconds[baseline] / seconds["tree"],
-        seconds=seconds,
-        grad_errors=_errors(gradients, gradients["one_by_one"]),
-        grad_errors_to_float32=_errors(gradients, _float32_gradient(case, dtype, device)),
-        peak_bytes=peaks,
-    )
+def _measure_exactness(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    cases = [star(prompt=9, response=4, group=3)] if tiny else published_cases()
+    report.note(model=SHAPE.name)
+    gpu_exactness.measure_exactness(report, cases, settings.device, 1 if tiny else 5)
 
 
-def environment(device: str, num_runs: int) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    cuda = device == "cuda"
-    return {
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
-        "versions": {**versions(), "cuda": torch.version.cuda if cuda else None},
-        "clock": "CUDA events" if cuda else "process time",
-        "runs": num_runs,
-        "model": asdict(SHAPE),
-    }
+def _measure_attention(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    cases, lengths = (tiny_cases(sets), TINY_LENGTHS) if tiny else (full_cases(sets), DENSE_LENGTHS)
+    watch = Stopwatch(device=settings.device, min_runs=1, max_runs=1) if tiny else Stopwatch(device=settings.device)
+    backends = settings.backends or gpu_attention.measured_backends()
+    gpu_attention.measure_attention(report, cases, lengths, watch, backends)
 
 
-def _errors(gradients: dict[str, Tensor], expected: Tensor) -> dict[str, float]:
-    return {name: relative_error(gradient, expected) for name, gradient in gradients.items()}
+def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    plans = tiny_plans(sets) if settings.size == "tiny" else full_plans(sets)
+    gpu_model.measure_models(report, plans, settings.device, build_ways())
 
 
-def _float32_gradient(case: Case, dtype: torch.dtype, device: str) -> Tensor:
-    model = build_model(dtype=dtype, device=device).float()
-    return gradient_after(model, build_steps(model, case)["one_by_one"])
-
-
-def _peak_bytes(step: Step) -> int:
-    """Most memory that a step allocates above what stands before it: model and last gradients."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _print_table(report: dict[str, Any]) -> None:
-    print(f"{report['environment']['device']}, median of {report['environment']['runs']}")
-    for case in report["cases"]:
-        seconds = "  ".join(f"{name} {1000 * value:.1f} ms" for name, value in case["seconds"].items())
-        print(
-            f"{case['case']:12} {case['dtype']:9} {case['speedup']:.2f}x of {case['flop_bound']:.2f}x over "
-            f"{case['baseline']}  gradient error {case['grad_errors']['tree']:.0e}  {seconds}"
-        )
+MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] = {
+    "exactness": _measure_exactness,
+    "attention": _measure_attention,
+    "model": _measure_models,
+}
+TABLES: dict[Part, Callable[[Cell], None]] = {
+    "exactness": gpu_exactness.print_table,
+    "attention": gpu_attention.print_table,
+    "model": gpu_model.print_table,
+}
+GOALS: dict[Part, Cell] = {"attention": dict(gpu_attention.GOALS), "model": dict(gpu_model.GOALS)}
 
 
 def main() -> None:
-    """Reads the arguments, measures, prints and writes."""
+    """Reads the arguments and runs; exits with 1 where a case failed, after all others have run."""
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=10, metavar="N", help="timed runs per case (default 10)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"JSON file (with CUDA: results/{RESULT.name})")
+    parser.add_argument("--size", choices=get_args(Size), default="full")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--backends", nargs="+", default=(), metavar="NAME", help="of attention (default: all)")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"(default {BUDGET_S:.0f})")
+    parser.add_argument("--data", type=Path, default=FOLDER, metavar="FOLDER", help=f"bench sets (default {FOLDER})")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON (with CUDA and full: benchmarks/results)")
     given = parser.parse_args()
-    out = given.out or (RESULT if given.device == "cuda" else None)
-    if out is not None and not out.absolute().parent.is_dir():
-        parser.error(f"--out needs an existing folder, got {out}: create {out.parent} first")
+    measured = given.device == "cuda" and given.size == "full"
+    out = given.out or (RESULTS if measured else None)
+    if out is not None and not out.is_dir():
+        parser.error(f"--out needs an existing folder, got {out}: create it first")
     try:
-        report = measure(device=given.device, num_runs=given.runs)
+        settings = Settings(
+            device=given.device,
+            size=given.size,
+            parts=[part for part in PARTS if part in given.only],
+            backends=given.backends,
+            budget_s=given.budget_s,
+            data=given.data,
+            out=out,
+        )
+        reports = run(settings)
     except TreeringError as error:
         parser.error(str(error))
-    _print_table(report)
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    errors = [f"{error['case']}: {error['error']}" for report in reports.values() for error in report["errors"]]
+    if errors:
+        sys.exit("\n".join(["some cases failed, the others are measured:", *errors]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""One part of the device benchmark: cases within a time budget, each on file as soon as it is measured.
+
+A case that fails or no longer fits is named in the report, and the others go on. Knows seconds and JSON; knows nothing
+of what a case measures, except that a device may run out of memory.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Cell = dict[str, Any]
+"""What a case found, ready for JSON."""
+
+
+class Budget:
+    """Seconds that parts share; what one leaves the next ones have.
+
+    Example: of 100 seconds, a part with a share of 0.2 gets 20; if it takes 5, half of the rest is 47.5.
+    """
+
+    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._end = clock() + total_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until all is to be done; 0 after that."""
+        return max(0.0, self._end - self.clock())
+
+    def share_s(self, share: float) -> float:
+        """That share of the seconds left."""
+        return share * self.left_s
+
+
+class PartReport:
+    """The cases, skipped cases and errors of one part, kept on file while they grow.
+
+    A case starts only where the median of the finished ones would still fit: the first ones are those that matter most.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget_s: float,
+        *,
+        environment: Cell,
+        goals: Cell | None = None,
+        file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.cases: list[Cell] = []
+        self.skipped: list[Cell] = []
+        self.errors: list[Cell] = []
+        self._environment, self._goals, self._file, self._clock = environment, goals or {}, file, clock
+        self._budget_s, self._start = budget_s, clock()
+        self._durations: list[float] = []
+
+    def run(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
+        """Measures a case, if it fits, and writes the report; None where it was skipped or failed."""
+        left = self._budget_s - (self._clock() - self._start)
+        expected = statistics.median(self._durations) if self._durations else 0.0
+        if left <= expected:
+            room = f"{max(left, 0.0):.0f} s left of {self._budget_s:.0f} s"
+            self.skip(case, f"{room}, a case takes about {expected:.0f} s")
+            return None
+        began = self._clock()
+        found = self._measured(case, measure)
+        self._durations.append(self._clock() - began)
+        if found is not None:
+            self.cases.append({"case": case, **found, "case_s": self._durations[-1]})
+        self.write()
+        return found
+
+    def note(self, **facts: Any) -> None:
+        """Adds to what the figures depend on."""
+        self._environment.update(facts)
+
+    def skip(self, case: str, reason: str) -> None:
+        """Notes, aloud, that a case is not measured."""
+        self.skipped.append({"case": case, "reason": reason})
+        print(f"{self.name}: {case} skipped ({reason})", flush=True)
+        self.write()
+
+    def fail(self, case: str, error: str) -> None:
+        """Notes, aloud, what went wrong in a case or in one of its ways; the run then ends with an error."""
+        self.errors.append({"case": case, "error": error})
+        print(f"{self.name}: {case} FAILED: {error}", flush=True)
+
+    def as_json(self) -> Cell:
+        """The report so far."""
+        return {
+            "cases": self.cases,
+            "skipped": self.skipped,
+            "errors": self.errors,
+            "goals": self._goals,
+            "environment": self._environment,
+        }
+
+    def write(self) -> None:
+        """Puts the report on file, whole or not at all."""
+        if self._file is None:
+            return
+        draft = self._file.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        draft.replace(self._file)
+
+    def _measured(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
+        try:
+            return measure()
+        except Exception as error:
+            # Whatever it was, the other cases' figures are worth having; the exit status tells of this one.
+            self.fail(case, in_words(error))
+            return None
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def in_words(error: Exception) -> str:
+    """The kind of an error and the first lines of what it says.
+
+    Example: `ValueError("no")` is "ValueError: no".
+    """
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
