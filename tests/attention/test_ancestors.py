@@ -179,7 +179,7 @@ def test_masks_stay_small_where_one_key_is_seen_by_fewer_rows() -> None:
 def test_gradients_are_summed_in_float32_for_bfloat16() -> None:
     gateway = Gateway()
     ones = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
-    gateway.export(0, ones, ones)
+    gateway.export(0, KeysValues(ones, ones))
     for _ in range(257):
         gateway.add_gradient(0, slice(None), KeysValues(ones, ones))
     total = gateway.take_gradient(0)
@@ -192,8 +192,8 @@ def test_a_partition_that_runs_before_its_parent_is_refused() -> None:
     gateway = Gateway()
     with pytest.raises(StateError, match="layer 2 of an ancestor partition is not there: it must run before"):
         gateway.read(2)
-    gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    gateway.export(2, KeysValues(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)))
     gateway.close()
-    gateway.export(2, torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    gateway.export(2, KeysValues(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)))
     with pytest.raises(StateError, match="is not there"):
         gateway.read(2)

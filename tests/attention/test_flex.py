@@ -15,7 +15,7 @@ from tests.forests import SHAPES, sequence_sets, star
 from treering.attention import Form, TreeLayout, attend, flex
 from treering.attention.ancestors import Ancestor
 from treering.attention.flex import BLOCK_SIZE, block_mask
-from treering.attention.gateway import Gateway
+from treering.attention.gateway import Gateway, KeysValues
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 from treering.tree.fragment import sight_of, take_fragment
@@ -138,7 +138,7 @@ def test_keys_of_the_partitions_above_come_first() -> None:
     ancestors = []
     for above in (parts[1], parts[0]):
         gateway = Gateway()
-        gateway.export(0, *(tensor[:, :, torch.from_numpy(above)] for tensor in inputs[1:]))
+        gateway.export(0, KeysValues(*(tensor[:, :, torch.from_numpy(above)] for tensor in inputs[1:])))
         sight = sight_of(tree, above.astype(np.int32), parts[2].astype(np.int32))
         ancestors.append(Ancestor.seen_through(gateway, sight))
     fragment = take_fragment(tree, parts[2].astype(np.int32))

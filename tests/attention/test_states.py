@@ -7,7 +7,7 @@ import torch
 from tests.forests import SHAPES
 from tests.partitions import random_partitions
 from treering.attention import TreeLayout
-from treering.attention.gateway import Gateway
+from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.states import Boundary, StateGateway, States
 from treering.errors import StateError
 from treering.train.boundaries import boundary_of
@@ -46,7 +46,7 @@ def test_gradients_are_taken_once_and_outlive_the_states() -> None:
 
 def test_closing_a_layout_frees_keys_values_and_states() -> None:
     keys, states = Gateway(), filled()
-    keys.export(3, torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    keys.export(3, KeysValues(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4)))
     nothing = np.empty(0, np.int64)
     boundary = Boundary(above=None, slots=nothing, start=np.array([-1, -1]), left=np.array([0, 1]), gateway=states)
     TreeLayout(Forest.from_sequences([[5, 6]]), torch.device("cpu"), gateway=keys, boundary=boundary).close()

@@ -55,7 +55,7 @@ def join_differentiably(own: KeysValues, layout: TreeLayout, layer: int) -> Keys
     Leaves the own ones in the layout's gateway, where it has one.
     """
     if layout.gateway is not None:
-        layout.gateway.export(layer, *own)
+        layout.gateway.export(layer, own)
         own = _collected(layout.gateway, layer, *own)
     return _concatenated([*(_received(ancestor.gateway, layer) for ancestor in reversed(layout.ancestors)), own])
 

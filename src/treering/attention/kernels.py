@@ -152,6 +152,12 @@ def choose_kernel(tensor: Tensor, form: Form) -> Kernel:
     return FlashCpu() if tensor.device.type == "cpu" and form.softcap is None else Plain(form.softcap)
 
 
+def token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [1, heads, N, D] whose memory runs by token, as the projections around attention read it."""
+    batch, heads, tokens, size = like.shape
+    return torch.empty(batch, tokens, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
+
+
 def _widened(heads: Tensor, copies: int) -> Tensor:
     """Heads [B, G, L, D] in float32 or wider, each `copies` times: [B, G * copies, L, D]."""
     return heads.to(torch.promote_types(heads.dtype, torch.float32)).repeat_interleave(copies, 1)

@@ -18,7 +18,7 @@ from treering.attention.ancestors import Ancestor
 from treering.attention.call import Call, Visibility
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues, add_rows
-from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel
+from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel, token_major
 from treering.attention.layout import TreeLayout
 
 
@@ -66,7 +66,7 @@ class _SegmentAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _Run) -> Tensor:
         own = KeysValues(key, value)
         if run.layout.gateway is not None:
-            run.layout.gateway.export(run.layer, *own)
+            run.layout.gateway.export(run.layer, own)
         whole = _attend(query, own, sinks, run)
         ctx.save_for_backward(query, key, value, sinks, whole.out, whole.lse)
         ctx.run = run
@@ -87,7 +87,7 @@ class _SegmentAttention(torch.autograd.Function):
 
 def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _Run) -> Part:
     wide = torch.promote_types(query.dtype, torch.float32)
-    out = _token_major(query, wide)
+    out = token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
     for call in run.layout.schedule(run.form.window).within:
         rows = slice(call.query_start, call.query_stop)
@@ -140,8 +140,8 @@ def _attend_backward(
     grad_out: Tensor, query: Tensor, own: KeysValues, whole: Part, run: _Run
 ) -> tuple[Tensor, KeysValues]:
     wide = torch.promote_types(query.dtype, torch.float32)
-    grad_query = _token_major(query, wide)
-    grad_own = KeysValues(*(_token_major(tensor, wide) for tensor in own))
+    grad_query = token_major(query, wide)
+    grad_own = KeysValues(*(token_major(tensor, wide) for tensor in own))
     for call in run.layout.schedule(run.form.window).within:
         grads = _part_backward(call, grad_out, query, own, whole, None, run)
         rows = slice(call.query_start, call.query_stop)
@@ -181,12 +181,6 @@ def _part_backward(
 
 def _mask(call: Call, query: Tensor, ancestor: Ancestor | None, layout: TreeLayout) -> Tensor | None:
     return layout.mask(call, query.dtype, None if ancestor is None else ancestor.sight)
-
-
-def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [1, heads, N, D] whose memory runs by token, as the projections around attention read it."""
-    batch, heads, tokens, size = like.shape
-    return torch.empty(batch, tokens, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
 
 
 def _rows(call: Call, layout: TreeLayout) -> slice | Tensor:

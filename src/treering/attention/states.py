@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treering.errors import StateError
+from treering.attention.gateway import Exports
 
 
 class States(NamedTuple):
@@ -30,12 +29,11 @@ class States(NamedTuple):
     context: Tensor
 
 
-class StateGateway:
+class StateGateway(Exports[States]):
     """States of one partition's boundary tokens by layer, and the gradients that partitions below have left so far.
 
-    Gradients are summed in float32 or the state's dtype, whichever is wider.
-
     Example:
+        >>> import torch
         >>> gateway = StateGateway()
         >>> gateway.export(0, States(torch.ones(2, 3), torch.zeros(2, 4, 3)))
         >>> gateway.add_gradient(0, "recurrent", torch.tensor([1]), torch.ones(1, 3))
@@ -43,41 +41,10 @@ class StateGateway:
         [0.0, 3.0]
     """
 
-    def __init__(self) -> None:
-        self._exports: dict[int, States] = {}
-        self._gradients: dict[int, States] = {}
-        self._is_open = True
-
-    def export(self, layer: int, states: States) -> None:
-        """Holds a layer's states for partitions below; nothing once the gateway is closed."""
-        if self._is_open:
-            self._exports[layer] = States(states.recurrent.detach(), states.context.detach())
-
-    def read(self, layer: int) -> States:
-        """A layer's states.
-
-        Raises:
-            StateError: the partition has not run, or its gateway is closed.
-        """
-        if layer not in self._exports:
-            raise StateError(f"layer {layer} of an ancestor partition is not there: it must run before those below it")
-        return self._exports[layer]
-
     def add_gradient(self, layer: int, name: str, rows: Tensor, gradient: Tensor) -> None:
         """Adds to the gradient of some rows (int64) of a layer's `recurrent` or `context`."""
-        if layer not in self._gradients:
-            self._gradients[layer] = States(*(_zeros(tensor) for tensor in self.read(layer)))
-        sums: Tensor = getattr(self._gradients[layer], name)
-        sums.index_add_(0, rows, gradient.to(sums.dtype))
-
-    def take_gradient(self, layer: int) -> States | None:
-        """What partitions below have left for a layer, once; None if nothing."""
-        return self._gradients.pop(layer, None)
-
-    def close(self) -> None:
-        """No partition below will read any more: frees the states, keeps their gradients."""
-        self._is_open = False
-        self._exports.clear()
+        total: Tensor = getattr(self.sums(layer), name)
+        total.index_add_(0, rows, gradient.to(total.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +65,3 @@ class Boundary:
     start: NDArray[np.int64]
     left: NDArray[np.int64]
     gateway: StateGateway | None
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))

@@ -79,7 +79,7 @@ class _TritonAttention(torch.autograd.Function):
         from treering.attention.triton.launch import run_forward
 
         if run.layout.gateway is not None:
-            run.layout.gateway.export(run.layer, key, value)
+            run.layout.gateway.export(run.layer, KeysValues(key, value))
         keys = _inner_contiguous(join(KeysValues(key, value), run.layout, run.layer))
         (inner,) = _inner_contiguous((query,))
         whole = run_forward(inner, KeysValues(*keys), sinks, run.tables, run.form, run.tiles)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
-from treering.attention.kernels import Part
+from treering.attention.kernels import Part, token_major
 from treering.attention.triton.forward import forward_kernel
 from treering.attention.triton.key_gradient import add_slots_kernel, key_gradient_kernel
 from treering.attention.triton.ops import INTERPRETED
@@ -49,7 +49,7 @@ def run_forward(
     """
     num_heads, num_queries = query.shape[1:3]
     wide = _wide(query)
-    out = _token_major(query, query.dtype)
+    out = token_major(query, query.dtype)
     lse = torch.empty(num_heads, num_queries, dtype=wide, device=query.device)
     work = tables.by_query(tiles.forward)
     _launch("forward", forward_kernel, query)[(num_heads, work.items.shape[0])](
@@ -75,7 +75,7 @@ def run_backward(
     grad_dtype: torch.dtype,
 ) -> tuple[Tensor, KeysValues]:
     """Gradients of the query [1, H, N, D] in its dtype, and of keys and values [1, G, K, D] in `grad_dtype`."""
-    grad_query = _token_major(query, query.dtype)
+    grad_query = token_major(query, query.dtype)
     work = tables.by_query(tiles.query_gradient)
     inputs = (query, *keys, grad_out)
     index = (tables.first, tables.stop, tables.limit, tables.position)
@@ -87,7 +87,7 @@ def run_backward(
         **constants, **_tile(tiles.query_gradient), **_options("query_gradient", query),
     )  # fmt: skip
     num_key_heads = keys.key.shape[1]
-    grads = KeysValues(*(_token_major(tensor, grad_dtype) for tensor in keys))
+    grads = KeysValues(*(token_major(tensor, grad_dtype) for tensor in keys))
     tile = tiles.key_gradient
     shared = tables.by_key(tile, num_heads=query.shape[1], num_key_heads=num_key_heads, max_visits=tiles.max_visits)
     slot_shape = (shared.num_slots, num_key_heads, 2, tile.keys, query.shape[3])
@@ -142,12 +142,6 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [1, heads, N, D] whose memory runs by token, as the projections around attention read it."""
-    batch, heads, tokens, size = like.shape
-    return torch.empty(batch, tokens, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
 
 
 def _is_timed() -> bool:
