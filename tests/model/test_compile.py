@@ -74,6 +74,16 @@ def test_compiled_models_are_exact(family: str, compiled: Callable[[nn.Module], 
 
 
 @pytest.mark.slow
+def test_a_wrapped_model_is_compiled_once_for_all_steps() -> None:
+    model = wrap(build_float64(num_hidden_layers=1))
+    backward(model, FORESTS[0], sft())
+    after_one = num_graphs()
+    for _ in range(2):
+        backward(model, FORESTS[0], sft())
+    assert num_graphs() == after_one > 0
+
+
+@pytest.mark.slow
 def test_a_compiled_adapter_is_exact() -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     assert_compiled_is_exact(get_peft_model(build_float64(), config).double(), wrap)

@@ -9,6 +9,7 @@ So the projections' outputs are overwritten at padding. Knows mixers by the name
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,22 +56,20 @@ def closed(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
 
     Example: of the rows [5, 6, 7] and [5, padding, padding] the second ends in the state behind its 5.
     """
+    if padding is None:
+        yield
+        return
     with ExitStack() as undo:
-        for gate in gates_of(mixer) if padding is not None else ():
-            handle = gate.projection.register_forward_hook(_Closing(padding, gate.num_columns))
+        for gate in gates_of(mixer):
+            handle = gate.projection.register_forward_hook(partial(_close, padding, gate.num_columns))
             undo.callback(handle.remove)
         yield
 
 
-class _Closing:
+def _close(
+    padding: Tensor, num_columns: int | None, module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
     """A forward hook that overwrites gates at padding."""
-
-    def __init__(self, padding: Tensor | None, num_columns: int | None) -> None:
-        self.padding = padding
-        self.num_columns = num_columns
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert self.padding is not None
-        width = output.shape[-1]
-        is_gate = torch.arange(width, device=output.device) >= width - (self.num_columns or width)
-        return output.masked_fill(self.padding[..., None] & is_gate, CLOSED)
+    width = output.shape[-1]
+    is_gate = torch.arange(width, device=output.device) >= width - (num_columns or width)
+    return output.masked_fill(padding[..., None] & is_gate, CLOSED)
