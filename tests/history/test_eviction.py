@@ -15,8 +15,10 @@ Model = dict[Any, dict[int, list[int]]]
 
 
 def num_bytes_of(model: Model) -> int:
-    """8 bytes an entry, 16 a version and 8 a prompt."""
-    return sum(8 + sum(16 + 8 * len(text) for text in versions.values()) for versions in model.values())
+    """8 bytes an entry, 4 a rollout, 16 a version and 8 a prompt."""
+    return sum(
+        8 + sum(16 + 8 * len(text) + 4 * text.count(-1) for text in versions.values()) for versions in model.values()
+    )
 
 
 def evict(model: Model, budget: int) -> None:
@@ -58,8 +60,8 @@ def test_what_no_longer_holds_does_not_pile_up() -> None:
 
 
 def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
-    """Bytes: a is 40, then 56 with two rollouts; b is 176; c is 40."""
-    store = HistoryStore(max_bytes=220)
+    """Bytes: a is 44, then 64 with two rollouts; b is 180; c is 44."""
+    store = HistoryStore(max_bytes=230)
     for prompt, num_tokens in (("a", 1), ("a", 1), ("b", 18), ("a", 1)):
         store.add(prompt, [np.ones(num_tokens, np.int32)], 0)
         store.publish()

@@ -50,3 +50,11 @@ def test_a_change_copies_what_it_falls_into_and_shares_the_rest() -> None:
     assert before[8].text.tolist() == [-1, 8]
     with pytest.raises(KeyError):
         after[8]
+
+
+def test_a_new_prompt_stands_behind_prompts_at_given_places() -> None:
+    placed = Snapshot().placed({"b": (7, index_of(0)), "a": (3, index_of(0))})
+    assert list(placed) == ["a", "b"]
+    after = placed.changed({"c": index_of(1), "a": index_of(2)})
+    assert [after.place(prompt_id) for prompt_id in after] == [3, 7, 8]
+    assert list(after) == ["a", "b", "c"]

@@ -10,43 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.history.reference import Row, draft_rows, drafted, store_of
+from tests.history.stores import ADDS, ARRAYS, assert_equal_snapshots, contents, ids
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.draft import Drafter
-from treering.history.index import PromptIndex
 from treering.history.store import HistoryStore
-
-ARRAYS = ("text", "suffixes", "versions", "starts")
-ADDS = st.lists(
-    st.tuples(
-        st.sampled_from(["a", "b", "c", 7]),
-        st.integers(0, 5),
-        st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=3),
-        st.booleans(),
-    ),
-    max_size=12,
-)
-
-
-def ids(*tokens: int) -> np.ndarray:
-    return np.array(tokens, np.int32)
-
-
-def contents(store: HistoryStore) -> dict[Any, dict[int, list[int]]]:
-    return {
-        prompt: {version: text.tolist() for version, text in index.texts().items()}
-        for prompt, index in store.snapshot.items()
-    }
-
-
-def assert_equal_snapshots(a: HistoryStore, b: HistoryStore) -> None:
-    assert list(a.snapshot) == list(b.snapshot)
-    for prompt_id in a.snapshot:
-        assert_equal_indexes(a.snapshot[prompt_id], b.snapshot[prompt_id])
-
-
-def assert_equal_indexes(a: PromptIndex, b: PromptIndex) -> None:
-    for name in ARRAYS:
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
 
 
 def filled(adds: list[Any], **options: int) -> HistoryStore:
@@ -90,19 +57,19 @@ def test_the_budget_holds_and_whatever_was_evicted_is_no_newer_than_what_stays(a
         newest_lost = max(v for _, v in lost)
         assert all(v >= newest_lost for _, v in kept)
         # One more would not have fitted.
-        back = [everything.snapshot[p].texts()[v].nbytes * 2 for p, v in lost if v == newest_lost]
-        assert store.num_bytes + max(back) + 24 > budget
+        back = [everything.snapshot[p].texts()[v].tolist() for p, v in lost if v == newest_lost]
+        assert store.num_bytes + max(8 * len(text) + 4 * text.count(-1) + 24 for text in back) > budget
 
 
 def test_the_oldest_version_goes_first_whichever_prompt_it_belongs_to() -> None:
     history = {"a": {1: [[1, 2, 3]], 4: [[1]]}, "b": {2: [[4, 5, 6]], 3: [[4]]}}
     a4, b3, b2 = {4: [-1, 1]}, {3: [-1, 4]}, {2: [-1, 4, 5, 6]}
-    # 8 bytes an entry, 16 a version and 8 a prompt: 88 for each of the two.
-    assert contents(store_of(history, max_bytes=176)) == contents(store_of(history))
-    assert contents(store_of(history, max_bytes=175)) == {"a": a4, "b": b3 | b2}
-    assert contents(store_of(history, max_bytes=127)) == {"a": a4, "b": b3}
-    assert contents(store_of(history, max_bytes=79)) == {"a": a4}
-    assert contents(store_of(history, max_bytes=39)) == {}
+    # 8 bytes an entry, 4 a rollout, 16 a version and 8 a prompt: 96 for each of the two.
+    assert contents(store_of(history, max_bytes=192)) == contents(store_of(history))
+    assert contents(store_of(history, max_bytes=191)) == {"a": a4, "b": b3 | b2}
+    assert contents(store_of(history, max_bytes=139)) == {"a": a4, "b": b3}
+    assert contents(store_of(history, max_bytes=87)) == {"a": a4}
+    assert contents(store_of(history, max_bytes=43)) == {}
 
 
 def test_a_snapshot_never_changes_and_prompts_that_did_not_change_are_shared() -> None:
@@ -150,6 +117,10 @@ def test_what_is_added_is_copied() -> None:
         (("a", [ids(1)], 2**70), r"version is an integer in .*2147483647.*, got 1180591620717411303424"),
         ((("a", 1), [ids(1)], 0), r"prompt_id is a string or an integer, got \('a', 1\)"),
         ((True, [ids(1)], 0), r"prompt_id is a string or an integer, got True"),
+        (("a", [ids(1), ids(2)], 0, [1.0]), r"one number for each of the 2 rollouts of 'a', got float64.*\(1,\)"),
+        (("a", [ids(1)], 0, [True]), r"one number for each of the 1 rollouts of 'a', got bool"),
+        (("a", [ids(1)], 0, [np.nan]), r"finite numbers .* got \[nan\]"),
+        (("a", [ids(1)], 0, [1e39]), r"finite numbers that float32 can hold, got \[1e\+39\]"),
     ],
 )
 def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str) -> None:
@@ -158,6 +129,23 @@ def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str)
         store.add(*arguments)
     store.publish()
     assert contents(store) == {}
+
+
+def test_rewards_stay_with_their_rollouts() -> None:
+    store = HistoryStore(max_epochs=2)
+    store.add("a", [ids(1), ids(), ids(2)], 0, rewards=[0.5, 7.0, -1.0])
+    store.add("a", [ids(3)], 1)
+    store.add("a", [ids(4)], 0, rewards=[2])
+    store.publish()
+    store.add("a", [ids(5)], 1, rewards=np.array([0.25]))
+    store.publish()
+    index = store.snapshot["a"]
+    assert index.text.tolist() == [-1, 3, -1, 5, -1, 1, -1, 2, -1, 4]
+    np.testing.assert_array_equal(index.rewards, np.array([np.nan, 0.25, 0.5, -1.0, 2.0], np.float32), strict=True)
+    assert {version: rewards.size for version, rewards in index.rewards_by_version().items()} == {1: 2, 0: 3}
+    store.add("a", [ids(6)], 2, rewards=[3.0])
+    store.publish()
+    np.testing.assert_array_equal(store.snapshot["a"].rewards, np.array([3.0, np.nan, 0.25], np.float32), strict=True)
 
 
 def test_no_rollouts_and_empty_rollouts_are_fine_and_leave_nothing() -> None:
@@ -184,7 +172,7 @@ def test_a_loaded_store_equals_the_saved_one_in_all_that_follows(adds: list[Any]
         store.save(Path(folder, "history.bin"))
         loaded = HistoryStore.load(Path(folder, "history.bin"), max_epochs=epochs, max_bytes=budget)
     assert_equal_snapshots(store, loaded)
-    assert loaded.num_bytes == store.num_bytes
+    assert (loaded.num_bytes, loaded.num_tokens) == (store.num_bytes, store.num_tokens)
     rows = draft_rows([Row(prompt_id=p, rollout=r) for p in ("a", 7) for r in ((), (1,), (0, 1), (2, 2, 3))])
     # What was not yet published comes along too.
     for step in range(2):
@@ -216,6 +204,31 @@ def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tm
         store.add("b", [ids(1)], 0)
         store.publish()
         assert contents(store) == {"b": {0: [-1, 1]}}
+
+
+def test_a_damaged_prompt_of_a_save_is_left_out_alone(tmp_path: Path) -> None:
+    file = tmp_path / "history.bin"
+    store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}})
+    store.add("c", [ids(5)], 0)
+    store.add("d", [ids(6)], 0)
+    store.save(file)
+    data = bytearray(file.read_bytes())
+    for text in ((-1, 3, 4), (-1, 6)):
+        data[data.index(np.array(text, np.int32).tobytes())] ^= 2
+    file.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"prompt '[bd]' in .*history.bin are left out: damaged") as warned:
+        loaded = HistoryStore.load(file)
+    assert len(warned) == 2
+    assert contents(loaded) == {"a": {0: [-1, 1, 2]}}
+    loaded.publish()
+    assert contents(loaded) == {"a": {0: [-1, 1, 2]}, "c": {0: [-1, 5]}}
+
+
+def test_tighter_limits_on_loading_keep_the_newest(tmp_path: Path) -> None:
+    store_of({"a": {v: [[v, v]] for v in range(4)}, "b": {9: [[1]]}}, max_epochs=4).save(tmp_path / "history.bin")
+    loaded = HistoryStore.load(tmp_path / "history.bin", max_epochs=2)
+    assert_equal_snapshots(loaded, store_of({"a": {2: [[2, 2]], 3: [[3, 3]]}, "b": {9: [[1]]}}))
+    assert contents(HistoryStore.load(tmp_path / "history.bin", max_bytes=44)) == {"b": {9: [-1, 1]}}
 
 
 def test_a_save_that_fails_says_how_to_go_on(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ Knows ages and bytes. Knows nothing of files, and keeps no rollout itself.
 import heapq
 from collections.abc import Iterable
 
+from treering.history.blocks import Block
 from treering.history.index import PromptIndex
-from treering.history.snapshot import Snapshot
+from treering.history.snapshot import Snapshot, Stored
 from treering.types import PromptId
 
 
@@ -29,7 +30,7 @@ class Eviction:
         if len(self._queue) > 64 + 2 * len(snapshot):
             self._queue, prompt_ids = [], snapshot
         for prompt_id in prompt_ids:
-            entry = (int(snapshot[prompt_id].versions[-1]), snapshot.place(prompt_id), prompt_id)
+            entry = (int(snapshot.stored(prompt_id).versions[-1]), snapshot.place(prompt_id), prompt_id)
             heapq.heappush(self._queue, entry)
 
     def evict(self, snapshot: Snapshot, num_bytes: int) -> dict[PromptId, PromptIndex | None]:
@@ -37,12 +38,21 @@ class Eviction:
         left: dict[PromptId, PromptIndex | None] = {}
         while num_bytes > 0:
             version, place, prompt_id = heapq.heappop(self._queue)
-            index = left[prompt_id] if prompt_id in left else snapshot.get(prompt_id)
-            if index is None or snapshot.place(prompt_id) != place or int(index.versions[-1]) != version:
+            if prompt_id not in snapshot or snapshot.place(prompt_id) != place:
                 continue
-            rest = left[prompt_id] = index.without_oldest()
-            num_bytes -= index.num_bytes
+            stored = left[prompt_id] if prompt_id in left else snapshot.stored(prompt_id)
+            if stored is None or int(stored.versions[-1]) != version:
+                continue
+            rest = left[prompt_id] = _without_oldest(stored)
+            num_bytes -= stored.num_bytes
             if rest is not None:
                 num_bytes += rest.num_bytes
                 heapq.heappush(self._queue, (int(rest.versions[-1]), place, prompt_id))
         return left
+
+
+def _without_oldest(stored: Stored) -> PromptIndex | None:
+    if len(stored.versions) == 1:
+        # Nothing of a prompt that goes is read from its file.
+        return None
+    return (stored.index if isinstance(stored, Block) else stored).without_oldest()

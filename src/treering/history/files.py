@@ -1,111 +1,95 @@
-"""Files of history: rollouts by prompt and version behind a checksum, appearing whole or not at all.
+"""History files as bytes: a sealed header, written whole or not at all, with or without arrays behind it.
 
-Knows bytes. Knows nothing of budgets and indexes. A file is read only when every byte of it is as it was written.
+Knows how a header is recognised and how a file appears. Knows nothing of what the headers say.
 
-    16 bytes    magic, format version (uint32) and length of the header (uint32), little-endian
-    header      JSON: {"num_pending": int, "blocks": [[prompt_id, version, entries of its text], ...]}
-    payload     the texts one after another, little-endian int32
-    32 bytes    BLAKE2b of everything above
+    16 bytes    magic (8), format version (uint32) and length of the header (uint32), little-endian
+    32 bytes    BLAKE2b of these 16 bytes and the header
+    header      JSON
 """
 
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from treering.errors import InputError
-from treering.history.index import MARKER, Int32Array
-from treering.types import PromptId
 
-MAGIC = b"RINGHIST"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
 _HIDDEN = ".unfinished-"
 
-BlockKey: TypeAlias = tuple[PromptId, int]
-"""(prompt_id, version)."""
+Buffer: TypeAlias = Any
+"""Anything whose bytes can be read: bytes, a map of a file, an array."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Contents:
-    """What a file holds, in order: published rollouts, and those that were added but not yet published."""
+def seal(magic: bytes, header: dict[str, Any]) -> tuple[bytes, str]:
+    """The bytes of a header, and its digest in hexadecimal digits.
 
-    published: Mapping[BlockKey, Int32Array]
-    pending: Mapping[BlockKey, Int32Array]
-
-
-def encode(contents: Contents) -> bytes:
-    """The bytes of a file.
-
-    Example: prompt "q" with [5, 6] at version 3 gives the header {"num_pending": 0, "blocks": [["q", 3, 3]]} and the
-    payload -1, 5, 6.
+    Example: {"next": 3} takes 16 + 32 + 10 bytes.
     """
-    blocks = [*contents.published.items(), *contents.pending.items()]
-    header = json.dumps(
-        {
-            "num_pending": len(contents.pending),
-            "blocks": [[prompt_id, version, int(text.size)] for (prompt_id, version), text in blocks],
-        }
-    ).encode()
-    prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(header))
-    body = b"".join([prefix, header, *(text.astype("<i4").tobytes() for _, text in blocks)])
-    return body + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    body = json.dumps(header, separators=(",", ":")).encode()
+    prefix = _PREFIX.pack(magic, FORMAT_VERSION, len(body))
+    digest = _digest(prefix, body)
+    return prefix + digest + body, digest.hex()
 
 
-def decode(data: bytes) -> Contents:
-    """What `encode` was given.
+def unseal(magic: bytes, data: Buffer) -> tuple[dict[str, Any], str, int]:
+    """What `seal` was given, its digest, and the number of bytes that it takes.
 
     Raises:
-        InputError: other bytes, with the reason in a few words.
+        InputError: the bytes do not begin with such a header, with the reason in a few words.
     """
-    if not data.startswith(MAGIC):
-        raise InputError("no history file")
+    if data[: len(magic)] != magic:
+        raise InputError("cut off" if len(data) < len(magic) else "no file of a history")
     if len(data) < _PREFIX.size + _DIGEST_BYTES:
         raise InputError("cut off")
-    _, format_version, header_size = _PREFIX.unpack_from(data)
+    prefix, digest = bytes(data[: _PREFIX.size]), bytes(data[_PREFIX.size : _PREFIX.size + _DIGEST_BYTES])
+    _, format_version, size = _PREFIX.unpack(prefix)
     if format_version != FORMAT_VERSION:
-        raise InputError(f"of format {format_version}, and this Treering reads format {FORMAT_VERSION}")
-    body, digest = memoryview(data)[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != digest:
-        raise InputError("damaged: its checksum differs")
-    header = json.loads(bytes(body[_PREFIX.size : _PREFIX.size + header_size]))
-    entries = np.frombuffer(body[_PREFIX.size + header_size :], "<i4").astype(np.int32)
-    return _split(header["blocks"], header["num_pending"], entries)
+        raise InputError(
+            f"of format {format_version}, and this Treering reads format {FORMAT_VERSION}, which holds ready indexes"
+        )
+    end = _PREFIX.size + _DIGEST_BYTES + size
+    if end > len(data):
+        raise InputError("cut off or damaged in its header")
+    body = bytes(data[_PREFIX.size + _DIGEST_BYTES : end])
+    if _digest(prefix, body) != digest:
+        raise InputError("damaged in its header: the checksum differs")
+    header: dict[str, Any] = json.loads(body)
+    return header, digest.hex(), end
 
 
-def _split(blocks: Sequence[tuple[PromptId, int, int]], num_pending: int, entries: Int32Array) -> Contents:
-    ends = np.cumsum([0, *(size for _, _, size in blocks)])
-    # The checksum held, so anything else is a bug of the writer.
-    assert ends[-1] == entries.size
-    assert (entries[ends[:-1]] == MARKER).all()
-    texts = [
-        ((prompt_id, version), entries[a:b])
-        for (prompt_id, version, _), a, b in zip(blocks, ends[:-1], ends[1:], strict=True)
-    ]
-    num_published = len(texts) - num_pending
-    return Contents(published=dict(texts[:num_published]), pending=dict(texts[num_published:]))
-
-
-def write_whole(file: Path, data: bytes) -> None:
+def write_whole(file: Path, parts: Iterable[Buffer]) -> None:
     """Writes a file that appears with all its bytes, or not at all when the process is killed.
 
     Raises:
         OSError: the folder is missing, read-only or full; nothing has appeared then.
     """
     draft = file.with_name(f"{_HIDDEN}{file.name}")
-    with draft.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
-    _flush(file.parent)
+    try:
+        with draft.open("wb") as stream:
+            stream.writelines(parts)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(draft, file)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes the names in a folder outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -114,9 +98,5 @@ def clear_unfinished(folder: Path) -> None:
         leftover.unlink()
 
 
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _digest(prefix: bytes, body: bytes) -> bytes:
+    return hashlib.blake2b(prefix + body, digest_size=_DIGEST_BYTES).digest()

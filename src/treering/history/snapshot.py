@@ -1,22 +1,27 @@
 """A published state of a history: prompts to indexes, never changed, and cheap to succeed.
 
-Knows how a next state shares what did not change. Knows nothing of budgets, versions and files.
+Knows how a next state shares what did not change. Knows nothing of budgets and of how files are written.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Self, TypeAlias
 
+from treering.history.blocks import Block
 from treering.history.index import PromptIndex
 from treering.types import PromptId
 
 _NUM_SHARDS = 1024
+
+Stored: TypeAlias = PromptIndex | Block
+"""An index in memory, or one in a file that has perhaps not been looked at; both say their versions and sizes."""
 
 
 class Snapshot(Mapping[PromptId, PromptIndex]):
     """An immutable mapping whose prompts stand in the order in which they came.
 
     A change copies the shards that it falls into, a thousandth of the prompts each: 50,000 prompts cost some 0.01 ms
-    where a copy of all would cost 5.
+    where a copy of all would cost 5. An index in a file is read when it is asked for; whether a prompt is here is said
+    without reading.
 
     Example: `Snapshot().changed({"q": index})` holds one prompt, `.changed({"q": None})` of that holds none.
     """
@@ -26,12 +31,16 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
     def __init__(self) -> None:
         """No prompt."""
         # By hash: each prompt's place in the order, and its index.
-        self._shards: tuple[dict[PromptId, tuple[int, PromptIndex]], ...] = ({},) * _NUM_SHARDS
+        self._shards: tuple[dict[PromptId, tuple[int, Stored]], ...] = ({},) * _NUM_SHARDS
         self._num_prompts = 0
         self._num_places = 0
 
     def __getitem__(self, prompt_id: PromptId) -> PromptIndex:
-        return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][1]
+        stored = self.stored(prompt_id)
+        return stored.index if isinstance(stored, Block) else stored
+
+    def __contains__(self, prompt_id: object) -> bool:
+        return prompt_id in self._shards[hash(prompt_id) % _NUM_SHARDS]
 
     def __iter__(self) -> Iterator[PromptId]:
         places = {prompt_id: place for shard in self._shards for prompt_id, (place, _) in shard.items()}
@@ -39,6 +48,18 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
 
     def __len__(self) -> int:
         return self._num_prompts
+
+    def stored(self, prompt_id: PromptId) -> Stored:
+        """What stands there for a prompt; nothing is read from a file.
+
+        Raises:
+            KeyError: the prompt is not here.
+        """
+        return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][1]
+
+    def num_bytes_of(self, prompt_ids: Iterable[PromptId]) -> int:
+        """Bytes of the indexes of those prompts that are here."""
+        return sum(self.stored(prompt_id).num_bytes for prompt_id in prompt_ids if prompt_id in self)
 
     def place(self, prompt_id: PromptId) -> int:
         """Where a prompt that is here stands in the order; a later one's is larger."""
@@ -49,21 +70,35 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
 
         A new prompt stands last, also where it was here at an earlier time.
         """
+        entries: dict[PromptId, tuple[int, Stored] | None] = {}
+        num_places = self._num_places
+        for prompt_id, index in indexes.items():
+            if index is None:
+                entries[prompt_id] = None
+            elif prompt_id in self:
+                entries[prompt_id] = self.place(prompt_id), index
+            else:
+                entries[prompt_id] = num_places, index
+                num_places += 1
+        return self.placed(entries)
+
+    def placed(self, entries: Mapping[PromptId, tuple[int, Stored] | None]) -> Self:
+        """The state with other indexes of some prompts, at given places; None takes out one that is here."""
+        if not entries:
+            return self
         following = type(self)()
         following._num_prompts, following._num_places = self._num_prompts, self._num_places
         shards = list(self._shards)
-        for number in {hash(prompt_id) % _NUM_SHARDS for prompt_id in indexes}:
+        for number in {hash(prompt_id) % _NUM_SHARDS for prompt_id in entries}:
             shards[number] = shards[number].copy()
-        for prompt_id, index in indexes.items():
+        for prompt_id, entry in entries.items():
             shard = shards[hash(prompt_id) % _NUM_SHARDS]
-            if index is None:
+            following._num_prompts -= prompt_id in shard
+            if entry is None:
                 del shard[prompt_id]
-                following._num_prompts -= 1
-            elif prompt_id in shard:
-                shard[prompt_id] = shard[prompt_id][0], index
-            else:
-                shard[prompt_id] = following._num_places, index
-                following._num_prompts += 1
-                following._num_places += 1
+                continue
+            shard[prompt_id] = entry
+            following._num_prompts += 1
+            following._num_places = max(following._num_places, entry[0] + 1)
         following._shards = tuple(shards)
         return following

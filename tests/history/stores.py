@@ -1,0 +1,90 @@
+"""Stores and their folders, for tests: what is in them, whether two are equal, and folders that publishes wrote."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treering.history import blocks
+from treering.history.index import PromptIndex
+from treering.history.reader import HistoryReader
+from treering.history.store import HistoryStore
+
+MANIFEST = "manifest.bin"
+ARRAYS = tuple(field.name for field in fields(PromptIndex))
+ADDS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", 7]),
+        st.integers(0, 5),
+        st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=3),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def ids(*tokens: int) -> np.ndarray:
+    """Token ids."""
+    return np.array(tokens, np.int32)
+
+
+def contents(store: HistoryStore | HistoryReader) -> dict[Any, dict[int, list[int]]]:
+    """Prompt -> version -> text."""
+    return {
+        prompt: {version: text.tolist() for version, text in index.texts().items()}
+        for prompt, index in store.snapshot.items()
+    }
+
+
+def assert_equal_snapshots(a: HistoryStore, b: HistoryStore | HistoryReader) -> None:
+    """The same prompts in the same order, array for array."""
+    assert list(a.snapshot) == list(b.snapshot)
+    for prompt_id in a.snapshot:
+        assert_equal_indexes(a.snapshot[prompt_id], b.snapshot[prompt_id])
+
+
+def assert_equal_indexes(a: PromptIndex, b: PromptIndex) -> None:
+    """Array for array."""
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+
+
+def write(folder: Path, *publishes: dict[str, list[int]], **options: int) -> HistoryStore:
+    """A closed store in the folder; publish number i adds one rollout of version i per prompt."""
+    with HistoryStore(folder, **options) as store:
+        for version, rollouts in enumerate(publishes):
+            for prompt_id, tokens in rollouts.items():
+                store.add(prompt_id, [np.array(tokens, np.int32)], version, rewards=[version])
+            store.publish()
+    return store
+
+
+def reopened(folder: Path, **options: int) -> HistoryStore:
+    """A closed store that has read a folder, and looked at all of it."""
+    with HistoryStore(folder, **options) as store:
+        contents(store)
+    return store
+
+
+def names_in(folder: Path) -> list[str]:
+    """All but hidden files."""
+    return sorted(file.name for file in folder.glob("[!.]*"))
+
+
+def data_files(folder: Path) -> list[Path]:
+    """In the order in which they were written."""
+    return sorted(folder.glob("history-*.bin"))
+
+
+def num_bytes_on_disk(folder: Path) -> int:
+    """Of everything that data files hold, alive or not."""
+    return sum(
+        block.num_bytes for file in data_files(folder) for block in blocks.decode(file.read_bytes(), file).blocks
+    )
+
+
+def large(start: int) -> list[int]:
+    """A rollout after which a file is not folded for being small."""
+    return [start] * 100_000
