@@ -1,18 +1,22 @@
-"""Drafts in plain Python, by looking at every place of every text: what the compiled drafter must equal.
+"""What drafts are allowed to be, in plain Python: by looking at every place of every text that a row may draft from.
 
 Also builders of stores and rows from lists.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from treering.history.draft import Drafter, DraftRows, Drafts
+from treering.history.draft import Drafter
+from treering.history.records import DraftRows, Drafts
 from treering.history.store import HistoryStore
 
-SOURCES = ("history", "siblings", "own")
+MARKER = -1
+ALL_SOURCES = ("history", "siblings", "own", "others")
+LEAST_EDIT = 3
+"""Tokens that agree behind an edit before a place without a match counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,33 +25,55 @@ class Row:
     prompt: tuple[int, ...] = (5, 6)
     rollout: tuple[int, ...] = ()
     group: int = 0
-    max_drafts: int = 8
+    max_drafts: int = 64
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.rollout)
 
 
-def store_of(history: Mapping[str | int, Mapping[int, Sequence[Sequence[int]]]], **options: int) -> HistoryStore:
-    """A store with prompt -> version -> rollouts, published."""
+def store_of(
+    history: Mapping[Any, Mapping[int, Sequence[Sequence[int]]]],
+    *,
+    rewards: Mapping[Any, Mapping[int, Sequence[float]]] | None = None,
+    **options: int,
+) -> HistoryStore:
+    """A store with prompt -> version -> rollouts, published; rewards likewise where they are known."""
     store = HistoryStore(**options)
     for prompt_id, versions in history.items():
         for version, rollouts in versions.items():
-            store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+            known = (rewards or {}).get(prompt_id, {}).get(version)
+            store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version, known)
     store.publish()
     return store
 
 
-def draft_rows(rows: Sequence[Row], *, num_spare: int = 3) -> DraftRows:
+def simple(*rollouts: list[int], **options: Any) -> Drafter:
+    """Of one version of prompt "q"; drafts whatever it finds."""
+    return Drafter(store_of({"q": {0: rollouts}}), **{"min_acceptance": 1e-6, **options})
+
+
+def draft_rows(
+    rows: Sequence[Row],
+    *,
+    num_spare: int = 3,
+    row_ids: Sequence[int] | None = None,
+    worth: Sequence[float] | None = None,
+) -> DraftRows:
     """The rows in one buffer whose unused columns hold garbage."""
-    contexts = [(*row.prompt, *row.rollout) for row in rows]
-    width = max((len(context) for context in contexts), default=0) + num_spare
+    width = max((len(row.context) for row in rows), default=0) + num_spare
     tokens = np.full((len(rows), width), 1, np.int32)
-    for b, context in enumerate(contexts):
-        tokens[b, : len(context)] = context
+    for b, row in enumerate(rows):
+        tokens[b, : len(row.context)] = row.context
     return DraftRows(
         prompt_ids=[row.prompt_id for row in rows],
         groups=np.array([row.group for row in rows], np.int64),
         tokens=tokens,
-        num_tokens=np.array([len(context) for context in contexts], np.int64),
+        num_tokens=np.array([len(row.context) for row in rows], np.int64),
         num_prompt_tokens=np.array([len(row.prompt) for row in rows], np.int64),
         max_drafts=np.array([row.max_drafts for row in rows], np.int64),
+        row_ids=None if row_ids is None else np.array(row_ids, np.int64),
+        worth=None if worth is None else np.array(worth, np.float64),
     )
 
 
@@ -60,84 +86,140 @@ def one_draft(drafter: Drafter, row: Row) -> list[int]:
     return drafted(drafter.propose(draft_rows([row])))[0]
 
 
+def first_tokens(drafts: Drafts, b: int = 0) -> set[int]:
+    """The tokens that a row's draft may begin with."""
+    part = slice(drafts.offsets[b], drafts.offsets[b + 1])
+    return set(drafts.tokens[part][drafts.parents[part] == -1].tolist())
+
+
+def likeliest_path(drafts: Drafts, b: int = 0) -> list[int]:
+    """The tokens that stand first in a row's draft, each behind the one before it."""
+    begin, end = drafts.offsets[b], drafts.offsets[b + 1]
+    path = []
+    for i in range(end - begin):
+        if drafts.parents[begin + i] != i - 1:
+            break
+        path.append(int(drafts.tokens[begin + i]))
+    return path
+
+
+def same_drafts(a: Drafts, b: Drafts) -> bool:
+    """Whether two drafts are equal bit by bit."""
+    return all(
+        getattr(a, name).tobytes() == getattr(b, name).tobytes()
+        for name in ("tokens", "offsets", "parents", "acceptance")
+    )
+
+
+def walk(drafts: Drafts, b: int, truth: Sequence[int]) -> tuple[int, int]:
+    """How many drafted tokens a rollout accepts that goes on with `truth`, and the number of the last one, or -1."""
+    begin, end = drafts.offsets[b], drafts.offsets[b + 1]
+    leaf = -1
+    for depth, token in enumerate(truth):
+        found = [
+            i for i in range(end - begin) if drafts.parents[begin + i] == leaf and drafts.tokens[begin + i] == token
+        ]
+        if not found:
+            return depth, leaf
+        leaf = found[0]
+    return len(truth), leaf
+
+
 @dataclass(frozen=True, kw_only=True)
-class Naive:
-    """The drafter's rules, read off its documentation."""
+class Allowed:
+    """Every text that rows may draft from, and what may be drafted."""
 
-    history: Mapping[str | int, Sequence[Sequence[int]]]  # prompt -> rollouts, newest first
-    state: Mapping[str, np.ndarray]
-    max_draft: int = 8
-    min_acceptance: float = 0.4
-    max_match: int = 16
-    sources: Sequence[str] = SOURCES
-    max_live_tokens: int = 4096
+    history: Mapping[Any, Mapping[int, Sequence[Sequence[int]]]]
+    rows: Sequence[Row]
+    sources: Sequence[str] = ALL_SOURCES
+    gone: Sequence[Row] = ()
 
-    def draft(self, rows: Sequence[Row], b: int) -> tuple[list[int], list[float]]:
-        """Tokens of row b with the estimated acceptance of each."""
-        limit = min(self.max_draft, rows[b].max_drafts)
-        best: list[tuple[int, float]] = []
-        for source in SOURCES:
-            if source in self.sources and limit > 0:
-                chain = self._chain(source, *self._matches(source, rows, b), limit)
-                if chain and (not best or chain[0][1] > best[0][1]):
-                    best = chain
-        kept, product = [], 1.0
-        for token, estimate in best:
-            product *= estimate
-            if product < self.min_acceptance:
-                break
-            kept.append((token, estimate))
-        return [token for token, _ in kept], [estimate for _, estimate in kept]
+    def check(self, drafts: Drafts, max_draft: int, least: float, *, is_chain: bool) -> None:
+        """Raises where a draft breaks a rule of `Drafts` or of `Drafter`."""
+        assert [a.dtype for a in (drafts.tokens, drafts.offsets, drafts.parents, drafts.acceptance)] == [
+            np.int32, np.int64, np.int32, np.float32,
+        ]  # fmt: skip
+        assert drafts.offsets.size == len(self.rows) + 1
+        assert drafts.offsets[0] == 0
+        for b, row in enumerate(self.rows):
+            part = slice(drafts.offsets[b], drafts.offsets[b + 1])
+            tokens, parents = drafts.tokens[part].tolist(), drafts.parents[part].tolist()
+            acceptance = drafts.acceptance[part].tolist()
+            assert 0 <= len(tokens) <= min(max_draft, row.max_drafts)
+            self._check_shape(tokens, parents, acceptance, least, is_chain=is_chain)
+            paths = [path_of(tokens, parents, i) for i in range(len(tokens))]
+            # Those that end a branch hold all others.
+            for i in set(range(len(tokens))) - set(parents):
+                assert self.may_draft(b, paths[i]), (b, row, paths[i])
 
-    def _matches(self, source: str, rows: Sequence[Row], b: int) -> tuple[int, list[tuple[Sequence[int], int]]]:
-        """(length of the longest match, its places in order): a place is a text and where the match ends in it."""
-        own = (*rows[b].prompt, *rows[b].rollout)
-        pattern = own if source == "own" else (-1, *rows[b].rollout)
-        for length in range(min(self.max_match, len(pattern)), 0, -1):
-            end = tuple(pattern[len(pattern) - length :])
-            places = [place for place in self._places(source, rows, b) if _ends_with(*place, end)]
-            if places:
-                whole = source != "own" and length == len(pattern)
-                return (16 if whole else length), places if source == "history" else places[:32]
-        return 0, []
+    def _check_shape(
+        self, tokens: list[int], parents: list[int], acceptance: list[float], least: float, *, is_chain: bool
+    ) -> None:
+        chances: list[float] = []
+        for i, parent in enumerate(parents):
+            assert -1 <= parent < i
+            assert 0 < acceptance[i] <= 1
+            chances.append(acceptance[i] * (chances[parent] if parent >= 0 else 1.0))
+            assert chances[i] >= least * (1 - 1e-4)
+        for parent in range(-1, len(tokens)):
+            children = [i for i in range(len(tokens)) if parents[i] == parent]
+            assert len({tokens[i] for i in children}) == len(children)
+            assert len(children) <= 1 or not is_chain
+            if children:
+                assert children[0] == parent + 1
+                assert acceptance[children[0]] == max(acceptance[i] for i in children)
 
-    def _places(self, source: str, rows: Sequence[Row], b: int) -> list[tuple[Sequence[int], int]]:
-        """Every place of a source that has a token behind it, in order of preference."""
-        if source == "history":
-            texts = [(-1, *rollout) for rollout in self.history.get(rows[b].prompt_id, [])]
-            return [(text, end) for text in texts for end in range(1, len(text))]
-        if source == "own":
-            text = (*rows[b].prompt, *rows[b].rollout)
-            return [(text, end) for end in range(len(text) - 1, 0, -1) if len(text) - end <= self.max_live_tokens]
-        found = []
-        for other, row in enumerate(rows):
-            if other != b and row.group == rows[b].group:
-                text = (-1, *row.rollout)
-                ends = range(len(text) - 1, 0, -1)
-                found += [(text, end) for end in ends if end == 1 or len(text) - end <= self.max_live_tokens]
-        return found
+    def may_draft(self, b: int, path: Sequence[int]) -> bool:
+        """Whether a path stands in a text of a source of row b, behind a place that ends as the row's context does."""
+        row = self.rows[b]
+        for text, context in self._texts(b):
+            for at in range(1, len(text) - len(path) + 1):
+                if list(text[at : at + len(path)]) == list(path) and _is_place(text[:at], context):
+                    return True
+        return self._may_follow_the_prompt(row, path)
 
-    def _chain(
-        self, source: str, length: int, places: list[tuple[Sequence[int], int]], limit: int
-    ) -> list[tuple[int, float]]:
-        chain: list[tuple[int, float]] = []
-        while places and len(chain) < limit:
-            nexts = [text[end] for text, end in places]
-            # Counter keeps the order of first appearance, so the newest of equally frequent ones comes first.
-            token, votes = Counter(nexts).most_common(1)[0]
-            chain.append((token, self._estimate(source, length, votes, len(nexts))))
-            places = [(text, end + 1) for text, end in places if text[end] == token and end + 1 < len(text)]
-            length += 1
-        return chain
+    def _may_follow_the_prompt(self, row: Row, path: Sequence[int]) -> bool:
+        """In the prompt the whole context is looked for, not the rollout alone."""
+        text = (MARKER, *row.prompt)
+        return "own" in self.sources and any(
+            list(text[at : at + len(path)]) == list(path) and _is_place(text[:at], (MARKER, *row.context))
+            for at in range(1, len(text) - len(path) + 1)
+        )
 
-    def _estimate(self, source: str, length: int, votes: int, total: int) -> float:
-        share = votes / total
-        bucket = (int(total > 1)) if share == 1 else 2 if share >= 0.75 else 3 if share >= 0.5 else 4
-        length = min(length, 16)
-        cell = np.ravel_multi_index((SOURCES.index(source), length - 1, bucket), (3, 16, 5))
-        prior = (1 - 0.5**length) * (0.7, 0.85, 0.75, 0.55, 0.3)[bucket]
-        return float((self.state["num_accepted"][cell] + 4 * prior) / (self.state["num_tried"][cell] + 4))
+    def _texts(self, b: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Texts, each with the context as it is looked for there."""
+        row = self.rows[b]
+        context = (MARKER, *row.rollout)
+        for prompt_id, versions in self.history.items():
+            if ("history" if prompt_id == row.prompt_id else "others") in self.sources:
+                yield from (((MARKER, *rollout), context) for rollouts in versions.values() for rollout in rollouts)
+        if "siblings" in self.sources:
+            others = [other for k, other in enumerate(self.rows) if k != b] + list(self.gone)
+            yield from (((MARKER, *other.rollout), context) for other in others if other.group == row.group)
+        if "own" in self.sources:
+            yield (MARKER, *row.rollout), context
 
 
-def _ends_with(text: Sequence[int], end: int, pattern: tuple[int, ...]) -> bool:
-    return end >= len(pattern) and tuple(text[end - len(pattern) : end]) == pattern
+def path_of(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """The tokens from the root to a node."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+def common_end(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many entries two texts have in common at their ends."""
+    count = 0
+    while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
+        count += 1
+    return count
+
+
+def _is_place(before: Sequence[int], context: Sequence[int]) -> bool:
+    """Whether what stands before a place ends as the context does, or does so behind a token at either end or both."""
+    behind_edit = max(
+        common_end(before[:-1], context[:-1]), common_end(before, context[:-1]), common_end(before[:-1], context)
+    )
+    return common_end(before, context) >= 1 or behind_edit >= LEAST_EDIT

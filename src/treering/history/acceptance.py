@@ -1,108 +1,85 @@
 """How likely a drafted token is to be accepted, learnt from what was accepted before.
 
-Knows counts per cell: source, length of the match, agreement among its occurrences. Knows nothing of tokens, of clocks
-and of chance: the same calls give the same estimates. A cell that looks too poor to draft from is tried again after
-enough refusals, the longer the more often it has been tried, so that it can recover and never costs much.
+A logistic model over the features of a candidate, and a table that says how well its estimates hold. Knows weights and
+counts. Knows nothing of texts, of clocks and of chance: the same calls give the same estimates.
 """
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
-
-Source = Literal["history", "siblings", "own"]
-"""history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context."""
-
-SOURCES: tuple[Source, ...] = ("history", "siblings", "own")
-NUM_LENGTHS = 16
-"""Longer matches count as this long."""
-NUM_SHARES = 5
-NUM_CELLS = len(SOURCES) * NUM_LENGTHS * NUM_SHARES
-
-# What is expected of a long match by share of the occurrences: all of one, all of more, 3/4, 1/2, less.
-_PRIOR_BY_SHARE = (0.7, 0.85, 0.75, 0.55, 0.3)
-_PRIOR_WEIGHT = 4.0
-_KEEP = 1 - 1 / 256
-_REFUSALS_PER_TRY = 8.0
+from treering.history.features import (
+    NUM_GENERAL_KINDS,
+    NUM_KINDS,
+    NUM_VOTES,
+    NUM_WEIGHTS,
+    squash,
+)
+from treering.history.lean import lean
+from treering.history.prior import SHARES
+from treering.history.stamp import STAMP
 
 Float64Array = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
-
-@njit(inline="always")
-def cell_of(source: int, length: int, votes: int, total: int) -> int:
-    """The cell of a continuation with `votes` of `total` occurrences behind a match of `length` >= 1 tokens."""
-    if votes == total:
-        share = 0 if total == 1 else 1
-    elif 4 * votes >= 3 * total:
-        share = 2
-    else:
-        share = 3 if 2 * votes >= total else 4
-    return (source * NUM_LENGTHS + min(length, NUM_LENGTHS) - 1) * NUM_SHARES + share
-
-
-@njit
-def is_retried(cell: int, num_tried: Float64Array, num_refused: Float64Array) -> bool:
-    """Counts a refusal of the cell; whether to try it all the same: after 8 of them, then after 16 more, ..."""
-    num_refused[cell] += 1
-    if num_refused[cell] < _REFUSALS_PER_TRY * (num_tried[cell] + 1):
-        return False
-    num_refused[cell] = 0
-    return True
-
-
-@njit(cache=True, nogil=True)
-def learn(
-    offsets: NDArray[np.int64],
-    cells: NDArray[np.int32],
-    accepted: NDArray[np.int64],
-    ended: NDArray[np.bool_],
-    num_tried: Float64Array,
-    num_accepted: Float64Array,
-    prior: Float64Array,
-    estimate: Float64Array,
-) -> None:
-    """Counts the accepted tokens of every row, and the one that was refused behind them unless the row ended."""
-    for b in range(accepted.size):
-        num_drafted = offsets[b + 1] - offsets[b]
-        num_known = accepted[b] if ended[b] else min(accepted[b] + 1, num_drafted)
-        for i in range(num_known):
-            cell = cells[offsets[b] + i]
-            num_tried[cell] = num_tried[cell] * _KEEP + 1
-            num_accepted[cell] = num_accepted[cell] * _KEEP + (1.0 if i < accepted[b] else 0.0)
-            estimate[cell] = (num_accepted[cell] + _PRIOR_WEIGHT * prior[cell]) / (num_tried[cell] + _PRIOR_WEIGHT)
+NUM_BINS = 20
+_RATE = 0.1
+_TOKEN_RATE = 0.4
+"""Of weights of single tokens: they are many, and each is seen seldom."""
+_VOTE_RATE = 0.02
+_FIRST_SQUARES = 4.0
+_SCALE_RATE = 0.3
+_FIRST_SCALE_SQUARES = 100.0
+_MOST_LOGIT = 8.0
+SCALE = NUM_VOTES + NUM_WEIGHTS
+OFFSET = SCALE + 1
+NUM_TRAINED = OFFSET + 1
 
 
 class Acceptance:
-    """Accepted and tried counts by cell, fading with a memory of 256 tries, and the estimates they give.
+    """Weights that follow what is observed, and how often estimates of each size came true.
 
-    Example: a cell with prior 0.7 that accepted 3 of 4 has the estimate (3 + 4 * 0.7) / (4 + 4) = 0.725, but for what
-    has faded in between.
+    Every candidate whose parent was accepted is one observation; a weight moves by the error of the model, the less
+    the more it has been moved before (AdaGrad: Duchi et al. 2011, section 1.1). Weights of tokens that were seen a few
+    times say more than they know; so a scale and an offset, learnt from how the model's logits hold on tokens that it
+    has not learnt from yet, turn a logit into the estimate (Platt 1999, section 2).
+
+    Example: with all weights 0 and a scale of 1 a candidate is estimated at 0.5; accepted once, the weights of its
+    general features rise by 0.1 * 0.5 / sqrt(4 + 0.25) = 0.024 each.
 
     Attributes:
-        num_tried: float64 [cells], faded.
-        num_accepted: float64 [cells], faded.
-        num_refused: float64 [cells], since the cell was last tried although its estimate was too low.
-        prior: float64 [cells], the estimate before anything is known.
-        estimate: float64 [cells], probability that a token is accepted, given that those before it were.
+        weights: float32 [votes + features + 2], the last two the scale and the offset.
+        squares: float32, aligned: sums of squared gradients.
+        reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
+            many were accepted.
+        quiet: int64 [1], rows without a draft since the last one that was only tried.
     """
 
     def __init__(self) -> None:
-        self.num_tried = np.zeros(NUM_CELLS)
-        self.num_accepted = np.zeros(NUM_CELLS)
-        self.num_refused = np.zeros(NUM_CELLS)
-        by_length = 1 - 0.5 ** np.arange(1, NUM_LENGTHS + 1)
-        self.prior = np.tile(np.outer(by_length, _PRIOR_BY_SHARE).ravel(), len(SOURCES))
-        self.estimate = self.prior.copy()
+        self.weights = np.zeros(NUM_TRAINED, np.float32)
+        self.weights[:NUM_VOTES] = SHARES
+        self.weights[SCALE] = 1.0
+        self.squares = np.full(NUM_TRAINED, _FIRST_SQUARES, np.float32)
+        self.squares[SCALE:] = _FIRST_SCALE_SQUARES
+        self.reliability = np.zeros((NUM_BINS, 3))
+        self.quiet = np.zeros(1, np.int64)
 
-    def state(self) -> dict[str, Float64Array]:
-        """Copies of all counts, float64 [cells] each."""
-        return {name: getattr(self, name).copy() for name in ("num_tried", "num_accepted", "num_refused")}
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (self.weights, self.squares, self.reliability, self.quiet))
 
-    def load_state(self, state: Mapping[str, Float64Array]) -> None:
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Copies of all arrays."""
+        return {name: getattr(self, name).copy() for name in ("weights", "squares", "reliability", "quiet")}
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Takes what `state` gave.
 
         Raises:
@@ -111,12 +88,112 @@ class Acceptance:
         expected = self.state()
         if state.keys() != expected.keys():
             raise InputError(f"a drafter's state has {sorted(expected)}, got {sorted(state)}; pass a state() unchanged")
+        taken = {}
         for name, values in state.items():
-            if np.shape(values) != (NUM_CELLS,) or not (np.isfinite(values) & (np.asarray(values) >= 0)).all():
+            with np.errstate(over="ignore"):
+                taken[name] = np.asarray(values).astype(expected[name].dtype)
+            least = {"weights": -np.inf, "squares": np.finfo(np.float32).tiny}.get(name, 0)
+            is_right = taken[name].shape == expected[name].shape and np.isfinite(taken[name]).all()
+            if not is_right or (taken[name] < least).any():
                 raise InputError(
-                    f"{name} of a drafter's state is {NUM_CELLS} finite counts >= 0, got shape {np.shape(values)} or "
-                    "another count; pass a state() unchanged"
+                    f"{name} of a drafter's state is finite, at least {least:g} and of shape {expected[name].shape}, "
+                    f"got shape {np.shape(values)} or another value; pass a state() unchanged"
                 )
-        for name, values in state.items():
+        for name, values in taken.items():
             getattr(self, name)[:] = values
-        self.estimate[:] = (self.num_accepted + _PRIOR_WEIGHT * self.prior) / (self.num_tried + _PRIOR_WEIGHT)
+
+
+@lean
+def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
+    """The acceptance of a candidate.
+
+    Args:
+        weights: see `Acceptance`.
+        shares: float32 [votes], stretched.
+        features: int32 [kinds], numbers of the weights.
+    """
+    return float(squash(weights[SCALE] * _logit(weights, shares, features) + weights[OFFSET]))
+
+
+@lean
+def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
+    # Four sums side by side: one addition need not wait for the one before.
+    first = second = third = fourth = 0.0
+    for k in range(0, NUM_KINDS, 4):
+        first += weights[NUM_VOTES + features[k]]
+        second += weights[NUM_VOTES + features[k + 1]]
+        third += weights[NUM_VOTES + features[k + 2]]
+        fourth += weights[NUM_VOTES + features[k + 3]]
+    for k in range(0, NUM_VOTES, 2):
+        first += weights[k] * shares[k]
+        third += weights[k + 1] * shares[k + 1]
+    return (first + second) + (third + fourth)
+
+
+@lean
+def _step(weights: Float32Array, squares: Float32Array, k: int, gradient: float, rate: float) -> None:
+    squares[k] += gradient * gradient
+    weights[k] += rate * gradient / np.sqrt(squares[k])
+
+
+@lean
+def _learn_one(
+    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array
+) -> None:
+    logit = _logit(weights, shares, features)
+    error = was_accepted - squash(weights[SCALE] * logit + weights[OFFSET])
+    _step(weights, squares, SCALE, error * min(max(logit, -_MOST_LOGIT), _MOST_LOGIT), _SCALE_RATE)
+    _step(weights, squares, OFFSET, error, _SCALE_RATE)
+    error = was_accepted - squash(logit)
+    for k in range(NUM_VOTES):
+        _step(weights, squares, k, error * shares[k], _VOTE_RATE)
+    for k in range(NUM_GENERAL_KINDS):
+        _step(weights, squares, NUM_VOTES + features[k], error, _RATE)
+    for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
+        _step(weights, squares, NUM_VOTES + features[k], error, _TOKEN_RATE)
+
+
+def _compile(stamp: int) -> Callable[..., None]:
+    """`learn`, cached by its sources; see `stamp`."""
+
+    @njit(cache=True, nogil=True)
+    def learn(
+        offsets: Int64Array,
+        parents: Int32Array,
+        estimates: Float32Array,
+        shares: Float32Array,
+        features: Int32Array,
+        was_accepted: NDArray[np.int8],
+        weights: Float32Array,
+        squares: Float32Array,
+        reliability: Float64Array,
+    ) -> None:
+        """Learns from every drafted token whose parent was accepted.
+
+        Args:
+            offsets: int64 [B + 1], of the rows' drafts.
+            parents: int32 [D], within the row.
+            estimates: float32 [D], as drafted.
+            shares: float32 [D, votes].
+            features: int32 [D, kinds].
+            was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
+            weights: see `Acceptance`; changed in place, as the two behind it.
+            squares: see `Acceptance`.
+            reliability: see `Acceptance`.
+        """
+        assert stamp >= 0
+        for b in range(offsets.size - 1):
+            for i in range(offsets[b], offsets[b + 1]):
+                if was_accepted[i] < 0 or (parents[i] >= 0 and was_accepted[offsets[b] + parents[i]] != 1):
+                    continue
+                bin_ = min(int(estimates[i] * NUM_BINS), NUM_BINS - 1)
+                reliability[bin_, 0] += 1
+                reliability[bin_, 1] += estimates[i]
+                reliability[bin_, 2] += was_accepted[i]
+                _learn_one(shares[i], features[i], was_accepted[i], weights, squares)
+
+    compiled: Callable[..., None] = learn
+    return compiled
+
+
+learn = _compile(STAMP)

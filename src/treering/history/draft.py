@@ -1,117 +1,73 @@
 """The drafter: proposed next tokens for a batch of rows, from history, running siblings and each row's own context.
 
-Knows records and the order of calls. Knows nothing of engines: it never sees noise, and a wrong draft costs time only.
-
-    B rows   L columns   D drafted tokens of all rows
+Knows what is kept from one step to the next, and the order of calls. Knows nothing of engines: it never sees noise, and
+a wrong draft costs time only.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.errors import ConfigError, InputError, StateError
-from treering.history.acceptance import SOURCES, Acceptance, Source, learn
+from treering.errors import ConfigError, InputError
+from treering.history.acceptance import Acceptance, learn
 from treering.history.arena import Arena
-from treering.history.index import MAX_DEPTH
-from treering.history.match import propose
-from treering.history.store import HistoryStore
+from treering.history.budget import Rest, seconds_of
+from treering.history.costs import VerifyCosts
+from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
+from treering.history.index import PromptIndex
+from treering.history.live import Live
+from treering.history.observed import as_counts, check_latest, contradiction, mark, set_states
+from treering.history.prior import vote_tables
+from treering.history.propose import propose
+from treering.history.recent import Recent
+from treering.history.records import DraftRows, Drafts, no_drafts
+from treering.history.reliability import ReliabilityBin, as_bins
+from treering.history.settings import Policy, Shape, check_settings
 from treering.types import PromptId
 
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
+_LEAST_WITH_COSTS = 0.02
+_RISE = 0.0036
+_NO_COSTS = np.zeros(0, np.int64), np.zeros(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftRows:
-    """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
+class SnapshotSource(Protocol):
+    """What a drafter reads: a `HistoryStore`, or a `HistoryReader` of another process's store."""
 
-    Attributes:
-        prompt_ids: B ids; one that history does not know is fine.
-        groups: int64 [B], equal numbers are siblings.
-        tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; what stands behind is not read.
-            Fastest where rows are contiguous.
-        num_tokens: int64 [B], tokens of each context.
-        num_prompt_tokens: int64 [B], how many of them are the prompt.
-        max_drafts: int64 [B], the most that each row may get; 0 is none.
-
-    Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
-    num_prompt_tokens [2].
-    """
-
-    prompt_ids: Sequence[PromptId]
-    groups: Int64Array
-    tokens: Int32Array
-    num_tokens: Int64Array
-    num_prompt_tokens: Int64Array
-    max_drafts: Int64Array
-
-    def __post_init__(self) -> None:
-        shape = (len(self.prompt_ids),)
-        if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
-            raise InputError(
-                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
-                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
-            )
-        for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts"):
-            values = getattr(self, name)
-            if _kind_of(values) != np.int64 or values.shape != shape:
-                raise InputError(
-                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
-                    f"{np.shape(values)}; convert it"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafts:
-    """Drafted tokens of all rows, one row after another; row b has those of `offsets[b]:offsets[b + 1]`.
-
-    Attributes:
-        tokens: int32 [D].
-        offsets: int64 [B + 1].
-        parents: int32 [D], number within the row's draft of the token before it; -1 is the context's last token.
-        acceptance: float32 [D], estimated probability that it is accepted, given that those before it are.
-        cells: int32 [D], what `observe` learns by.
-
-    Example: a draft [8, 9] for row 0 and none for row 1 are tokens [8, 9], offsets [0, 2, 2], parents [-1, 0].
-    """
-
-    tokens: Int32Array
-    offsets: Int64Array
-    parents: Int32Array
-    acceptance: NDArray[np.float32]
-    cells: Int32Array
-
-    def __post_init__(self) -> None:
-        assert self.tokens.size == self.parents.size == self.acceptance.size == self.cells.size == self.offsets[-1]
+    @property
+    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
+        """What is published at present; see `HistoryStore.snapshot`."""
 
 
 class Drafter:
     """Proposes tokens that each row may go on with, and learns from what was accepted.
 
-    For every source it takes the longest end of the context that occurs there with a token behind it, and of the
-    sources the one whose first token is likeliest to be accepted. The draft goes on with the most frequent token of
-    the occurrences that are left, until they end or the draft as a whole has become too unlikely.
+    For each row it looks for places where the row's context occurs: in the prompt's history, in the running rollouts of
+    its group, in the row itself and in other prompts' history; and where an old rollout that the row followed goes on
+    behind a small edit. Places vote for their next tokens. Of the tree of continuations it takes the tokens that are
+    likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
 
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
         store: its newest snapshot is read at each `propose`.
-        max_draft: tokens per row at most, >= 1.
-        min_acceptance: in (0, 1]; a draft ends before its estimated probability of being accepted whole falls below
-            this. A source that looks too poor for its first token is tried again once in a while, the more rarely the
-            more often it failed.
-        max_match: longest match that is looked for, >= 1; with `max_draft` at most 64.
-        sources: which are looked at, at least one; of equally likely ones history goes first, then siblings, then own.
-        max_live_tokens: newest tokens of a running context that are searched, >= 1.
+        max_draft: tokens per row at most, 1 to 64.
+        min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, as long as nothing is
+            known of what passes cost. Tokens behind it must be likelier to be reached and accepted: by 0.036 behind 8
+            others, by 0.23 behind 32. With `use_costs`, the tokens are drafted that pay.
+        policy: whose places count.
+        shape: "tree", or "chain" for engines that verify no trees.
+        sources: which are looked at, at least one.
+        max_live_tokens: newest tokens of a running rollout or prompt that are searched, >= 16.
+        max_other_tokens: tokens of other prompts' history that are searched, >= 0.
 
     Raises:
         ConfigError: a value out of range.
 
     Example:
         >>> import numpy as np
+        >>> from treering.history.store import HistoryStore
         >>> store = HistoryStore()
         >>> store.add("q", [np.array([7, 8, 9], np.int32)] * 2, version=0)
         >>> store.publish()
@@ -120,133 +76,216 @@ class Drafter:
         >>> rows = DraftRows(prompt_ids=["q"], groups=count(0), tokens=np.array([[5, 6, 7]], np.int32),
         ...                  num_tokens=count(3), num_prompt_tokens=count(2), max_drafts=count(4))
         >>> drafts = drafter.propose(rows)
-        >>> drafts.tokens.tolist(), drafts.parents.tolist(), [f"{value:.2f}" for value in drafts.acceptance]
-        ([8, 9], [-1, 0], ['0.85', '0.85'])
+        >>> drafts.tokens.tolist(), drafts.parents.tolist()
+        ([8, 9], [-1, 0])
         >>> drafter.observe(rows, count(2))
+        >>> sum(bin.num_drafted for bin in drafter.reliability())
+        2
     """
 
     def __init__(
         self,
-        store: HistoryStore,
+        store: SnapshotSource,
         *,
-        max_draft: int = 8,
-        min_acceptance: float = 0.4,
-        max_match: int = 16,
+        max_draft: int = 64,
+        min_acceptance: float = 0.018,
+        policy: Policy = "calibrated",
+        shape: Shape = "tree",
         sources: tuple[Source, ...] = SOURCES,
         max_live_tokens: int = 4096,
+        max_other_tokens: int = 1 << 18,
     ) -> None:
-        for name, value in (("max_draft", max_draft), ("max_match", max_match), ("max_live_tokens", max_live_tokens)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(
-                    f"{name} of a drafter is a whole number, at least 1, got {value!r}; correct it, or use no drafter "
-                    "at all"
-                )
-        if not isinstance(store, HistoryStore):
+        check_settings(
+            max_draft=max_draft, min_acceptance=min_acceptance, policy=policy, shape=shape, sources=sources,
+            max_live_tokens=max_live_tokens, max_other_tokens=max_other_tokens,
+        )  # fmt: skip
+        if not isinstance(getattr(store, "snapshot", None), Mapping):
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
-        if max_match + max_draft > MAX_DEPTH:
-            raise ConfigError(
-                f"history is sorted by {MAX_DEPTH} tokens, so max_match + max_draft is at most that, got {max_match} + "
-                f"{max_draft}; lower one of them"
-            )
-        if not 0 < min_acceptance <= 1:
-            raise ConfigError(f"min_acceptance is a probability in (0, 1], got {min_acceptance}; 0.4 is usual")
-        if not sources or not set(sources) <= set(SOURCES):
-            raise ConfigError(f"sources are some of {SOURCES}, at least one, got {sources!r}; correct them")
         self._store = store
         self._max_draft = max_draft
-        uses = np.array([source in sources for source in SOURCES])
-        self._limits = (uses, max_draft, max_match, max_live_tokens, float(min_acceptance))
+        self._min_acceptance = float(min_acceptance)
+        self._uses = np.array([source in sources for source in SOURCES])
+        self._kind = (get_args(Policy).index(policy), shape == "chain")
         self._acceptance = Acceptance()
-        self._arena = Arena()
+        self._votes = tuple(vote_tables().values())
+        self._arena = Arena(rewards="read" if policy == "reward" else "unread")
+        self._live, self._recent = Live(max_live_tokens), Recent(max_other_tokens)
+        self._max_live_tokens = max_live_tokens
+        self._costs: VerifyCosts | None = None
+        self._rest = Rest()
+        self._cutoff = 0.1
+        self._snapshot: Mapping[PromptId, PromptIndex] | None = None
+        self._rows: DraftRows | None = None
+        self._slots = self._owners = self._live_slots = np.zeros(0, np.int64)
+        self._worth = np.ones(0)
+        self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._latest: tuple[DraftRows, Drafts] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept beside the store: indexes of running prompts, live rows, other prompts, weights."""
+        return sum(part.num_bytes for part in (self._arena, self._live, self._recent, self._acceptance))
+
+    @property
+    def costs(self) -> VerifyCosts | None:
+        """What passes are taken to cost; see `use_costs`."""
+        return self._costs
+
+    def use_costs(self, costs: VerifyCosts | None) -> None:
+        """Takes what passes of this drafter's engine cost from now on: drafts as long as pays, none where none does.
+
+        None goes back to `min_acceptance`.
+        """
+        self._costs = costs
+        self._rest = Rest()
+        self._cutoff = 0.1
+
     def propose(self, rows: DraftRows) -> Drafts:
-        """Drafts for each row, chains of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
+        """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
 
         Raises:
             InputError: a row's counts contradict each other.
         """
         num_rows = len(rows.prompt_ids)
-        contexts = (rows.tokens, rows.num_tokens, rows.num_prompt_tokens, rows.groups, rows.max_drafts)
-        slots = self._arena.slots(rows.prompt_ids, self._store.snapshot)
-        texts = (slots, self._arena.spans, self._arena.text, self._arena.suffixes)
-        table = (self._acceptance.estimate, self._acceptance.num_tried, self._acceptance.num_refused)
+        # Should this call fail, what is kept of rows is no longer that of the call before.
+        self._latest = None
+        if self._costs is not None and not self._rest.is_due():
+            self._latest = (rows, no_drafts(num_rows))
+            return self._latest[1]
+        self._prepare(rows, num_rows)
         size = num_rows * self._max_draft
         offsets = np.empty(num_rows + 1, np.int64)
-        tokens, parents, cells = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.int32)
-        acceptance = np.empty(size, np.float32)
-        output = (offsets, tokens, parents, acceptance, cells)
-        bad_row = propose(*contexts, *texts, *self._limits, *table, *output)
+        tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
+        acceptance, paths = np.empty(size, np.float32), np.empty(size)
+        bad_row, cutoff = propose(
+            rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
+            self._slots, self._owners, *self._arena.arrays, self._arena.generation, *self._live_arguments(),
+            *self._recent.arrays, *self._live.threads, self._uses, *self._kind, self._max_draft,
+            *self._leasts(), *self._votes,
+            self._acceptance.weights, self._acceptance.quiet, *self._cost_arguments(), offsets, tokens, parents,
+            acceptance, paths,
+            self._shares, self._features,
+        )  # fmt: skip
         if bad_row >= 0:
-            raise InputError(_contradiction(rows, bad_row))
+            raise InputError(contradiction(rows, bad_row))
         end = offsets[-1]
-        drafts = Drafts(
-            tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end], cells=cells[:end]
-        )
+        # Where nothing was drafted, nothing was learnt of what pays: then more is looked at, not less.
+        self._cutoff = 0.5 * (self._cutoff + (cutoff if end > 0 else 0.0))
+        if end == 0 and self._costs is not None and rows.max_drafts.any():
+            self._rest.note_nothing(num_rows, seconds_of(num_rows, *self._cost_arguments()))
+        drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)
         return drafts
 
     def observe(
-        self, rows: DraftRows, accepted: NDArray[np.integer[Any]], ended: NDArray[np.bool_] | None = None
+        self,
+        rows: DraftRows,
+        accepted: NDArray[np.integer[Any]],
+        ended: NDArray[np.bool_] | None = None,
+        leaves: NDArray[np.integer[Any]] | None = None,
     ) -> None:
         """Learns from what became of the latest drafts; once per `propose`, and not needed after every one.
+
+        Of drafts without tokens it learns nothing.
 
         Args:
             rows: those of the latest `propose`, the very same object.
             accepted: integers [B], drafted tokens of each row that were accepted.
-            ended: bool [B], rows that ended behind their accepted tokens, so that the next drafted one was not tried.
+            ended: bool [B], rows that were cut off behind their accepted tokens by something that tokens do not tell,
+                a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
+                comes behind one is worth learning.
+            leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
+                what a draft's branches leave open is not learnt.
 
         Raises:
             StateError: other rows, or a second time.
-            InputError: a wrong shape or type, or more accepted tokens than drafted ones; nothing is learnt then.
+            InputError: a wrong shape or type, or numbers that do not belong to the drafts; nothing is learnt then.
         """
-        if self._latest is None or self._latest[0] is not rows:
-            raise StateError("observe belongs to the latest propose, once, and takes its rows object; propose first")
-        drafts = self._latest[1]
-        counts = np.asarray(accepted)
-        has_ended = np.zeros(counts.shape, np.bool_) if ended is None else np.asarray(ended)
-        shape = (len(rows.prompt_ids),)
-        if (
-            counts.shape != shape
-            or has_ended.shape != shape
-            or counts.dtype.kind not in "iu"
-            or has_ended.dtype != bool
-        ):
-            raise InputError(
-                f"accepted holds integers and ended booleans, both of shape {shape}, got {counts.dtype} of shape "
-                f"{counts.shape} and {has_ended.dtype} of shape {has_ended.shape}; pass one entry per row"
-            )
-        num_drafted = drafts.offsets[1:] - drafts.offsets[:-1]
-        if ((counts < 0) | (counts > num_drafted)).any():
-            raise InputError(
-                f"a row accepts between none and all of its drafted tokens, got {counts.tolist()} of "
-                f"{num_drafted.tolist()}; count drafted tokens alone, without the one sampled behind them"
-            )
-        table = self._acceptance
-        learned = (table.num_tried, table.num_accepted, table.prior, table.estimate)
-        learn(drafts.offsets, drafts.cells, counts.astype(np.int64), has_ended, *learned)
+        drafts = check_latest(self._latest, rows)
+        counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
         self._latest = None
+        if drafts.tokens.size == 0:
+            return
+        was_accepted = np.empty(drafts.tokens.size, np.int8)
+        num_left = np.empty(counts.size, np.int64)
+        mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
+        table = self._acceptance
+        learn(
+            drafts.offsets, drafts.parents, drafts.acceptance, self._shares, self._features, was_accepted,
+            table.weights, table.squares, table.reliability,
+        )  # fmt: skip
+        threads = self._live.threads
+        set_states(
+            threads.state,
+            threads.num_expected,
+            threads.num_tokens,
+            self._live_slots,
+            drafts.offsets,
+            counts,
+            num_left,
+            was_cut,
+        )
+        if self._costs is not None:
+            sizes, seconds = self._cost_arguments()
+            plain = seconds_of(counts.size, sizes, seconds)
+            drafted = seconds_of(counts.size + drafts.tokens.size, sizes, seconds)
+            self._rest.note(counts.size, drafts.tokens.size, int(counts.sum()), plain, drafted)
 
-    def state(self) -> dict[str, NDArray[np.float64]]:
+    def median_tokens(self, prompt_id: PromptId) -> float | None:
+        """Tokens of a prompt's published rollouts in the median; None where there is none."""
+        index = self._store.snapshot.get(prompt_id)
+        return None if index is None or index.text.size == 0 else index.median_tokens
+
+    def reliability(self) -> tuple[ReliabilityBin, ...]:
+        """How often estimates came true, by their size: what `observe` has seen, likeliest last."""
+        return as_bins(self._acceptance.reliability)
+
+    def state(self) -> dict[str, NDArray[Any]]:
         """What was learnt, for a checkpoint: copies. The store has its own (`HistoryStore.save`)."""
         return self._acceptance.state()
 
-    def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Goes on as the drafter whose `state` this is; drafts that were not observed are forgotten.
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Goes on as a new drafter with this state: running rows and drafts that were not observed are forgotten.
 
         Raises:
             InputError: other names, shapes or values; nothing is taken then.
         """
         self._acceptance.load_state(state)
-        self._latest = None
+        # What rows that have left leave behind is no part of a state, and a new drafter has none of it.
+        self._live = Live(self._max_live_tokens)
+        self._snapshot = self._rows = self._latest = None
+        self.use_costs(self._costs)
 
+    def _prepare(self, rows: DraftRows, num_rows: int) -> None:
+        """Finds the rows in what is kept; costs next to nothing where they are those of the step before."""
+        snapshot = self._store.snapshot
+        is_known = rows is self._rows and snapshot is self._snapshot
+        self._live_slots, self._prompt_slots, is_fresh = self._live.slots(rows)
+        if is_known:
+            return
+        if is_fresh or self._snapshot is None:
+            self._recent.take(snapshot)
+            self._arena.forget()
+        self._slots = self._arena.slots(rows.prompt_ids, snapshot)
+        self._owners = np.array([self._recent.number(prompt_id) for prompt_id in rows.prompt_ids], np.int64)
+        self._worth = np.ones(num_rows) if rows.worth is None else rows.worth
+        self._rows, self._snapshot = rows, snapshot
+        if self._shares.shape[0] < num_rows * self._max_draft:
+            self._shares = np.empty((num_rows * self._max_draft, NUM_VOTES), np.float32)
+            self._features = np.empty((num_rows * self._max_draft, NUM_KINDS), np.int32)
 
-def _kind_of(values: object) -> np.dtype[Any] | str:
-    return values.dtype if isinstance(values, np.ndarray) else type(values).__name__
+    def _live_arguments(self) -> tuple[Any, ...]:
+        live = self._live
+        return (*live.chains, live.num_noted, live.first, live.scopes, self._live_slots, self._prompt_slots, live.width)
 
+    def _cost_arguments(self) -> tuple[Any, ...]:
+        return _NO_COSTS if self._costs is None else (self._costs.num_tokens, self._costs.seconds)
 
-def _contradiction(rows: DraftRows, b: int) -> str:
-    return (
-        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
-        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
-    )
+    def _leasts(self) -> tuple[float, float]:
+        """Below the first nothing is looked at, and by the second it rises along a draft.
+
+        With costs it is somewhat below what paid in the steps before, and the costs say what longer drafts cost.
+        """
+        if self._costs is None:
+            return self._min_acceptance, _RISE
+        return max(_LEAST_WITH_COSTS, 0.5 * self._cutoff), 0.0

@@ -1,115 +1,193 @@
-"""Where the end of a row's context occurs in running rows: those of its siblings, or its own.
+"""What is running: the rollouts so far of every row, and the prompts of their groups, searchable as they grow.
 
-Knows rows of tokens. Knows nothing of acceptance. Rows are read from their newest end, as they stand: nothing is kept
-from one step to the next.
+Knows rows and groups. Knows nothing of history, of acceptance and of drafts. Only what a step has appended is read; a
+row that leaves gives its room to another. All of it goes when rows come of which none was there before: what is found
+then is what a new one would find.
+
+    B rows   S slots   W entries of a slot
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from treering.history.chains import Chains, append, link, make_chains, short_head
+from treering.history.index import MARKER
+from treering.history.lean import lean
+from treering.history.records import DraftRows
+from treering.history.threads import MAX_THREADS, Threads
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-MAX_PLACES = 32
-"""Occurrences that are followed, the newest ones."""
-_BLOCK = 64
+_FIRST_WIDTH = 256
+_NUM_COMPARED = 32
+
+_CUT = -2
+# Begins a slot whose first tokens have gone out: equal to nothing.
 
 
-@njit(inline="always")
-def _match_back(row: Int32Array, at: int, row_start: int, context: Int32Array, start: int, max_match: int) -> int:
-    """How many tokens up to row[at] equal the context's last ones; a beginning that both reach counts as one more."""
-    limit = min(max_match, at - row_start + 1, context.size - start)
-    length = 0
-    while length < limit and row[at - length] == context[context.size - 1 - length]:
-        length += 1
-    if length < max_match and length == at - row_start + 1 and length == context.size - start:
-        length += 1
-    return length
+class Live:
+    """Slots of equal width: one for each running rollout, one for each group's prompt.
 
+    A slot is a marker, tokens and a marker. Of what does not fit, the newest tokens are kept.
 
-@njit(inline="always")
-def _has(block: Int32Array, token: np.int32) -> bool:
-    """Whether a token stands in a block; counts in 32 bits and never leaves early, so that it compiles to vectors."""
-    count = np.uint32(0)
-    for i in range(block.size):
-        count |= np.uint32(block[i] == token)
-    return bool(count != 0)
+    Attributes:
+        chains: the texts of all slots, linked within groups.
+        num_noted: int64 [S], tokens of the row's context that are in the slot or have gone out of it.
+        first: int64 [S], tokens of the context that stand before the slot's first one.
+        scopes: int64 [S], scope of what is in the slot.
+        row_scopes: int64 [B], scope of each row: its group, by number in the order in which groups came.
+        width: W.
+        threads: what the row of each slot followed at its latest step.
 
-
-@njit
-def longest_in_row(
-    row: Int32Array,
-    row_start: int,
-    context: Int32Array,
-    start: int,
-    max_match: int,
-    max_window: int,
-    number: int,
-    best: int,
-    num_places: int,
-    places: Int64Array,
-) -> tuple[int, int]:
-    """Looks for the context's end in a row; returns the longest match so far and how many places have it.
-
-    Args:
-        row: int32 [m], the row's valid tokens; the last one is only followed to, never from.
-        row_start: where its matches may begin; a marker stands before it.
-        context: int32 [n], whose end is looked for.
-        start: where the pattern may begin; a marker stands before it.
-        max_match: of the pattern, marker included.
-        max_window: how many places are looked at, from the newest on.
-        number: the row's own, noted with each place.
-        best: longest match in the rows before, 0 where there is none.
-        num_places: places that have it.
-        places: int64 [MAX_PLACES, 2], (row, place of the token behind the match), written from `num_places` on.
+    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts.
     """
-    if context.size == start:
-        # Nothing but the marker to look for, and it stands in one place.
-        if row.size == row_start or num_places == MAX_PLACES:
-            return best, num_places
-        places[num_places, 0], places[num_places, 1] = number, row_start
-        return 1, num_places + 1
-    lowest = max(row_start, row.size - 1 - max_window)
-    token = context[context.size - 1]
-    high = row.size - 1
-    while high > lowest:
-        low = max(lowest, high - _BLOCK)
-        if _has(row[low:high], token):
-            for at in range(high - 1, low - 1, -1):
-                if row[at] != token:
-                    continue
-                length = _match_back(row, at, row_start, context, start, max_match)
-                if length > best:
-                    best, num_places = length, 0
-                if length == best and num_places < MAX_PLACES:
-                    places[num_places, 0], places[num_places, 1] = number, at + 1
-                    num_places += 1
-            if best == max_match and num_places == MAX_PLACES:
-                return best, num_places
-        high = low
-    return best, num_places
+
+    def __init__(self, max_tokens: int) -> None:
+        """Keeps at most `max_tokens` of a rollout or prompt."""
+        self._max_width = max_tokens + 2
+        self._by_row: dict[object, int] = {}
+        self._by_group: dict[object, int] = {}
+        self._scope_of: dict[int, int] = {}
+        self._num_scopes = 0
+        self._free: list[int] = []
+        self._rows: DraftRows | None = None
+        self._slots = np.zeros(0, np.int64)
+        self._prompt_slots = np.zeros(0, np.int64)
+        self.row_scopes = np.zeros(0, np.int64)
+        self._reset(num_slots=0, width=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (*self.chains, *self.threads, self.num_noted, self.first, self.scopes))
+
+    def slots(self, rows: DraftRows) -> tuple[Int64Array, Int64Array, bool]:
+        """The slots of the rows' rollouts and of their prompts, int64 [B] each, and whether all rows are new.
+
+        What the slots hold is brought up to the contexts by `note_rows`, within the compiled call.
+        """
+        is_fresh = False
+        longest = int(rows.num_tokens.max(initial=0))
+        if rows is not self._rows or (longest + 2 > self.width and self.width < self._max_width):
+            is_fresh = self._assign(_keys_of(rows), rows.groups, longest)
+            self._rows = rows
+        return self._slots, self._prompt_slots, is_fresh
+
+    def _assign(self, keys: Sequence[object], groups: Int64Array, longest: int) -> bool:
+        present, present_groups = set(keys), set(groups.tolist())
+        is_fresh = not any(key in self._by_row for key in present)
+        if is_fresh:
+            present, present_groups, self._num_scopes = set(), set(), 0
+        for owners, stays in ((self._by_row, present), (self._by_group, present_groups)):
+            for key in [key for key in owners if key not in stays]:
+                self._free.append(owners.pop(key))
+        self._scope_of = {group: scope for group, scope in self._scope_of.items() if group in present_groups}
+        width = min(max(_FIRST_WIDTH, 2 * longest + 2), self._max_width)
+        if is_fresh:
+            # As a new one would: what is found must not depend on what ran before.
+            self._reset(num_slots=2 * len(keys), width=width)
+        elif 2 * len(keys) > self.num_noted.size or longest + 2 > self.width < self._max_width:
+            self._reset(num_slots=max(2 * len(keys), self.num_noted.size), width=max(width, self.width))
+        self._slots = np.array([self._slot_of(self._by_row, key) for key in keys], np.int64)
+        self._prompt_slots = np.array([self._slot_of(self._by_group, group) for group in groups.tolist()], np.int64)
+        self.row_scopes = np.array([self._scope(group) for group in groups.tolist()], np.int64)
+        return is_fresh
+
+    def _scope(self, group: int) -> int:
+        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
+        if group not in self._scope_of:
+            self._num_scopes += 1
+            self._scope_of[group] = self._num_scopes
+        return self._scope_of[group]
+
+    def _slot_of(self, owners: dict[object, int], key: object) -> int:
+        slot = owners.get(key)
+        if slot is None:
+            slot = owners[key] = self._free.pop()
+            self.num_noted[slot] = 0
+            self.threads.num_tokens[slot] = -1
+        return slot
+
+    def _reset(self, *, num_slots: int, width: int) -> None:
+        """Empty slots; what rows of before have is noted again."""
+        self.width = width
+        self.chains: Chains = make_chains(max(num_slots * width, 1))
+        self.num_noted = np.zeros(num_slots, np.int64)
+        self.first = np.zeros(num_slots, np.int64)
+        self.scopes = np.zeros(num_slots, np.int64)
+        self.threads = Threads(
+            at=np.full((num_slots, MAX_THREADS), -1, np.int32),
+            missed=np.zeros((num_slots, MAX_THREADS), np.int32),
+            num_tokens=np.full(num_slots, -1, np.int64),
+            num_expected=np.full(num_slots, -1, np.int64),
+            generation=np.full(num_slots, -1, np.int64),
+            state=np.zeros(num_slots, np.int64),
+        )
+        self._free = list(reversed(range(num_slots)))
+        for owners in (self._by_row, self._by_group):
+            for key in owners:
+                owners[key] = self._free.pop()
 
 
-@njit
-def follow(tokens: Int32Array, num_tokens: Int64Array, places: Int64Array, num_places: int) -> tuple[int, int, int]:
-    """Moves the places of running rows on by their most frequent token; of equals, the newest one.
+def _keys_of(rows: DraftRows) -> list[object]:
+    if rows.row_ids is not None:
+        return list(rows.row_ids)
+    return list(zip(range(len(rows.prompt_ids)), rows.prompt_ids, rows.groups.tolist(), strict=True))
 
-    Returns (token, votes, places left); left are those that have the token and another one behind it, now at that one.
-    """
-    token, votes = -1, 0
-    for i in range(num_places):
-        candidate = tokens[places[i, 0], places[i, 1]]
-        count = 0
-        for j in range(num_places):
-            if tokens[places[j, 0], places[j, 1]] == candidate:
-                count += 1
-        if count > votes:
-            token, votes = candidate, count
-    num_left = 0
-    for i in range(num_places):
-        row, at = places[i, 0], places[i, 1]
-        if tokens[row, at] == token and at + 1 < num_tokens[row]:
-            places[num_left, 0], places[num_left, 1] = row, at + 1
-            num_left += 1
-    return token, votes, num_left
+
+@lean
+def _is_continued(chains: Chains, base: int, first: int, noted: int, context: Int32Array, end: int) -> bool:
+    """Whether a context goes on from what its slot holds, as far as its newest tokens tell."""
+    if noted > end:
+        return False
+    for i in range(max(first, noted - _NUM_COMPARED), noted):
+        if chains.tokens[base + 1 + i - first] != context[i]:
+            return False
+    return True
+
+
+@lean
+def _note(
+    chains: Chains, num_noted: Int64Array, firsts: Int64Array, scopes: Int64Array, width: int, slot: int, scope: int,
+    context: Int32Array, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Brings a slot up to the tokens `begin` to `end` of a context."""
+    base = slot * width
+    room = width - 2
+    noted, first = num_noted[slot], firsts[slot]
+    if noted > 0 and (end - first > room or not _is_continued(chains, base, first, noted, context, end)):
+        noted = 0
+    if noted == 0:
+        # Half of the room stays free, so that a slot is written anew once in as many tokens.
+        first = noted = begin if end - begin <= room else end - room // 2
+        chains.tokens[base] = MARKER if first == begin else _CUT
+        chains.tokens[base + 1] = MARKER
+        if first == begin:
+            link(chains.short, chains.heads, short_head(scope, MARKER, chains.heads.size), base)
+    for i in range(noted, end):
+        append(chains, base + 1 + i - first, base if first == begin else base + 1, context[i], scope)
+    num_noted[slot], firsts[slot], scopes[slot] = end, first, scope
+
+
+@lean
+def note_rows(
+    chains: Chains,
+    num_noted: Int64Array,
+    firsts: Int64Array,
+    scopes: Int64Array,
+    width: int,
+    slots: Int64Array,
+    prompt_slots: Int64Array,
+    row_scopes: Int64Array,
+    tokens: Int32Array,
+    num_tokens: Int64Array,
+    num_prompt: Int64Array,
+) -> None:
+    """Brings the slots of all rows up to their contexts."""
+    for b in range(slots.size):
+        scope, context = row_scopes[b], tokens[b]
+        _note(chains, num_noted, firsts, scopes, width, prompt_slots[b], scope, context, 0, num_prompt[b])
+        _note(chains, num_noted, firsts, scopes, width, slots[b], scope, context, num_prompt[b], num_tokens[b])

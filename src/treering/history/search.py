@@ -1,7 +1,8 @@
-"""Where the end of a row's context occurs in the sorted suffixes of its prompt, and what stands behind it most often.
+"""Where a context belongs among an index's sorted places, and how far it agrees with one.
 
-Knows one prompt's text. Knows nothing of acceptance. A pattern is the last k entries of a context, which is the marker
-and the rollout so far: the marker stands for the whole prompt.
+Knows texts and orders. Knows nothing of rows, sources and votes.
+
+    N entries of a text   K keys
 """
 
 import numpy as np
@@ -9,135 +10,133 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.index import MARKER
+from treering.history.lean import lean
+from treering.history.prefetch import prefetch
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-_MAX_PROBES = 256
+KEY_BITS = 4
+"""Every 16th place of an order has a key."""
+MAX_LENGTH = 48
+"""Tokens that a match is measured by."""
+LONG_ENOUGH = 16
+"""Matches of this length need no edit to speak for them."""
+MAX_EDIT = 16
+_MAX_PREFETCHED = 24
+_WHOLE = 8
+"""What a match back to the beginning of the rollout counts beyond its tokens: it is the whole context."""
 
 
-@njit(inline="always")
-def _compare(text: Int32Array, place: int, context: Int32Array, start: int, length: int) -> int:
-    """-1, 0, 1: the text from a place on stands before, at or behind the context's last `length` tokens and one more.
-
-    0 means that the pattern stands there and that a token follows it in the same rollout.
-    """
-    for i in range(length):
-        at = context.size - length + i
-        wanted = context[at] if at >= start else MARKER
-        found = text[place + i]
-        if found != wanted:
-            return -1 if found < wanted else 1
-    return 0 if text[place + length] != MARKER else -1
+@lean
+def _key(last: int, before: int) -> int:
+    return (last << 32) + (before + 1 if last != MARKER else 0)
 
 
-@njit
-def _first_match(text: Int32Array, suffixes: Int32Array, context: Int32Array, start: int, length: int) -> int:
-    """Index of the first suffix that has the pattern and a token behind it, -1 where there is none."""
-    low, high = 0, suffixes.size
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare(text, suffixes[middle], context, start, length) < 0:
-            low = middle + 1
-        else:
-            high = middle
-    if low < suffixes.size and _compare(text, suffixes[low], context, start, length) == 0:
-        return low
-    return -1
+@njit(cache=True, nogil=True)
+def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
+    """The last two entries of every 16th place as one number, in their order: a search is narrowed by them at once.
 
-
-@njit
-def _end_of_match(
-    text: Int32Array, suffixes: Int32Array, context: Int32Array, start: int, length: int, first: int
-) -> int:
-    low, high = first + 1, suffixes.size
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare(text, suffixes[middle], context, start, length) == 0:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@njit
-def longest_in_history(
-    text: Int32Array, suffixes: Int32Array, context: Int32Array, start: int, max_match: int
-) -> tuple[int, int, int]:
-    """(length, first, end) of the longest pattern that occurs with a token behind it; length 0 where none does.
-
-    A shorter pattern occurs wherever a longer one does, so lengths are bisected; the longest is tried first, because a
-    row that follows an old rollout matches in full.
+    A key is the last entry times 2**32, and the one before + 1, or 0 where the last is a marker.
 
     Args:
-        text: int32 [N + MAX_DEPTH], markers behind the N entries.
-        suffixes: int32 [N].
-        context: int32 [n], a row's valid tokens.
-        start: length of the prompt, where the rollout begins.
-        max_match: of the pattern, marker included.
+        text: int32 [N], begins with a marker.
+        order: int32 [N].
+        keys: int64 [K], K = ceil(N / 16), written.
+
+    Example: with a text of -1, 7, 5 and the order 0, 2, 1 there is one key, that of the marker: -2**32.
     """
-    length, first = 0, -1
-    low, high = 1, min(max_match, context.size - start + 1)
-    probe = high
-    while low <= high:
-        found = _first_match(text, suffixes, context, start, probe)
-        if found >= 0:
-            length, first = probe, found
-            low = probe + 1
+    for k in range(keys.size):
+        at = order[k << KEY_BITS]
+        keys[k] = _key(text[at], text[at - 1] if text[at] != MARKER else MARKER)
+
+
+@lean
+def _first_not_below(keys: Int64Array, key: int) -> int:
+    low, size = 0, keys.size
+    while size > 0:
+        half = size >> 1
+        if keys[low + half] < key:
+            low += half + 1
+            size -= half + 1
         else:
-            high = probe - 1
-        probe = (low + high) >> 1
-    if length == 0:
-        return 0, 0, 0
-    return length, first, _end_of_match(text, suffixes, context, start, length, first)
+            size = half
+    return low
 
 
-@njit(inline="always")
-def _bound(text: Int32Array, suffixes: Int32Array, depth: int, token: int, low: int, high: int) -> int:
-    """First of the suffixes [low, high), which agree in `depth` entries, whose next entry is at least `token`."""
+@lean
+def first_behind(
+    text: Int32Array, order: Int32Array, keys: Int64Array, start: int, context: Int32Array, begin: int
+) -> int:
+    """How many places of an index stand before the context, both read backwards.
+
+    Args:
+        text: int32, of one or more indexes.
+        order: int32 [N], of the one that is searched.
+        keys: int64 [K], see `write_keys`.
+        start: where its text begins.
+        context: int32 [n].
+        begin: where the rollout begins in it; before that it has a marker.
+    """
+    last = context.size - 1
+    token = context[last] if last >= begin else MARKER
+    key = _key(token, context[last - 1] if last > begin else MARKER)
+    k = _first_not_below(keys, key)
+    low = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
+    if k < keys.size and keys[k] == key:
+        k = _first_not_below(keys, key + 1)
+    high = min(k << KEY_BITS, order.size)
+    if high - low <= _MAX_PREFETCHED:
+        for i in range(low, high):
+            prefetch(text, start + order[i])
     while low < high:
         middle = (low + high) >> 1
-        if text[suffixes[middle] + depth] < token:
+        at = start + order[middle]
+        count = 0
+        while True:
+            place = last - count
+            wanted = context[place] if place >= begin else MARKER
+            found = text[at - count]
+            if found != wanted or wanted == MARKER or count == MAX_LENGTH:
+                break
+            count += 1
+        if found < wanted:
             low = middle + 1
         else:
             high = middle
     return low
 
 
-@njit
-def skip_ended(text: Int32Array, suffixes: Int32Array, depth: int, first: int, end: int) -> int:
-    """First of the suffixes [first, end) with a token behind `depth` entries; rollouts that end there stand before."""
-    return int(_bound(text, suffixes, depth, 0, first, end))
+@lean
+def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
+    """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
+    if at < 0:
+        return 0
+    # A text begins with a marker, which equals no token; the last bound is for contexts with numbers that are none.
+    limit = min(most, last - begin + 1, at + 1)
+    count = 0
+    while count < limit and text[at - count] == context[last - count]:
+        count += 1
+    if count == last - begin + 1 and count < most and count <= at and text[at - count] == MARKER:
+        count += 1
+    return count
 
 
-@njit
-def _newest(suffixes: Int32Array, first: int, end: int) -> int:
-    newest = suffixes[first]
-    for i in range(first + 1, end):
-        newest = min(newest, suffixes[i])
-    return int(newest)
+@lean
+def agree_behind_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
+    """The most that agrees once one token at either end, or at both, is left out."""
+    best = agree(text, at - 1, context, last - 1, begin, MAX_EDIT)
+    best = max(best, agree(text, at, context, last - 1, begin, MAX_EDIT))
+    return int(max(best, agree(text, at - 1, context, last, begin, MAX_EDIT)))
 
 
-@njit
-def most_frequent(text: Int32Array, suffixes: Int32Array, depth: int, first: int, end: int) -> tuple[int, int]:
-    """(first, end) of the suffixes in [first, end) that go on with the most frequent token; of equals, the newest one.
-
-    Suffixes stand by their next token, so only places as far apart as the longest run so far need a look. At most 256
-    looks: a token with less than that share of the suffixes may be missed where every token is so rare.
-    """
-    best_first, best_end = first, first
-    floor = (end - first) // _MAX_PROBES
-    at = first
-    while True:
-        probe = at + max(best_end - best_first, floor, 1) - 1
-        if probe >= end:
-            return best_first, best_end
-        token = text[suffixes[probe] + depth]
-        run_first = _bound(text, suffixes, depth, token, at, probe)
-        run_end = _bound(text, suffixes, depth, token + 1, probe + 1, end)
-        surplus = (run_end - run_first) - (best_end - best_first)
-        if surplus > 0 or (
-            surplus == 0 and _newest(suffixes, run_first, run_end) < _newest(suffixes, best_first, best_end)
-        ):
-            best_first, best_end = run_first, run_end
-        at = run_end
+@lean
+def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
+    """(length, edit) of the match that ends at text[at]."""
+    last = context.size - 1
+    length = agree(text, at, context, last, begin, MAX_LENGTH)
+    if length < MAX_LENGTH and last - length == begin - 2:
+        return length + _WHOLE, 0
+    if length >= LONG_ENOUGH:
+        return length, 0
+    return length, agree_behind_edit(text, at - length, context, last - length, begin)

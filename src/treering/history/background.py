@@ -1,0 +1,40 @@
+"""Work that goes on beside its caller, one piece at a time, and whose error is not lost.
+
+Knows threads. Knows nothing of the work.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class Background:
+    """Runs one piece of work at a time, here or in a thread.
+
+    Example: `start(f)`, then `wait()`, does what `f()` does, errors included; so does `run(f)`, then `wait()`.
+    """
+
+    def __init__(self) -> None:
+        """Nothing runs."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begins; what ran before must have been waited for."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self.run, args=(work,), name="treering-publish")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing runs any more, and raises what the work has raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Does the work before it returns; its error is kept for `wait`."""
+        try:
+            work()
+        except BaseException as error:
+            self._error = error

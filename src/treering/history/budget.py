@@ -1,0 +1,140 @@
+"""Which drafted tokens a step verifies: those that pay, by what a pass costs and what they are likely to bring.
+
+Knows probabilities and seconds. Knows nothing of tokens, rows' contents and clocks.
+
+A step gives each of B rows one token in any case, and each drafted token that is accepted one more. Of all drafted
+tokens of the batch it is best to take those with the greatest probability, as many as make expected tokens per second
+greatest; since a token is never likelier than the one before it, what is left of a tree is a tree.
+
+    K entries of the costs   Z bins
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.history.lean import lean
+
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+
+NUM_BINS = 64
+_BINS_PER_E = 14.0
+NOTHING_PAYS = 2.0
+_LONGEST = 64
+_SHARE_OF_LOOKS = 0.005
+
+
+@lean
+def bin_of(probability: float) -> int:
+    """0 for certain tokens, the last for those below 1 in 90; a bin is 7 % of probability wide."""
+    return min(int(-math.log(max(probability, 1e-9)) * _BINS_PER_E), NUM_BINS - 1)
+
+
+@lean
+def seconds_of(num_tokens: float, sizes: Int64Array, seconds: Float64Array) -> float:
+    """What a pass over that many tokens takes: linear between the entries, with the last slope beyond.
+
+    Example: sizes [1, 8] with seconds [1.0, 2.4] give 1.2 for 2 tokens and 2.8 for 10.
+    """
+    last = sizes.size - 1
+    if last == 0 or num_tokens <= sizes[0]:
+        return float(seconds[0])
+    k = 1
+    while k < last and sizes[k] < num_tokens:
+        k += 1
+    slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
+    return float(seconds[k - 1] + slope * (num_tokens - sizes[k - 1]))
+
+
+@lean
+def choose_bins(
+    num_rows: int, counts: Float64Array, gains: Float64Array, sizes: Int64Array, seconds: Float64Array
+) -> int:
+    """How many bins of drafted tokens are worth their cost, likeliest first.
+
+    Args:
+        num_rows: B.
+        counts: float64 [Z], drafted tokens.
+        gains: float64 [Z], sums of their probabilities, times their rows' worth.
+        sizes: int64 [K] tokens of a pass.
+        seconds: float64 [K].
+
+    Example: one row, costs of 1 s for 1 token and 0.1 s for each further one, and tokens of probability 0.9 and 0.05:
+    (1 + 0.9) / 1.1 = 1.73 tokens a second beat 1 / 1 and (1 + 0.95) / 1.2 = 1.63, so the first one is taken.
+    """
+    best_bins, tokens, gain = 0, float(num_rows), float(num_rows)
+    best_speed = gain / seconds_of(tokens, sizes, seconds)
+    for k in range(NUM_BINS):
+        if counts[k] == 0:
+            continue
+        tokens += counts[k]
+        gain += gains[k]
+        speed = gain / seconds_of(tokens, sizes, seconds)
+        if speed > best_speed:
+            best_bins, best_speed = k + 1, speed
+    return best_bins
+
+
+class Rest:
+    """Whether drafting as a whole pays, and how long it rests where it does not.
+
+    Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
+    2, then 4, up to 64, until a step with drafts wins again. Looking for drafts costs time too: where none is found
+    that pays, the next 1, 2, 4, ... steps do not look, as many as make it half a percent of them, and none where steps
+    take longer than 200 looks. Looking is counted at a fixed 20 us and 4 us a row, a draft and learning from it at 40
+    us more and 3 us a token, so that no decision depends on a clock.
+
+    Example: a batch of 8 rows at 0.6 ms a step that accepts nothing rests for 1, 2, 4, ... steps. Where it finds
+    nothing, it looks again after 1, 2, 4, 8, 16, 17, 17, ... steps: 52 us are half a percent of 17 steps.
+    """
+
+    def __init__(self) -> None:
+        """Drafts at first."""
+        self._seconds_plain = 0.0
+        self._seconds_drafted = 0.0
+        self._num_plain = 0.0
+        self._num_drafted = 0.0
+        self._length = 0
+        self._num_idle = 0
+        self._num_left = 0
+
+    def is_due(self) -> bool:
+        """Whether this step makes drafts; counts the step."""
+        if self._num_left == 0:
+            return True
+        self._num_left -= 1
+        return False
+
+    def note(
+        self, num_rows: int, num_drafted: int, num_accepted: int, seconds_plain: float, seconds_drafted: float
+    ) -> None:
+        """What a step with drafts came to: its rows, drafted and accepted tokens, and both costs of its pass."""
+        self._num_idle = 0
+        keep = 0.9 if self._length == 0 else 0.5
+        self._num_plain = keep * self._num_plain + num_rows
+        self._num_drafted = keep * self._num_drafted + num_rows + num_accepted
+        self._seconds_plain = keep * self._seconds_plain + seconds_plain
+        self._seconds_drafted = (
+            keep * self._seconds_drafted + seconds_drafted + _seconds_to_draft(num_rows, num_drafted)
+        )
+        if self._num_drafted * self._seconds_plain >= self._num_plain * self._seconds_drafted:
+            self._length = 0
+            return
+        self._length = min(max(1, 2 * self._length), _LONGEST)
+        self._num_left = self._length
+
+    def note_nothing(self, num_rows: int, seconds_plain: float) -> None:
+        """A step found nothing that pays: its rows, and the cost of its pass."""
+        most = min(int(_seconds_to_look(num_rows) / (_SHARE_OF_LOOKS * seconds_plain)), _LONGEST)
+        self._num_idle = min(max(1, 2 * self._num_idle), most)
+        self._num_left = self._num_idle
+
+
+def _seconds_to_look(num_rows: int) -> float:
+    return 20e-6 + 4e-6 * num_rows
+
+
+def _seconds_to_draft(num_rows: int, num_drafted: int) -> float:
+    return _seconds_to_look(num_rows) + 40e-6 + 3e-6 * num_drafted

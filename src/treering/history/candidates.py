@@ -1,0 +1,168 @@
+"""The different tokens that may come next at a node: the votes of its places, and what is known of each token.
+
+Knows places and votes. Knows nothing of trees and of what votes are worth.
+
+    M places   C candidates of one node
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.history.features import (
+    FIRST,
+    HISTORY,
+    NUM_COUNTS,
+    NUM_EDITS,
+    NUM_HASHES,
+    NUM_LENGTHS,
+    NUM_RANKS,
+    NUM_SHARES,
+    NUM_SHIFTS,
+    NUM_SOURCES,
+    NUM_STATES,
+    OTHERS,
+    count_bucket,
+    depth_bucket,
+    hash_of,
+    length_bucket,
+    near_bucket,
+)
+from treering.history.lean import lean
+from treering.history.places import Places, age_of, newness_of, vote_bucket
+from treering.history.rooms import MAX_CANDIDATES, Candidates
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+
+CALIBRATED, FREQUENCY, REWARD, RECENCY = range(4)
+# What a place without a reward, or with none above zero, counts under the reward policy.
+_NO_REWARD = 1e-3
+
+
+class Votes(NamedTuple):
+    """Factors of votes; see `prior.vote_tables`."""
+
+    length: Float64Array
+    edit: Float64Array
+    age: Float64Array
+    shift: Float64Array
+    none: Float64Array
+
+
+class Texts(NamedTuple):
+    """Where the tokens behind places stand, by source."""
+
+    history: Int32Array
+    live: Int32Array
+    others: Int32Array
+
+
+@lean
+def token_at(history: Int32Array, live: Int32Array, others: Int32Array, source: int, at: int) -> np.int32:
+    """The token at a place of a source's text; a marker where a rollout ends."""
+    if source == HISTORY:
+        found: np.int32 = history[at]
+    elif source == OTHERS:
+        found = others[at]
+    else:
+        found = live[at]
+    return found
+
+
+@lean
+def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> None:
+    """What each place's vote counts apart from its length."""
+    for i in range(num):
+        source = places.source[i]
+        if policy == CALIBRATED:
+            edit = vote_bucket(places.length[i]) * NUM_EDITS + places.edit[i]
+            places.weight[i] = (
+                votes.edit[edit] * votes.age[source * 4 + newness_of(places, i)] * votes.shift[places.shift[i]]
+            )
+        elif places.length[i] < longest:
+            places.weight[i] = 0.0
+        elif policy == REWARD:
+            places.weight[i] = max(places.reward[i], 0.0) + _NO_REWARD
+        else:
+            places.weight[i] = 1.0 if policy == FREQUENCY else 16.0 ** -age_of(places, i)
+
+
+@lean
+def count_votes(
+    texts: Texts, places: Places, members: Int32Array, depth: int, votes: Votes, policy: int, longest: int,
+    candidates: Candidates,
+) -> int:  # fmt: skip
+    """Fills the candidates from a node's places; returns how many there are."""
+    # Taken apart once: numba counts references whenever a field of a tuple is read.
+    history, live, others = texts.history, texts.live, texts.others
+    at, source, length, weight, factor = places.at, places.source, places.length, places.weight, votes.length
+    tokens, sums, counts, best = candidates.tokens, candidates.votes, candidates.counts, candidates.best
+    best_vote, longest_of, num_longest = candidates.best_vote, candidates.length, candidates.num_longest
+    by_source = candidates.by_source
+    num = 0
+    for j in range(members.size):
+        i = members[j]
+        token = token_at(history, live, others, source[i], at[i] + depth)
+        if token < 0:
+            continue
+        vote = weight[i]
+        if policy == CALIBRATED:
+            vote *= factor[source[i] * NUM_LENGTHS + length_bucket(length[i] + depth)]
+        c = 0
+        while c < num and tokens[c] != token:
+            c += 1
+        if c == num:
+            if num == MAX_CANDIDATES:
+                continue
+            num += 1
+            tokens[c], sums[c], counts[c], best_vote[c], longest_of[c], num_longest[c] = token, 0.0, 0, -1.0, 0, 0
+            for k in range(NUM_SOURCES):
+                by_source[c, k] = 0.0
+        sums[c] += vote
+        counts[c] += 1
+        by_source[c, source[i]] += vote
+        longest_of[c] = max(longest_of[c], length[i])
+        num_longest[c] += length[i] == longest
+        if vote > best_vote[c]:
+            best_vote[c], best[c] = vote, i
+    return num
+
+
+@lean
+def describe(
+    out: Int32Array, places: Places, candidates: Candidates, c: int, depth: int, share: float, rank: int, state: int,
+    crowd: int, before: int, earlier: int,
+) -> None:  # fmt: skip
+    """Writes the numbers of a candidate's features."""
+    i = candidates.best[c]
+    source, token = places.source[i], candidates.tokens[c]
+    length, near = length_bucket(candidates.length[c] + depth), near_bucket(depth)
+    count, far = count_bucket(candidates.counts[c]), depth_bucket(depth)
+    start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
+    is_history = source == HISTORY
+    note = places.note[i] % 12 if is_history else 12 + places.note[i]
+    tenth = min(int(share * NUM_SHARES), NUM_SHARES - 1)
+    shift, edit = places.shift[i], places.edit[i]
+    out[0] = FIRST[0]
+    out[1] = FIRST[1] + source * NUM_LENGTHS + length
+    out[2] = FIRST[2] + edit * 7 + min(length, 6)
+    out[3] = FIRST[3] + shift
+    out[4] = FIRST[4] + note
+    out[5] = FIRST[5] + tenth * 4 + near
+    out[6] = FIRST[6] + source * NUM_COUNTS + count
+    out[7] = FIRST[7] + far
+    out[8] = FIRST[8] + start * NUM_LENGTHS + length
+    out[9] = FIRST[9] + min(rank, NUM_RANKS - 1)
+    out[10] = FIRST[10] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
+    out[11] = FIRST[11] + near * NUM_LENGTHS + length
+    out[12] = FIRST[12] + near * NUM_SHIFTS + shift
+    out[13] = FIRST[13] + near * 8 + crowd
+    out[14] = FIRST[14] + before % NUM_HASHES
+    out[15] = FIRST[15] + token % NUM_HASHES
+    out[16] = FIRST[16] + hash_of(token, before, 0)
+    out[17] = FIRST[17] + hash_of(token, before, earlier + 1)
+    out[18] = FIRST[18] + hash_of(token, source, 0)
+    out[19] = FIRST[19] + hash_of(token, length, 0)

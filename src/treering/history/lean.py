@@ -1,0 +1,10 @@
+"""Compiled functions that make no arrays: numba counts no references in them.
+
+numba counts references to every array that a function takes out of a tuple or hands on, with atomic operations; in
+loops of a few nanoseconds that is most of the time. Knows nothing of what functions do.
+"""
+
+from numba import njit
+
+lean = njit(_nrt=False, forceinline=True)
+"""`numba.njit` for functions that are called by compiled ones and make no arrays; those that do fail to compile."""

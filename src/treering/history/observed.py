@@ -1,0 +1,173 @@
+"""What an engine says of a drafter's latest drafts, checked, and what it means for each drafted token.
+
+Knows shapes and counts. Knows nothing of weights.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.errors import InputError, StateError
+from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
+from treering.history.lean import lean
+from treering.history.records import DraftRows, Drafts
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_UNKNOWN = -2
+
+
+def check_latest(latest: tuple[DraftRows, Drafts] | None, rows: DraftRows) -> Drafts:
+    """The drafts of the latest rows.
+
+    Raises:
+        StateError: there are none, or of other rows.
+    """
+    if latest is None or latest[0] is not rows:
+        raise StateError("observe belongs to the latest propose, once, and takes its rows object; propose first")
+    return latest[1]
+
+
+def as_counts(
+    drafts: Drafts, accepted: NDArray[np.integer[Any]], ended: BoolArray | None, leaves: NDArray[np.integer[Any]] | None
+) -> tuple[Int64Array, BoolArray, Int64Array]:
+    """Accepted tokens, rows that were cut off, and last accepted tokens (-2 where none are given), one per row.
+
+    Raises:
+        InputError: wrong shapes or types, more accepted than drafted ones, or a leaf that is not that deep.
+    """
+    counts = np.asarray(accepted)
+    was_cut = np.zeros(counts.shape, np.bool_) if ended is None else np.asarray(ended)
+    last = np.full(counts.shape, _UNKNOWN, np.int64) if leaves is None else np.asarray(leaves)
+    shape = (drafts.offsets.size - 1,)
+    if {counts.shape, was_cut.shape, last.shape} != {shape} or was_cut.dtype != bool or {
+        counts.dtype.kind, last.dtype.kind,
+    } - {"i", "u"}:  # fmt: skip
+        raise InputError(
+            f"accepted and leaves hold integers and ended booleans, all of shape {shape}, got {counts.dtype} of shape "
+            f"{counts.shape}, {last.dtype} of shape {last.shape} and {was_cut.dtype} of shape {was_cut.shape}; pass "
+            "one entry per row"
+        )
+    counts, last = counts.astype(np.int64, copy=False), last.astype(np.int64, copy=False)
+    num_drafted = drafts.offsets[1:] - drafts.offsets[:-1]
+    if ((counts < 0) | (counts > num_drafted)).any():
+        raise InputError(
+            f"a row accepts between none and all of its drafted tokens, got {counts.tolist()} of "
+            f"{num_drafted.tolist()}; count drafted tokens alone, without the one sampled behind them"
+        )
+    if leaves is not None and not reach(drafts.offsets, drafts.parents, counts, last):
+        raise InputError(
+            f"a leaf is a number within its row's draft and as deep as the row's accepted tokens, -1 for none, got "
+            f"{last.tolist()} for {counts.tolist()} of {num_drafted.tolist()}; count within the row"
+        )
+    return counts, was_cut, last
+
+
+@njit(cache=True)
+def reach(offsets: Int64Array, parents: NDArray[np.int32], counts: Int64Array, leaves: Int64Array) -> bool:
+    """Whether every leaf is in its row's draft and stands that many tokens down."""
+    for b in range(counts.size):
+        node = leaves[b]
+        if node < -1 or node >= offsets[b + 1] - offsets[b]:
+            return False
+        depth = 0
+        while node >= 0:
+            depth += 1
+            node = parents[offsets[b] + node]
+        if depth != counts[b]:
+            return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def mark(
+    offsets: Int64Array,
+    parents: Int32Array,
+    accepted: Int64Array,
+    leaves: Int64Array,
+    was_cut: NDArray[np.bool_],
+    was_accepted: NDArray[np.int8],
+    num_left: Int64Array,
+) -> None:
+    """What became of every drafted token: 1, 0, or -1 where it is not known.
+
+    Args:
+        offsets: int64 [B + 1], of the rows' drafts.
+        parents: int32 [D], within the row.
+        accepted: int64 [B], accepted tokens.
+        leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is looked for, and known only
+            where the draft does not branch above it.
+        was_cut: bool [B], rows that were cut off there: what was drafted behind was not tried.
+        was_accepted: int8 [D], written.
+        num_left: int64 [B], written: tokens drafted right behind the last accepted one, -1 where that is not known.
+    """
+    for b in range(offsets.size - 1):
+        begin, size = offsets[b], offsets[b + 1] - offsets[b]
+        was_accepted[begin : begin + size] = -1
+        leaf, is_known = leaves[b], True
+        if leaf < -1:
+            leaf, is_known = _only_path(parents[begin : begin + size], accepted[b])
+        node = leaf
+        while node >= 0:
+            was_accepted[begin + node] = 1
+            node = parents[begin + node]
+        num_left[b] = 0 if is_known else -1
+        for i in range(size):
+            if was_accepted[begin + i] == 1:
+                continue
+            parent = parents[begin + i]
+            if parent == leaf:
+                num_left[b] += is_known
+                was_accepted[begin + i] = 0 if is_known and not was_cut[b] else -1
+            elif parent < 0 or was_accepted[begin + parent] == 1:
+                was_accepted[begin + i] = 0
+
+
+@lean
+def _only_path(parents: Int32Array, length: int) -> tuple[int, bool]:
+    """The node that many tokens down a draft, and whether there is no other; else the last one before it branches."""
+    node = -1
+    for _ in range(length):
+        child, num_children = -1, 0
+        for i in range(node + 1, parents.size):
+            if parents[i] == node:
+                child, num_children = i, num_children + 1
+        if num_children != 1:
+            return node, False
+        node = child
+    return node, True
+
+
+@njit(cache=True)
+def set_states(
+    state: Int64Array,
+    num_expected: Int64Array,
+    num_tokens: Int64Array,
+    slots: Int64Array,
+    offsets: Int64Array,
+    counts: Int64Array,
+    num_left: Int64Array,
+    was_cut: BoolArray,
+) -> None:
+    """Notes in each row's slot what its draft came to; the first three arrays are those of `Threads`."""
+    for b in range(counts.size):
+        if offsets[b + 1] == offsets[b]:
+            continue
+        slot = slots[b]
+        num_expected[slot] = num_tokens[slot] + counts[b] + 1
+        if was_cut[b] or num_left[b] < 0:
+            state[slot] = NOT_TRIED
+        else:
+            state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
+
+
+def contradiction(rows: DraftRows, b: int) -> str:
+    """What is wrong with a row's counts."""
+    return (
+        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
+        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
+    )

@@ -1,0 +1,116 @@
+"""What a compiled call writes: the drafts of all rows, one after another.
+
+Knows nodes and probabilities. Knows nothing of contexts and of how nodes came to be.
+
+    B rows   D drafted tokens
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.history.budget import NUM_BINS, bin_of, choose_bins
+from treering.history.features import NUM_KINDS, NUM_VOTES
+from treering.history.lean import lean
+from treering.history.rooms import MAX_NODES, Nodes, Room
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
+
+
+class Output(NamedTuple):
+    """Drafts of all rows, one after another; see `Drafts`."""
+
+    offsets: Int64Array  # [B + 1]
+    tokens: Int32Array  # [D]
+    parents: Int32Array  # [D]
+    estimates: Float32Array  # [D]
+    paths: Float64Array  # [D]
+    shares: Float32Array  # [D, votes]
+    features: Int32Array  # [D, kinds]
+
+
+@lean
+def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
+    """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
+    nodes, described, order, number = room.nodes, room.described, room.order, room.number
+    _preorder(nodes, num_nodes, order)
+    for k in range(num_nodes):
+        number[order[k]] = k
+    for k in range(num_nodes):
+        node = order[k]
+        parent, line = nodes.parents[node], nodes.described[node]
+        output.tokens[at + k], output.estimates[at + k] = nodes.tokens[node], nodes.estimates[node]
+        output.parents[at + k] = number[parent] if parent >= 0 else -1
+        output.paths[at + k] = nodes.paths[node]
+        for j in range(NUM_VOTES):
+            output.shares[at + k, j] = described.shares[line, j]
+        for j in range(NUM_KINDS):
+            output.features[at + k, j] = described.features[line, j]
+
+
+@lean
+def _preorder(nodes: Nodes, num_nodes: int, order: Int32Array) -> None:
+    """The nodes so that each one's likeliest child stands right behind it.
+
+    Nodes stand by falling probability, so a node's first child is its likeliest.
+    """
+    num = 0
+    for root in range(num_nodes):
+        if nodes.parents[root] >= 0:
+            continue
+        node = root
+        order[num] = node
+        num += 1
+        while True:
+            child = node + 1
+            while child < num_nodes and nodes.parents[child] != node:
+                child += 1
+            while child == num_nodes and node != root:
+                parent = nodes.parents[node]
+                child = node + 1
+                while child < num_nodes and nodes.parents[child] != parent:
+                    child += 1
+                node = parent
+            if child == num_nodes:
+                break
+            node = child
+            order[num] = node
+            num += 1
+
+
+@njit
+def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
+    """Takes out what does not pay; returns the least probability that stayed."""
+    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    for b in range(worth.size):
+        for i in range(output.offsets[b], output.offsets[b + 1]):
+            k = bin_of(min(output.paths[i] * worth[b], 1.0))
+            counts[k] += 1
+            gains[k] += output.paths[i] * worth[b]
+    num_bins = choose_bins(worth.size, counts, gains, sizes, seconds)
+    renamed = np.empty(MAX_NODES, np.int32)
+    least, num_out, begin = 1.0, 0, output.offsets[0]
+    for b in range(worth.size):
+        end, num_before = output.offsets[b + 1], num_out
+        for i in range(begin, end):
+            if bin_of(min(output.paths[i] * worth[b], 1.0)) >= num_bins:
+                continue
+            least = min(least, output.paths[i])
+            renamed[i - begin] = num_out - num_before
+            parent = output.parents[i]
+            output.tokens[num_out], output.estimates[num_out] = output.tokens[i], output.estimates[i]
+            output.parents[num_out] = renamed[parent] if parent >= 0 else -1
+            output.paths[num_out] = output.paths[i]
+            for j in range(NUM_VOTES):
+                output.shares[num_out, j] = output.shares[i, j]
+            for j in range(NUM_KINDS):
+                output.features[num_out, j] = output.features[i, j]
+            num_out += 1
+        begin = end
+        output.offsets[b + 1] = num_out
+    return least

@@ -1,0 +1,218 @@
+"""Drafts of all rows in one compiled call without the interpreter lock.
+
+Knows the order of a row's work: note what is new, find places, grow a tree; and then which tokens of the batch pay.
+Knows nothing of prompts, stores and records.
+
+    B rows   L columns   S live slots   D drafted tokens
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.history.arena import Histories
+from treering.history.candidates import Texts, Votes, weigh
+from treering.history.chains import Chains
+from treering.history.features import HISTORY, NO_DRAFT, OTHERS, OWN, SIBLINGS
+from treering.history.from_history import find_in_history
+from treering.history.from_live import find_in_live
+from treering.history.from_others import find_in_others
+from treering.history.lean import lean
+from treering.history.live import note_rows
+from treering.history.output import Output, cut, write_row
+from treering.history.places import Places, longest_of
+from treering.history.recent import Others
+from treering.history.rooms import Room, make_room
+from treering.history.stamp import STAMP
+from treering.history.threads import Threads, find_threads, follow, refresh_threads
+from treering.history.tree import Model, Row, grow
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+Float32Array = NDArray[np.float32]
+
+ROWS_PER_PROBE = 64
+"""Rows with places and without a draft until one of them gets a draft of one token all the same."""
+_PROBE_WORTH = 0.99
+_ENOUGH = 10
+"""Length of a match from which on no further source is asked."""
+
+
+class Rows(NamedTuple):
+    """Contexts; see `DraftRows`."""
+
+    tokens: Int32Array  # [B, L]
+    num_tokens: Int64Array  # [B]
+    num_prompt: Int64Array  # [B]
+    groups: Int64Array  # [B]
+    max_drafts: Int64Array  # [B]
+    worth: Float64Array  # [B]
+    prompts: Int64Array  # [B], slots of the arena
+    owners: Int64Array  # [B], numbers among the other prompts
+
+
+class Running(NamedTuple):
+    """See `Live`."""
+
+    chains: Chains
+    num_noted: Int64Array  # [S]
+    first: Int64Array  # [S]
+    scopes: Int64Array  # [S]
+    slots: Int64Array  # [B]
+    prompt_slots: Int64Array  # [B]
+    width: int
+
+
+@lean
+def _first_bad_row(rows: Rows) -> int:
+    for b in range(rows.num_tokens.size):
+        fits = 0 <= rows.num_prompt[b] <= rows.num_tokens[b] <= rows.tokens.shape[1]
+        if not fits or rows.max_drafts[b] < 0:
+            return b
+    return -1
+
+
+@lean
+def _find(
+    rows: Rows, b: int, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
+    uses: NDArray[np.bool_], places: Places,
+) -> int:  # fmt: skip
+    """Fills the places of a row; returns how many there are."""
+    context = rows.tokens[b, : rows.num_tokens[b]]
+    begin, slot, prompt = rows.num_prompt[b], running.slots[b], rows.prompts[b]
+    num = 0
+    refresh_threads(threads, slot, context.size, generation)
+    if uses[HISTORY] and history.spans[prompt, 1] > 0:
+        num = num_found = find_in_history(places, num, history, prompt, context, begin)
+        num = find_threads(places, num, threads, slot, history, prompt, context, begin)
+        follow(threads, slot, places, num_found, history.spans[prompt, 0])
+    threads.num_tokens[slot] = context.size
+    if (uses[SIBLINGS] or uses[OWN]) and longest_of(places, num) < _ENOUGH:
+        num = find_in_live(
+            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width, slot,
+            running.prompt_slots[b], rows.groups[b], context, begin, uses,
+        )  # fmt: skip
+    if uses[OTHERS] and longest_of(places, num) < _ENOUGH:
+        num = find_in_others(places, num, others, rows.owners[b], context, begin)
+    return num
+
+
+@lean
+def _draft(
+    rows: Rows, b: int, texts: Texts, room: Room, num_places: int, state: int, model: Model, most: int, least: float,
+    rise: float, quiet: Int64Array,
+) -> int:  # fmt: skip
+    """Grows the tree of a row from its places; returns how many nodes it has."""
+    num_tokens = rows.num_tokens[b]
+    weigh(room.places, num_places, model.votes, model.policy, longest_of(room.places, num_places))
+    last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
+    row = Row(state, last, before, most, least, rise)
+    while True:
+        num_nodes: int = grow(texts, room, num_places, model, row)
+        if num_nodes > 0 or num_places == 0:
+            break
+        if quiet[0] < ROWS_PER_PROBE:
+            quiet[0] += 1
+            return 0
+        # What looks too poor to be drafted is never observed, and would look poor for ever.
+        quiet[0] = 0
+        row = Row(state, last, before, 1, 0.0, 0.0)
+    if row.least == 0:
+        room.nodes.paths[0] = _PROBE_WORTH
+    return num_nodes
+
+
+@lean
+def _draft_all(
+    rows: Rows, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
+    uses: NDArray[np.bool_], model: Model, max_draft: int, least: float, rise: float, quiet: Int64Array, output: Output,
+    room: Room,
+) -> int:  # fmt: skip
+    """Writes the drafts of all rows; returns how many tokens they have."""
+    texts = Texts(history.text, running.chains.tokens, others.text)
+    num_out = 0
+    output.offsets[0] = 0
+    for b in range(rows.num_tokens.size):
+        most, slot = min(max_draft, rows.max_drafts[b]), running.slots[b]
+        num_nodes = 0
+        if most > 0 and rows.num_tokens[b] > 0:
+            num_places = _find(rows, b, history, generation, running, others, threads, uses, room.places)
+            num_nodes = _draft(rows, b, texts, room, num_places, threads.state[slot], model, most, least, rise, quiet)
+            write_row(output, num_out, room, num_nodes)
+        if num_nodes == 0:
+            threads.state[slot], threads.num_expected[slot] = NO_DRAFT, rows.num_tokens[b] + 1
+        num_out += num_nodes
+        output.offsets[b + 1] = num_out
+    return num_out
+
+
+def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
+    """The compiled call, cached by its sources; see `stamp`."""
+
+    @njit(cache=True, nogil=True)
+    def propose(
+        tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array, groups: Int64Array, max_drafts: Int64Array,
+        worth: Float64Array, prompts: Int64Array, row_owners: Int64Array,
+        spans: Int64Array, text: Int32Array, order: Int32Array, keys: Int64Array, about: Int32Array,
+        rewards: Float32Array, generation: int,
+        live_tokens: Int32Array, live_short: Int32Array, live_long: Int32Array, live_heads: Int32Array,
+        num_noted: Int64Array, first: Int64Array, scopes: Int64Array, live_slots: Int64Array, prompt_slots: Int64Array,
+        width: int,
+        other_text: Int32Array, other_order: Int32Array, other_keys: Int64Array, owners: Int32Array,
+        thread_at: Int32Array, thread_missed: Int32Array, thread_tokens: Int64Array, thread_expected: Int64Array,
+        thread_generation: Int64Array, state: Int64Array,
+        uses: NDArray[np.bool_], policy: int, is_chain: bool, max_draft: int, least: float, rise: float,
+        vote_length: Float64Array, vote_edit: Float64Array, vote_age: Float64Array, vote_shift: Float64Array,
+        vote_none: Float64Array, weights: Float32Array,
+        quiet: Int64Array, cost_sizes: Int64Array, cost_seconds: Float64Array,
+        out_offsets: Int64Array, out_tokens: Int32Array, out_parents: Int32Array, out_estimates: Float32Array,
+        out_paths: Float64Array, out_shares: Float32Array, out_features: Int32Array,
+    ) -> tuple[int, float]:  # fmt: skip
+        """Fills the output; returns -1, or the first row whose counts contradict, and with costs the least that pays.
+
+        The arguments are the fields of the records above, flat because the compiled call unpacks arrays much faster
+        than tuples of them. Costs of size 0 leave every drafted token in.
+        """
+        assert stamp >= 0
+        rows = Rows(
+            tokens, num_tokens, num_prompt, groups, max_drafts, worth,
+            prompts, row_owners,
+        )  # fmt: skip
+        bad_row: int = _first_bad_row(rows)
+        if bad_row >= 0:
+            return bad_row, 1.0
+        history = Histories(spans, text, order, keys, about, rewards)
+        chains = Chains(live_tokens, live_short, live_long, live_heads)
+        running = Running(chains, num_noted, first, scopes, live_slots, prompt_slots, width)
+        others = Others(other_text, other_order, other_keys, owners)
+        threads = Threads(
+            thread_at, thread_missed, thread_tokens, thread_expected, thread_generation,
+            state,
+        )  # fmt: skip
+        votes = Votes(vote_length, vote_edit, vote_age, vote_shift, vote_none)
+        output = Output(
+            out_offsets, out_tokens, out_parents, out_estimates, out_paths,
+            out_shares, out_features,
+        )  # fmt: skip
+        note_rows(
+            chains, running.num_noted, running.first, running.scopes, width, running.slots, running.prompt_slots,
+            rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt,
+        )  # fmt: skip
+        num_out = _draft_all(
+            rows, history, generation, running, others, threads, uses,
+            Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(),
+        )  # fmt: skip
+        cutoff = 1.0
+        if cost_sizes.size > 0 and num_out > 0:
+            cutoff = cut(rows.worth, output, cost_sizes, cost_seconds)
+        return -1, cutoff
+
+    compiled: Callable[..., tuple[int, float]] = propose
+    return compiled
+
+
+propose = _compile(STAMP)

@@ -1,0 +1,86 @@
+"""Published rollouts of all prompts, searchable together: what others say where a prompt's own history is silent.
+
+Knows a snapshot's texts. Knows nothing of rows, of acceptance and of drafts. Made anew from a snapshot and the same for
+the same snapshot, so that a resumed run drafts as the one that it resumes.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.history.index import MARKER, PromptIndex, sort_contexts
+from treering.history.search import KEY_BITS, write_keys
+from treering.types import PromptId
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+class Others(NamedTuple):
+    """What a compiled call reads of `Recent`."""
+
+    text: Int32Array
+    order: Int32Array
+    keys: Int64Array
+    owners: Int32Array
+
+
+class Recent:
+    """The rollouts of the prompts that came last, one after another behind markers, newest version first in a prompt.
+
+    Attributes:
+        text: int32 [N + 1], the texts and a marker.
+        order: int32 [N], places sorted by their contexts; see `PromptIndex`.
+        keys: int64 [ceil(N / 16)], see `write_keys`.
+        owners: int32 [N + 1]: number of the prompt whose rollout it is.
+
+    Example: prompts "a" with [5, 6] and "b" with [7] give the text -1, 7, -1, 5, 6, -1 and the owners 0, 0, 1, 1, 1, 2.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Keeps at most `max_tokens` entries."""
+        self._max_tokens = max_tokens
+        self._numbers: dict[PromptId, int] = {}
+        self._snapshot: Mapping[PromptId, PromptIndex] | None = None
+        self._fill([])
+
+    @property
+    def arrays(self) -> Others:
+        """What a compiled call reads."""
+        return Others(self.text, self.order, self.keys, self.owners)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def number(self, prompt_id: PromptId) -> int:
+        """The owner number of a prompt, -1 where none of it is here."""
+        return self._numbers.get(prompt_id, -1)
+
+    def take(self, snapshot: Mapping[PromptId, PromptIndex]) -> None:
+        """Reads a snapshot, unless it is the one that was read last."""
+        if snapshot is self._snapshot:
+            return
+        self._snapshot = snapshot
+        texts: list[Int32Array] = []
+        self._numbers = {}
+        num_left = self._max_tokens
+        for prompt_id in reversed(list(snapshot)):
+            if num_left <= 0:
+                break
+            text = snapshot[prompt_id].text[:num_left]
+            self._numbers[prompt_id] = len(texts)
+            texts.append(text)
+            num_left -= text.size
+        self._fill(texts)
+
+    def _fill(self, texts: list[Int32Array]) -> None:
+        sizes = [text.size for text in texts]
+        self.text = np.concatenate([*texts, np.array([MARKER], np.int32)])
+        self.order = sort_contexts(self.text[:-1], np.argsort(self.text[:-1], kind="stable"))
+        self.keys = np.zeros(-(-self.order.size >> KEY_BITS), np.int64)
+        write_keys(self.text, self.order, self.keys)
+        self.owners = np.repeat(np.arange(len(sizes) + 1, dtype=np.int32), [*sizes, 1])

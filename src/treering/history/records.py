@@ -1,0 +1,108 @@
+"""What goes between an engine and a drafter in one step: rows there, drafts back.
+
+Knows shapes. Knows nothing of how drafts are found or verified.
+
+    B rows   L columns   D drafted tokens of all rows
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.types import PromptId
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRows:
+    """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
+
+    Attributes:
+        prompt_ids: B ids; one that history does not know is fine.
+        groups: int64 [B], equal numbers are siblings.
+        tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; what stands behind is not read.
+            Fastest where rows are contiguous.
+        num_tokens: int64 [B], tokens of each context.
+        num_prompt_tokens: int64 [B], how many of them are the prompt.
+        max_drafts: int64 [B], the most that each row may get; 0 is none.
+        row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has; without it, a row is
+            taken to go on in its line as long as its prompt, group and newest tokens do.
+        worth: float64 [B] or None, > 0: what a token of each row is worth beside one of the others; None is 1 for all.
+
+    Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
+    num_prompt_tokens [2].
+    """
+
+    prompt_ids: Sequence[PromptId]
+    groups: Int64Array
+    tokens: Int32Array
+    num_tokens: Int64Array
+    num_prompt_tokens: Int64Array
+    max_drafts: Int64Array
+    row_ids: Int64Array | None = None
+    worth: NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        shape = (len(self.prompt_ids),)
+        if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
+            raise InputError(
+                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
+            )
+        for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", "row_ids"):
+            values = getattr(self, name)
+            if name == "row_ids" and values is None:
+                continue
+            if _kind_of(values) != np.int64 or values.shape != shape:
+                raise InputError(
+                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
+                    f"{np.shape(values)}; convert it"
+                )
+        worth = self.worth
+        if worth is not None and (_kind_of(worth) != np.float64 or worth.shape != shape or not (worth > 0).all()):
+            raise InputError(
+                f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
+                "other values; leave it out where all rows are alike"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafts:
+    """Drafted tokens of all rows, one row after another; row b has those of `offsets[b]:offsets[b + 1]`.
+
+    Attributes:
+        tokens: int32 [D].
+        offsets: int64 [B + 1].
+        parents: int32 [D], number within the row's draft of the token before it; -1 is the context's last token. A
+            parent stands before its children, the likeliest child right behind it, and children of one parent differ.
+        acceptance: float32 [D], estimated probability that it is accepted, given that those before it are.
+
+    Example: row 0 may go on with 8 9 or with 7, and row 1 has no draft: tokens [8, 9, 7], offsets [0, 3, 3], parents
+    [-1, 0, -1].
+    """
+
+    tokens: Int32Array
+    offsets: Int64Array
+    parents: Int32Array
+    acceptance: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        assert self.tokens.size == self.parents.size == self.acceptance.size == self.offsets[-1]
+
+
+def _kind_of(values: object) -> np.dtype[Any] | str:
+    return values.dtype if isinstance(values, np.ndarray) else type(values).__name__
+
+
+def no_drafts(num_rows: int) -> Drafts:
+    """Empty drafts for so many rows."""
+    nothing = np.zeros(0, np.int32)
+    return Drafts(
+        tokens=nothing, offsets=np.zeros(num_rows + 1, np.int64), parents=nothing, acceptance=np.zeros(0, np.float32)
+    )

@@ -1,0 +1,234 @@
+"""Tokens are drafted where they pay: against brute force over every threshold, and by rests where drafting loses."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.history.reference import Allowed, Row, draft_rows, drafted, same_drafts, store_of, walk
+from treering.history.budget import NUM_BINS, Rest, bin_of, choose_bins, seconds_of
+from treering.history.costs import VerifyCosts
+from treering.history.draft import Drafter
+
+CURVES = st.lists(
+    st.tuples(st.integers(1, 40), st.floats(0.0, 2.0)), min_size=1, max_size=6, unique_by=lambda entry: entry[0]
+).map(lambda entries: sorted(entries))
+
+
+def curve_of(entries: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending sizes; seconds rise by the second numbers."""
+    return np.array([n for n, _ in entries], np.int64), 0.5 + np.cumsum([rise for _, rise in entries])
+
+
+def costs_of(num_tokens: list[int], seconds: list[float]) -> VerifyCosts:
+    return VerifyCosts(num_tokens=np.array(num_tokens, np.int64), seconds=np.array(seconds))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(1, 1.0), (2, 1.2), (4.5, 1.7), (8, 2.4), (10, 2.8), (0.5, 1.0), (108, 22.4)]
+)
+def test_seconds_are_linear_between_entries_and_go_on_with_the_last_slope(num_tokens: float, expected: float) -> None:
+    assert seconds_of(num_tokens, np.array([1, 8]), np.array([1.0, 2.4])) == pytest.approx(expected)
+
+
+@given(CURVES, st.integers(1, 40))
+def test_seconds_equal_an_interpolation_within_the_curve(entries: list[tuple[int, float]], num_tokens: int) -> None:
+    sizes, seconds = curve_of(entries)
+    bounded = min(num_tokens, int(sizes[-1]))
+    assert seconds_of(float(bounded), sizes, seconds) == pytest.approx(np.interp(bounded, sizes, seconds))
+
+
+def test_a_curve_of_one_entry_is_flat() -> None:
+    assert seconds_of(50.0, np.array([4]), np.array([0.25])) == 0.25
+
+
+def test_bins_are_seven_per_cent_of_probability_wide_and_fall() -> None:
+    chances = np.geomspace(1.0, 1e-6, 500)
+    bins = [bin_of(chance) for chance in chances]
+    assert bins == sorted(bins)
+    assert (bins[0], bins[-1]) == (0, NUM_BINS - 1)
+    assert bin_of(0.0) == NUM_BINS - 1
+    for chance, number in zip(chances, bins, strict=True):
+        if number < NUM_BINS - 1:
+            assert np.exp(-(number + 1) / 14) - 1e-9 <= chance <= np.exp(-number / 14) + 1e-9
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.floats(1e-3, 1.0), st.sampled_from([0.5, 1.0, 3.0])), max_size=20),
+    CURVES,
+)
+def test_the_chosen_bins_give_the_most_tokens_a_second(
+    num_rows: int, tokens: list[tuple[float, float]], entries: list[tuple[int, float]]
+) -> None:
+    sizes, seconds = curve_of(entries)
+    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    for chance, worth in tokens:
+        counts[bin_of(min(chance * worth, 1.0))] += 1
+        gains[bin_of(min(chance * worth, 1.0))] += chance * worth
+    chosen = choose_bins(num_rows, counts, gains, sizes, seconds)
+
+    def speed(num_bins: int) -> float:
+        num_tokens = num_rows + counts[:num_bins].sum()
+        within = np.interp(num_tokens, sizes, seconds)
+        beyond = max(num_tokens - sizes[-1], 0.0)
+        slope = 0.0 if sizes.size == 1 else (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        return float((num_rows + gains[:num_bins].sum()) / (within + beyond * slope))
+
+    assert speed(chosen) == pytest.approx(max(speed(num_bins) for num_bins in range(NUM_BINS + 1)))
+
+
+def test_the_documented_choice_takes_the_first_token_alone() -> None:
+    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    for chance in (0.9, 0.05):
+        counts[bin_of(chance)] += 1
+        gains[bin_of(chance)] += chance
+    assert choose_bins(1, counts, gains, np.array([1, 2]), np.array([1.0, 1.1])) == bin_of(0.9) + 1
+
+
+def history_of(num_prompts: int) -> dict[Any, Any]:
+    rng = np.random.default_rng(0)
+    return {p: {0: [rng.permutation(5000)[:40].tolist() for _ in range(2)]} for p in range(num_prompts)}
+
+
+HISTORY = history_of(8)
+ROWS = [Row(prompt_id=p, rollout=tuple(HISTORY[p][0][0][: 2 + p]), group=p) for p in range(8)]
+FREE = costs_of([1, 1000], [1e-3, 1e-3 + 1e-9])
+DEAR = costs_of([1, 1000], [1e-3, 1.0])
+
+
+def with_costs(costs: VerifyCosts | None, **options: Any) -> Drafter:
+    drafter = Drafter(store_of(HISTORY), **options)
+    drafter.use_costs(costs)
+    return drafter
+
+
+def test_tokens_that_cost_nothing_are_drafted_and_tokens_that_cost_a_step_each_are_not() -> None:
+    rows = draft_rows(ROWS)
+    assert min(len(tokens) for tokens in drafted(with_costs(FREE).propose(rows))) >= 20
+    # A drafted token takes as long as a step of its own.
+    assert with_costs(DEAR).propose(rows).tokens.size == 0
+
+
+def test_the_dearer_tokens_are_the_fewer_are_drafted_and_never_an_unlikely_one_before_a_likelier() -> None:
+    sizes = []
+    for slope in (0.0, 0.02, 0.1, 0.3, 0.6, 2.0):
+        drafts = with_costs(costs_of([1, 101], [1.0, 1.0 + 100 * slope])).propose(draft_rows(ROWS))
+        Allowed(history=HISTORY, rows=ROWS).check(drafts, 40, 1e-6, is_chain=False)
+        chances = chances_of(drafts)
+        sizes.append(len(chances))
+        if 0 < len(chances) < sizes[0]:
+            every = sorted(chances_of(with_costs(FREE).propose(draft_rows(ROWS))), reverse=True)
+            # Equal up to the width of a bin at the edge.
+            assert min(chances) >= every[len(chances) - 1] * np.exp(-1 / 14) * (1 - 1e-4)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[2] > sizes[-1] == 0
+
+
+def chances_of(drafts: Any) -> list[float]:
+    chances: list[float] = []
+    begin = 0
+    for i, parent in enumerate(drafts.parents.tolist()):
+        if i in drafts.offsets:
+            begin = i
+        chances.append(float(drafts.acceptance[i]) * (chances[begin + parent] if parent >= 0 else 1.0))
+    return chances
+
+
+def test_without_costs_the_setting_decides_again() -> None:
+    drafter = with_costs(DEAR)
+    drafter.use_costs(None)
+    assert same_drafts(drafter.propose(draft_rows(ROWS)), with_costs(None).propose(draft_rows(ROWS)))
+
+
+def test_tokens_of_the_worthier_rows_are_taken_first() -> None:
+    costs = costs_of([1, 101], [1.0, 41.0])
+    plain, worthy = (
+        [len(tokens) for tokens in drafted(with_costs(costs).propose(draft_rows(ROWS, worth=worth)))]
+        for worth in (None, [1, 1, 1, 1, 4, 4, 4, 4])
+    )
+    same = with_costs(costs).propose(draft_rows(ROWS, worth=[1.0] * 8))
+    assert plain == [len(tokens) for tokens in drafted(same)]
+    assert sum(worthy[4:]) > sum(plain[4:])
+    assert sum(worthy[:4]) <= sum(plain[:4])
+
+
+def test_a_drafter_that_gains_nothing_rests_and_one_that_gains_does_not() -> None:
+    costs = costs_of([1, 101], [1e-3, 4e-3])
+    num_drafting = {}
+    for is_right in (False, True):
+        drafter, num_drafting[is_right] = with_costs(costs), 0
+        for _ in range(300):
+            rows = draft_rows(ROWS)
+            drafts = drafter.propose(rows)
+            if drafts.tokens.size == 0:
+                continue
+            num_drafting[is_right] += 1
+            truths = [HISTORY[p][0][0][2 + p :] if is_right else [6000] for p in range(8)]
+            counts, leaves = (
+                np.array(v) for v in zip(*(walk(drafts, b, t) for b, t in enumerate(truths)), strict=True)
+            )
+            drafter.observe(rows, counts, None, leaves)
+    assert num_drafting[True] == 300
+    assert 1 <= num_drafting[False] < 40
+
+
+def losing(rest: Rest) -> int:
+    """Steps without drafts that follow a step that lost."""
+    rest.note(8, 40, 0, 1e-3, 2e-3)
+    num_steps = 0
+    while not rest.is_due():
+        num_steps += 1
+    return num_steps
+
+
+def test_rests_double_up_to_64_and_start_over_behind_a_gain() -> None:
+    rest = Rest()
+    assert rest.is_due()
+    assert [losing(rest) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    num_steps = 0
+    while True:
+        rest.note(8, 400, 400, 1e-3, 1.5e-3)
+        if rest.is_due():
+            break
+        while not rest.is_due():
+            num_steps += 1
+    assert num_steps < 64
+    for _ in range(30):
+        rest.note(8, 400, 400, 1e-3, 1.5e-3)
+        assert rest.is_due()
+    assert losing(rest) == 0, "one lost step does not outweigh those that gained"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lengths"),
+    # 20 us and 4 us a row, 52 us here, are half a percent of 17.3 steps of 0.6 ms, of 2.6 of 4 ms, and of 0.9 of 12 ms.
+    [(0.6e-3, [1, 2, 4, 8, 16, 17, 17]), (4e-3, [1, 2, 2, 2]), (12e-3, [0, 0]), (1e-6, [1, 2, 4, 8, 16, 32, 64, 64])],
+)
+def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, lengths: list[int]) -> None:
+    rest = Rest()
+    for length in lengths:
+        rest.note_nothing(8, seconds)
+        assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
+    rest.note(8, 400, 400, 1e-3, 1.5e-3)
+    assert rest.is_due()
+    rest.note_nothing(8, seconds)
+    assert [rest.is_due() for _ in range(2)] == [lengths[0] == 0, True]
+
+
+def test_a_step_that_gains_exactly_its_cost_is_no_gain_for_drafts_must_be_made() -> None:
+    rest = Rest()
+    rest.note(8, 20, 8, 1e-3, 2e-3)
+    assert not rest.is_due()
+    # 20 us, 4 us a row, 40 us and 3 us a drafted token are what drafting costs: 8 tokens more at 2 x 1 ms - 152 us are
+    # an even step.
+    even = Rest()
+    even.note(8, 20, 8, 1e-3, 2e-3 - 152e-6 - 1e-9)
+    assert even.is_due()
+
+
+def test_a_drafter_says_which_costs_it_goes_by() -> None:
+    assert with_costs(None).costs is None
+    assert with_costs(DEAR).costs is DEAR

@@ -1,0 +1,181 @@
+"""Running rows draft from each other from their newest token on; rows that leave take nothing of theirs along."""
+
+import numpy as np
+import pytest
+
+from tests.history.reference import (
+    Allowed,
+    Row,
+    draft_rows,
+    drafted,
+    first_tokens,
+    likeliest_path,
+    same_drafts,
+    store_of,
+)
+from treering.history.draft import Drafter
+from treering.history.live import Live
+from treering.history.store import HistoryStore
+
+NOTHING: dict[str, dict[int, list[list[int]]]] = {}
+
+
+def drafter_of(*sources: str, max_live_tokens: int = 4096) -> Drafter:
+    return Drafter(HistoryStore(), sources=sources, min_acceptance=1e-6, max_live_tokens=max_live_tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
+    drafter = drafter_of("siblings")
+    ahead = (11, 12)
+    for token in range(13, 40):
+        ahead = (*ahead, token)
+        # The other row ends in the token before the newest one: only that one can be drafted.
+        rows = [Row(rollout=ahead), Row(rollout=(50, ahead[-2]))]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[4, 9] if has_ids else None))
+        assert drafted(drafts) == [[], [token]]
+
+
+def test_a_sibling_is_drafted_from_at_the_first_token() -> None:
+    drafts = drafter_of("siblings").propose(draft_rows([Row(rollout=(7, 8, 9)), Row()]))
+    assert drafted(drafts)[1] == [7, 8, 9]
+
+
+def test_other_groups_are_no_siblings() -> None:
+    rows = [Row(rollout=(7, 8, 9), group=0), Row(rollout=(7,), group=1)]
+    assert drafted(drafter_of("siblings").propose(draft_rows(rows))) == [[], []]
+
+
+@pytest.mark.parametrize("source", ["own", "siblings"])
+def test_drafts_from_live_rows_end_where_the_rows_end(source: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = [Row(rollout=tuple(rng.integers(0, 3, 30)), group=b // 3) for b in range(6)]
+    drafts = drafter_of(source).propose(draft_rows(rows))
+    Allowed(history=NOTHING, rows=rows, sources=(source,)).check(drafts, 40, 1e-6, is_chain=False)
+    assert drafts.tokens.size > 0
+
+
+def test_the_prompt_is_drafted_from_and_its_end_is_not_crossed() -> None:
+    row = Row(prompt=(7, 8, 9, 10), rollout=(30, 31, 8))
+    assert drafted(drafter_of("own").propose(draft_rows([row]))) == [[9, 10]]
+
+
+def test_a_finished_sibling_helps_on_and_is_nobodys_own() -> None:
+    finished, running = (30, 31, 32, 33, 34, 35), (40, 31)
+    for source, expected in (("siblings", [32, 33, 34, 35]), ("own", [])):
+        drafter = drafter_of(source)
+        drafter.propose(draft_rows([Row(rollout=finished), Row(rollout=(40,))], row_ids=[0, 1]))
+        assert drafted(drafter.propose(draft_rows([Row(rollout=running)], row_ids=[1]))) == [expected]
+
+
+def test_no_token_of_a_row_that_has_gone_is_drafted_as_own() -> None:
+    rng = np.random.default_rng(0)
+    drafter = drafter_of("own")
+    rows, ids = [Row(rollout=()) for _ in range(4)], list(range(4))
+    for step in range(120):
+        if step % 3 == 2:
+            # A long row leaves; one with a short rollout of the same tokens takes its room.
+            leaving = int(rng.integers(4))
+            rows[leaving], ids[leaving] = Row(rollout=tuple(rng.integers(0, 9, 2))), step + 100
+        drafts = drafter.propose(draft_rows(rows, row_ids=ids))
+        Allowed(history=NOTHING, rows=rows, sources=("own",)).check(drafts, 40, 1e-6, is_chain=False)
+        rows = [Row(rollout=(*row.rollout, *rng.integers(0, 9, 4))) for row in rows]
+
+
+def test_a_slot_that_another_group_took_over_is_no_sibling_of_the_first() -> None:
+    drafter = drafter_of("siblings")
+    stay = Row(rollout=(80, 81), group=0)
+    gone, taker = Row(rollout=(10, 11, 12, 13), group=0), Row(rollout=(10, 11, 12, 14), group=1, prompt_id="p")
+    drafter.propose(draft_rows([stay, gone], row_ids=[0, 1]))
+    for step in range(6):
+        rows = [Row(rollout=(80, 81, 12), group=0)] + [taker] * (step + 1)
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, *range(10, 11 + step)]))
+        assert first_tokens(drafts, 0) <= {13}
+
+
+def test_groups_that_write_the_same_tokens_never_meet() -> None:
+    rng = np.random.default_rng(1)
+    rows = [Row(rollout=tuple(rng.integers(0, 6, 25)), group=b) for b in range(40)]
+    drafts = drafter_of("siblings").propose(draft_rows(rows))
+    assert drafts.tokens.size == 0
+
+
+def test_rows_of_the_same_line_without_ids_start_over_where_tokens_do_not_go_on() -> None:
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(rollout=(10, 11, 12, 13, 14, 15))]))
+    assert drafted(drafter.propose(draft_rows([Row(rollout=(20, 11))]))) == [[]]
+    drafter.propose(draft_rows([Row(rollout=(10, 11, 12, 13, 14, 15))]))
+    assert drafted(drafter.propose(draft_rows([Row(rollout=(10, 11))]))) == [[]]
+
+
+def test_rows_may_stand_in_another_order_from_step_to_step() -> None:
+    rng = np.random.default_rng(2)
+    store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
+    kept, shuffled = Drafter(store, min_acceptance=0.01), Drafter(store, min_acceptance=0.01)
+    rows = [Row(rollout=(), group=0) for _ in range(4)]
+    for _ in range(12):
+        order = rng.permutation(4)
+        in_order = kept.propose(draft_rows(rows, row_ids=list(range(4))))
+        mixed = shuffled.propose(draft_rows([rows[b] for b in order], row_ids=order.tolist()))
+        assert [likeliest_path(in_order, b) != [] for b in order] == [likeliest_path(mixed, b) != [] for b in range(4)]
+        rows = [Row(rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
+
+
+def test_rows_with_ids_and_without_draft_the_same_where_no_row_leaves() -> None:
+    rng = np.random.default_rng(3)
+    store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
+    drafters = [Drafter(store, min_acceptance=0.01) for _ in range(2)]
+    rows = [Row(rollout=(), group=b // 2) for b in range(4)]
+    for _ in range(12):
+        drafts = [
+            drafter.propose(draft_rows(rows, row_ids=ids))
+            for drafter, ids in zip(drafters, (None, [3, 9, 1, 5]), strict=True)
+        ]
+        assert same_drafts(*drafts)
+        rows = [Row(rollout=(*row.rollout, int(rng.integers(0, 6))), group=row.group) for row in rows]
+
+
+def test_a_row_whose_line_changed_drafts_as_a_fresh_one_would() -> None:
+    store = store_of({"q": {0: [[1, 2, 3, 4, 5]]}, "p": {0: [[1, 2, 7, 8]]}})
+    drafter = Drafter(store, min_acceptance=1e-6, sources=("history",))
+    for rows in (
+        [Row(rollout=(1, 2))],
+        [Row(prompt_id="p", rollout=(1, 2))],
+        [Row(rollout=(1,))],
+        [Row(rollout=(1, 2))],
+    ):
+        fresh = Drafter(store, min_acceptance=1e-6, sources=("history",))
+        assert same_drafts(drafter.propose(draft_rows(rows)), fresh.propose(draft_rows(rows)))
+
+
+def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
+    live = Live(4096)
+    for first in range(0, 3000, 4):
+        live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
+        live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
+    # Two slots for each of the four rows and as many for groups, whatever came before: 12 bytes an entry, 8 its heads.
+    assert live.num_noted.size <= 16
+    assert live.chains.tokens.size <= 16 * live.width
+
+
+def test_longer_rollouts_widen_slots_up_to_the_limit() -> None:
+    live = Live(1000)
+    widths = []
+    for length in (3, 300, 900, 5000, 3):
+        live.slots(draft_rows([Row(rollout=tuple(range(length)))], row_ids=[1]))
+        widths.append(live.width)
+    assert widths == sorted(widths)
+    assert widths[0] < 300 < widths[1]
+    assert widths[-1] == 1002
+    # Rows of which none was there before start as with a new one.
+    live.slots(draft_rows([Row(rollout=(1,))], row_ids=[2]))
+    assert live.width == widths[0]
+
+
+def test_a_sibling_keeps_helping_when_slots_are_widened() -> None:
+    rollout = tuple(np.random.default_rng(0).permutation(5000)[:700].tolist())
+    drafter = drafter_of("siblings")
+    for length in (10, 250, 260, 600, 690):
+        rows = [Row(rollout=rollout[:length], max_drafts=5), Row(rollout=(*rollout[3:6],), max_drafts=2)]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, 1]))
+        assert drafted(drafts)[1] == list(rollout[6:8])

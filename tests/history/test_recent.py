@@ -1,0 +1,61 @@
+"""What other prompts said: newest prompts first, within a limit, sorted by contexts, the same for the same snapshot."""
+
+import numpy as np
+import pytest
+
+from tests.history.reference import store_of
+from treering.history.recent import Recent
+
+MARKER = -1
+
+
+def test_the_newest_prompts_stand_first_and_each_entry_knows_its_owner() -> None:
+    recent = Recent(100)
+    recent.take(store_of({"a": {0: [[5, 6]]}, "b": {0: [[7]]}}).snapshot)
+    assert recent.text.tolist() == [MARKER, 7, MARKER, 5, 6, MARKER]
+    assert recent.owners[:5].tolist() == [0, 0, 1, 1, 1]
+    assert (recent.number("b"), recent.number("a"), recent.number("c")) == (0, 1, -1)
+    assert recent.owners[5] not in (0, 1)
+
+
+def test_places_are_sorted_by_their_contexts() -> None:
+    rng = np.random.default_rng(0)
+    history = {
+        p: {v: [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(3)] for v in range(2)} for p in range(4)
+    }
+    recent = Recent(1000)
+    recent.take(store_of(history).snapshot)
+    text = recent.text[:-1].tolist()
+    keys = []
+    for place in range(len(text)):
+        start = max(k for k in range(place + 1) if text[k] == MARKER)
+        keys.append((text[start : place + 1][::-1], place))
+    assert recent.order.tolist() == [place for _, place in sorted(keys)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, []), (1, [MARKER]), (4, [MARKER, 3, 4, MARKER]), (99, [MARKER, 3, 4, MARKER, 1, 2])]
+)
+def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None:
+    recent = Recent(limit)
+    recent.take(store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}}).snapshot)
+    assert recent.text.tolist() == [*expected, MARKER]
+    assert recent.order.size == len(expected)
+    assert recent.number("a") == (1 if limit > 3 else -1)
+
+
+def test_a_snapshot_is_read_once_and_its_successor_anew() -> None:
+    store = store_of({"a": {0: [[1]]}})
+    recent = Recent(100)
+    recent.take(store.snapshot)
+    text = recent.text
+    recent.take(store.snapshot)
+    assert recent.text is text
+    store.add("b", [np.array([2], np.int32)], 0)
+    store.publish()
+    recent.take(store.snapshot)
+    other = Recent(100)
+    other.take(store.snapshot)
+    for name in ("text", "order", "keys", "owners"):
+        np.testing.assert_array_equal(getattr(recent, name), getattr(other, name))
+    assert recent.num_bytes == sum(getattr(recent, name).nbytes for name in ("text", "order", "keys", "owners"))
