@@ -1,4 +1,4 @@
-"""All that is measured on a CUDA device, in one run under one time budget: exactness, attention, models, in this order.
+"""All that is measured on a CUDA device, in one run under one time budget: exactness, attention, engine, models.
 
 `make gpu` runs this behind the tests that need a device, in the machine's own python, which has torch and transformers
 but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu --device cpu --size tiny` runs the same code without a
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from benchmarks import gpu_attention, gpu_exactness, gpu_model
+from benchmarks import gpu_attention, gpu_engine, gpu_engine_cases, gpu_exactness, gpu_model
 from benchmarks.gpu_attention_cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
 from benchmarks.gpu_budget import Budget, Cell, PartReport
 from benchmarks.gpu_clock import Stopwatch, environment
@@ -28,13 +28,18 @@ from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
 Size = Literal["full", "tiny"]
-Part = Literal["exactness", "attention", "model"]
+Part = Literal["exactness", "attention", "engine", "model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 RESULTS = Path(__file__).resolve().parent / "results"
-FILES: dict[Part, str] = {"exactness": "gpu-tree.json", "attention": "gpu-attention.json", "model": "gpu-model.json"}
+FILES: dict[Part, str] = {
+    "exactness": "gpu-tree.json",
+    "attention": "gpu-attention.json",
+    "engine": "gpu-engine.json",
+    "model": "gpu-model.json",
+}
 
-SHARES: dict[Part, float] = {"exactness": 0.15, "attention": 0.4, "model": 1.0}
+SHARES: dict[Part, float] = {"exactness": 0.15, "attention": 0.35, "engine": 0.5, "model": 1.0}
 """Of the seconds left when a part begins."""
 
 BUDGET_S = 300.0
@@ -119,9 +124,19 @@ def _measure_exactness(report: PartReport, settings: Settings, sets: Sequence[Wo
 def _measure_attention(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
     tiny = settings.size == "tiny"
     cases, lengths = (tiny_cases(sets), TINY_LENGTHS) if tiny else (full_cases(sets), DENSE_LENGTHS)
-    watch = Stopwatch(device=settings.device, min_runs=1, max_runs=1) if tiny else Stopwatch(device=settings.device)
     backends = settings.backends or gpu_attention.measured_backends()
-    gpu_attention.measure_attention(report, cases, lengths, watch, backends)
+    gpu_attention.measure_attention(report, cases, lengths, _watch(settings), backends)
+
+
+def _measure_engine(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    plans = gpu_engine_cases.tiny_plans() if tiny else gpu_engine_cases.full_plans()
+    gpu_engine.measure_engine(report, plans, settings.device, _watch(settings))
+
+
+def _watch(settings: Settings) -> Stopwatch:
+    device = settings.device
+    return Stopwatch(device=device, min_runs=1, max_runs=1) if settings.size == "tiny" else Stopwatch(device=device)
 
 
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -132,14 +147,20 @@ def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workl
 MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] = {
     "exactness": _measure_exactness,
     "attention": _measure_attention,
+    "engine": _measure_engine,
     "model": _measure_models,
 }
 TABLES: dict[Part, Callable[[Cell], None]] = {
     "exactness": gpu_exactness.print_table,
     "attention": gpu_attention.print_table,
+    "engine": gpu_engine.print_table,
     "model": gpu_model.print_table,
 }
-GOALS: dict[Part, Cell] = {"attention": dict(gpu_attention.GOALS), "model": dict(gpu_model.GOALS)}
+GOALS: dict[Part, Cell] = {
+    "attention": dict(gpu_attention.GOALS),
+    "engine": dict(gpu_engine.GOALS),
+    "model": dict(gpu_model.GOALS),
+}
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def test_figures_of_a_cpu_do_not_go_where_devices_figures_are() -> None:
 def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(tmp_path: Path) -> None:
     settings = gpu.Settings(device="cpu", size="tiny", backends=["segments"], data=tmp_path, out=tmp_path)
     reports = gpu.run(settings)
-    assert [*reports] == ["exactness", "attention", "model"]
+    assert [*reports] == ["exactness", "attention", "engine", "model"]
     for name, report in reports.items():
         assert json.loads((tmp_path / gpu.FILES[name]).read_text()) == json.loads(json.dumps(report))
         assert report["cases"]
