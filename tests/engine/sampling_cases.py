@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from treering.engine.noise import row_key
 from treering.engine.sampling import sample
-from treering.engine.sampling_cpu import verify
+from treering.engine.verify_cpu import verify
 
 Floats = NDArray[np.floating]
 Ints = NDArray[np.int64]
@@ -47,6 +47,7 @@ class Verified:
     logprobs: Floats
     policy_logprobs: Floats
     num: Ints
+    path: NDArray[np.int32]
 
 
 def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
@@ -84,9 +85,19 @@ def draw_numba(logits: Floats, keys: Ints, positions: Ints, rule: Rule) -> Drawn
     return Drawn(done.tokens[:, 0].astype(np.int64), done.logprobs[:, 0], done.policy_logprobs[:, 0])
 
 
-def verified(logits: Floats, drafts: NDArray[np.int32], keys: Ints, positions: Ints, rule: Rule) -> Verified:
-    """`verify` for B rollouts with equally many drafts [B, J] and logits [B * (J + 1), V]."""
+def verified(
+    logits: Floats,
+    drafts: NDArray[np.int32],
+    keys: Ints,
+    positions: Ints,
+    rule: Rule,
+    parents: NDArray[np.int32] | None = None,
+) -> Verified:
+    """`verify` for B rollouts with equally many drafts [B, J], chains or trees, and logits [B * (J + 1), V]."""
     num, num_drafts = drafts.shape
+    if parents is None:
+        parents = np.tile(np.arange(-1, num_drafts - 1, dtype=np.int32), (num, 1))
+    path = np.full((num, num_drafts + 1), -9, np.int32)
     tokens = np.full((num, num_drafts + 1), -9, np.int32)
     logprobs, policy_logprobs = np.full((2, num, num_drafts + 1), np.nan)
     num_out = np.full(num, -9)
@@ -95,6 +106,7 @@ def verified(logits: Floats, drafts: NDArray[np.int32], keys: Ints, positions: I
         np.arange(num) * (num_drafts + 1),
         np.full(num, num_drafts),
         drafts.ravel(),
+        parents.ravel(),
         np.arange(num + 1) * num_drafts,
         keys,
         positions,
@@ -105,8 +117,9 @@ def verified(logits: Floats, drafts: NDArray[np.int32], keys: Ints, positions: I
         logprobs,
         policy_logprobs,
         num_out,
+        path,
     )
-    return Verified(code, tokens, logprobs, policy_logprobs, num_out)
+    return Verified(code, tokens, logprobs, policy_logprobs, num_out, path)
 
 
 DRAW: dict[str, Callable[[Floats, Ints, Ints, Rule], Drawn]] = {"torch": draw_torch, "numba": draw_numba}

@@ -11,7 +11,6 @@ from tests.models import VOCAB, build_float64
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.engine.speculation import readable
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.history.draft import Drafter
@@ -93,15 +92,6 @@ def test_drafts_that_the_model_has_no_tokens_for_are_cut_off(model: PreTrainedMo
     engine = TorchEngine(model, Drafter(store, min_acceptance=0.001))
     assert tokens_of(run(engine, requests)) == tokens_of(plain)
     assert engine.stats.num_accepted > 0
-
-
-def test_a_cut_draft_keeps_its_beginning_alone() -> None:
-    tokens, offsets = np.array([1, 9, 2, 3, 4, 9, 5, -1], np.int32), np.array([0, 3, 5, 5, 6, 8])
-    kept, ends = readable(tokens, offsets, 9)
-    assert (kept.tolist(), ends.tolist()) == ([1, 3, 4, 5], [0, 1, 3, 3, 3, 4])
-    assert readable(tokens, offsets, 9)[1].dtype == np.int64
-    whole = readable(tokens[2:5], np.array([0, 3]), 9)
-    assert whole[0].tolist() == [2, 3, 4]
 
 
 def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine.protocol_laws import LAWS, MakeEngine
+from tests.hybrids import build_hybrid
 from tests.models import VOCAB, build, build_float64
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
@@ -292,6 +293,12 @@ def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
     gelu = build(hidden_act="gelu")
     with pytest.raises(UnsupportedError, match="gelu"):
         TorchEngine(gelu)
+
+
+@pytest.mark.parametrize(("family", "layer", "mixer"), [("qwen3_5", 0, "GatedDeltaNet"), ("bamba", 0, "BambaMixer")])
+def test_a_recurrent_layer_is_refused_by_name(family: str, layer: int, mixer: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"layer {layer} is recurrent, a \w*{mixer}: .* use vLLM"):
+        TorchEngine(build_hybrid(family))
 
 
 def test_checking_a_model_leaves_its_modes_alone() -> None:

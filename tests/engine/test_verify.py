@@ -15,7 +15,7 @@ from tests.engine.sampling_cases import (
     rollout_keys,
     verified,
 )
-from treering.engine.sampling_cpu import verify
+from treering.engine.verify_cpu import verify
 
 # What comes after each token of a toy language of three tokens; a rollout starts behind token 0.
 CHAIN = np.array([[1.0, 0.2, -0.5], [-0.4, 0.9, 0.3], [0.0, 0.0, 1.2]])
@@ -105,13 +105,51 @@ def test_drawing_stops_behind_the_first_token_that_is_no_draft() -> None:
 
 def test_rollouts_may_have_different_numbers_of_drafts_and_rows_in_any_order() -> None:
     logits = 1e6 * np.eye(4)[[0, 1, 2, 3, 1]]
-    out = np.full((3, 3), -9, np.int32), np.zeros((3, 3)), np.zeros((3, 3)), np.zeros(3, np.int64)
+    out = [np.full((3, 3), -9, np.int32), *np.zeros((2, 3, 3)), np.zeros(3, np.int64), np.full((3, 3), -9, np.int32)]
     first_row, num_drafts = np.array([3, 2, 0]), np.array([1, 0, 1])
-    drafts, offsets = np.array([3, 0], np.int32), np.array([0, 1, 1, 2])
+    drafts, parents, offsets = np.array([3, 0], np.int32), np.full(2, -1, np.int32), np.array([0, 1, 1, 2])
     every = np.ones(3)
-    code = verify(
-        logits, first_row, num_drafts, drafts, offsets, np.arange(3), np.arange(3), every, np.zeros(3, int), every, *out
-    )
+    numbers = np.arange(3), np.arange(3), every, np.zeros(3, int), every
+    code = verify(logits, first_row, num_drafts, drafts, parents, offsets, *numbers, *out)
     assert code == -1
     assert out[0].tolist() == [[3, 1, -9], [2, -9, -9], [0, 1, -9]]
     assert out[3].tolist() == [2, 1, 2]
+    assert out[4].tolist() == [[0, -1, -9], [-1, -9, -9], [0, -1, -9]]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "tokens", "path"),
+    [
+        ([2, 0, 0, 0, 1], [2, 1], [3, -1]),
+        ([1, 2, 0, 0, 0], [1, 2, 0], [0, 1, -1]),
+        ([1, 0, 0, 2, 0], [1, 0, 2], [0, 2, -1]),
+        ([0, 1, 1, 1, 1], [0], [-1]),
+    ],
+)
+def test_a_tree_is_walked_along_what_is_drawn_and_nothing_else_is_read(
+    drawn: list[int], tokens: list[int], path: list[int]
+) -> None:
+    """Drafts 1 with 2 or 0 behind it, and 2; row 0 of the logits follows the context, row 1 + j draft j."""
+    logits = 1e6 * np.eye(VOCAB)[drawn]
+    on_path = [0, *(1 + number for number in path if number >= 0)]
+    off_path = [row for row in range(5) if row not in on_path]
+    logits[off_path] = np.nan
+    drafts, parents = np.array([[1, 2, 0, 2]], np.int32), np.array([[-1, 0, 0, -1]], np.int32)
+    done = verified(logits, drafts, np.array([5]), np.array([0]), Rule(), parents)
+    assert (done.code, done.num.tolist()) == (-1, [len(tokens)])
+    assert done.tokens[0, : len(tokens)].tolist() == tokens
+    assert done.path[0, : len(path)].tolist() == path
+
+
+@pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
+def test_every_branch_draws_with_the_noise_of_its_depth(rule: Rule) -> None:
+    """All three tokens are drafted, and all three behind each: two are always accepted, as drawn one at a time."""
+    num = 200
+    keys, drafts = rollout_keys(num), np.tile(np.array([0, 1, 2] * 4, np.int32), (num, 1))
+    parents = np.tile(np.array([-1, -1, -1, 0, 0, 0, 1, 1, 1, 2, 2, 2], np.int32), (num, 1))
+    logits = np.tile(CHAIN[[0, *drafts[0]]], (num, 1))
+    done = verified(logits, drafts, keys, np.full(num, 100), rule, parents)
+    plain = roll(None, rule, num)
+    assert done.num.tolist() == [3] * num
+    np.testing.assert_array_equal(done.tokens[:, :3], plain.tokens)
+    np.testing.assert_array_equal(done.logprobs[:, :3], plain.logprobs)

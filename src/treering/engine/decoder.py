@@ -1,10 +1,11 @@
 """One forward pass of a decoder over loose tokens of many rollouts, each with its own view of the key-value arena.
 
-A token sees a prefix span (a prompt that rollouts share) and a part of its rollout's own span, up to itself. Decode
-steps, drafted tokens and prefill chunks are all the same thing here: tokens with a position, a slot to write and two
-spans to read. Knows arithmetic; knows nothing of requests, sampling or schedules.
+A token sees a prefix span (a prompt that rollouts share) and a part of its rollout's own span, up to itself; a token of
+a drafted tree sees its ancestors there one by one. Decode steps, drafted tokens and prefill chunks are all the same
+thing here: tokens with a position, a slot to write and slots to read. Knows arithmetic; knows nothing of requests,
+sampling or schedules.
 
-    T tokens of a pass   W tokens whose logits are wanted   S slots   V vocabulary
+    T tokens of a pass   W tokens whose logits are wanted   S slots   V vocabulary   K slots that move
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +25,9 @@ class TokenBatch:
     Every layer writes the keys and values of all tokens before any token reads.
 
     Example: a rollout's 3rd token behind a prompt of 5, its prompt at slots 0-4 and its own span from slot 40: position
-    7, slot 42, prefix_start 0, num_prefix 5, own_start 40, num_own 3.
+    7, slot 42, prefix_start 0, num_prefix 5, own_start 40, num_own 3. Behind it two drafts for the same place, the
+    second with one behind it, at slots 43, 44 and 45: positions 8, 8 and 9, num_own 3, tree_start 43, and tree_bits
+    0b001, 0b010 and 0b110.
     """
 
     tokens: Int64Array
@@ -40,7 +43,11 @@ class TokenBatch:
     own_start: Int64Array
     """First slot of its own span."""
     num_own: Int64Array
-    """Visible slots of its own span, its own one included: slots = own_start + num_own - 1."""
+    """Visible slots of its own span, from the first; its own one is the last of them, or one of its tree."""
+    tree_start: Int64Array
+    """Slot of the first drafted token of its tree; not read where tree_bits is 0."""
+    tree_bits: Int64Array
+    """Bit j, of 64 and unsigned, makes slot tree_start + j visible, none of them twice; 0 outside of trees."""
     wanted: Int64Array
     """[W] indices of the tokens whose logits are wanted, ascending."""
 
@@ -51,11 +58,25 @@ class TokenBatch:
 
 
 class Decoder(ABC):
-    """Weights and an arena of S slots."""
+    """Weights, an arena of S slots, and one more that belongs to nobody."""
+
+    @property
+    @abstractmethod
+    def spare_slot(self) -> int:
+        """A slot outside of the arena: what a pass writes there is of no account."""
 
     @abstractmethod
     def run(self, batch: TokenBatch) -> Tensor:
         """Writes keys and values of all tokens and returns logits [W, V] in the model's dtype.
 
         The result is valid until the next run.
+        """
+
+    @abstractmethod
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        """Copies the keys and values of slots `sources` to slots `targets`, both int64 [K], in every layer, in order.
+
+        No source is below its target and targets ascend, so that a slot may be both.
+
+        Example: where slots 3, 4, 5 hold c, d, e, moving [4, 5] to [3, 4] leaves d, e, e.
         """

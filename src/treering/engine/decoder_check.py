@@ -64,5 +64,7 @@ def _alone(tokens: np.ndarray) -> TokenBatch:
         num_prefix=zeros,
         own_start=zeros,
         num_own=order + 1,
+        tree_start=zeros,
+        tree_bits=zeros,
         wanted=order,
     )

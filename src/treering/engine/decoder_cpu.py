@@ -10,25 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treering.engine.decoder import Decoder, TokenBatch
-from treering.engine.kernels_cpu import attend, make_scratch, rms_norm, silu_mul, write_keys
+from treering.engine.attention_cpu import attend, move_slots
+from treering.engine.decoder import Decoder, Int64Array, TokenBatch
+from treering.engine.kernels_cpu import rms_norm, silu_mul, write_keys
+from treering.engine.vectors_cpu import lanes_of
 from treering.engine.weights import DecoderWeights, LayerWeights
 
 _CACHE_LINE = 64
+_MOST_DRAFTS = 64
 
 
 class CpuDecoder(Decoder):
     """One pass over float32 or float64 weights on CPU."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """An arena of `num_slots`, kept in memory until the decoder goes."""
+        """An arena of `num_slots` and a spare one, kept in memory until the decoder goes."""
         sizes = weights.sizes
         dtype = weights.embedding.numpy().dtype
-        row = _odd_lines(num_slots, dtype.itemsize)
+        lanes = lanes_of(dtype)
+        # Attention reads up to two vectors at once, and beyond the last slot.
+        row = _odd_lines(num_slots + 1 + 2 * lanes, dtype.itemsize)
+        padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
         self._keys = np.zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
-        self._values = np.zeros((sizes.num_layers, sizes.num_kv_heads, num_slots, sizes.head_size), dtype)
-        self._scratch = make_scratch(dtype, max(sizes.num_positions, sizes.intermediate_size))
+        self._num_slots = num_slots
+        self._values = np.zeros((sizes.num_layers, sizes.num_kv_heads, num_slots + 1, padded), dtype)
+        self._scores = np.zeros(sizes.num_positions + _MOST_DRAFTS + 2 * lanes, dtype)
         self._eps = np.array([sizes.eps], dtype)
         self._scale = np.array([sizes.head_size**-0.5], dtype)
         self._rotation = weights.cos.numpy(), weights.sin.numpy()
@@ -36,6 +43,11 @@ class CpuDecoder(Decoder):
         self._norm = weights.norm.numpy()
         self._head = weights.head.T
         self._buffers = _Buffers(weights, num_tokens=64)
+
+    @property
+    def spare_slot(self) -> int:
+        """See `Decoder.spare_slot`: the last one."""
+        return self._num_slots
 
     @torch.inference_mode()
     def run(self, batch: TokenBatch) -> Tensor:
@@ -50,6 +62,10 @@ class CpuDecoder(Decoder):
         last = use.x[torch.from_numpy(batch.wanted)]
         rms_norm(last.numpy(), self._norm, self._eps, last.numpy())
         return _linear(last, self._head, self._weights.head_bias, self._buffers.logits(last.shape[0]))
+
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        """See `Decoder.move`."""
+        move_slots(self._keys, self._values, sources, targets)
 
     def _attention(self, index: int, layer: "_Layer", batch: TokenBatch, use: "_Views") -> None:
         rms_norm(use.x_np, layer.input_norm, self._eps, use.h_np)
@@ -66,14 +82,14 @@ class CpuDecoder(Decoder):
             keys,
             values,
         )
-        spans = batch.prefix_start, batch.num_prefix, batch.own_start, batch.num_own
-        attend(use.qkv_np, keys, values, *spans, self._scale, self._scratch, use.attended_np)
+        spans = batch.prefix_start, batch.num_prefix, batch.own_start, batch.num_own, batch.tree_start, batch.tree_bits
+        attend(use.qkv_np, keys, values, *spans, self._scale, self._scores, use.attended_np)
         _add_linear(use.x, use.attended, layer.out, layer.out_bias)
 
     def _mlp(self, layer: "_Layer", use: "_Views") -> None:
         rms_norm(use.x_np, layer.mlp_norm, self._eps, use.h_np)
         _linear(use.h, layer.gate_up, layer.gate_up_bias, use.gate_up)
-        silu_mul(use.gate_up_np, self._scratch, use.gated_np)
+        silu_mul(use.gate_up_np, use.gated_np)
         _add_linear(use.x, use.gated, layer.down, layer.down_bias)
 
 
@@ -119,7 +135,7 @@ class _Buffers:
             "gated": sizes.intermediate_size,
         }
         self.num_tokens = num_tokens
-        self._tensors = {name: torch.zeros(num_tokens, width, dtype=weights.dtype) for name, width in widths.items()}
+        self._tensors = {name: _room(num_tokens, width, weights.dtype) for name, width in widths.items()}
         self._logits = torch.zeros(0, weights.head.shape[0], dtype=weights.dtype)
         self._views: dict[int, _Views] = {}
 
@@ -135,6 +151,12 @@ class _Buffers:
         if num_rows > self._logits.shape[0]:
             self._logits = self._logits.new_zeros(2 * num_rows, self._logits.shape[1])
         return self._logits[:num_rows]
+
+
+def _room(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [num_tokens, width] with room for a vector behind them, as the loops want."""
+    spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
+    return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

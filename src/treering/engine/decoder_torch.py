@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from treering.engine.decoder import Decoder, TokenBatch
+from treering.engine.decoder import Decoder, Int64Array, TokenBatch
 from treering.engine.weights import DecoderWeights, LayerWeights
 
 
@@ -18,12 +18,18 @@ class TorchDecoder(Decoder):
     """One pass in plain torch; its memory is O(T K) a layer, so it is for short views and for comparison."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """An arena of `num_slots` beside the weights."""
+        """An arena of `num_slots` and a spare one beside the weights."""
         sizes = weights.sizes
         self._weights = weights
-        shape = (sizes.num_layers, num_slots, sizes.num_kv_heads, sizes.head_size)
+        self._num_slots = num_slots
+        shape = (sizes.num_layers, num_slots + 1, sizes.num_kv_heads, sizes.head_size)
         self._keys = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
         self._values = torch.zeros_like(self._keys)
+
+    @property
+    def spare_slot(self) -> int:
+        """See `Decoder.spare_slot`: the last one."""
+        return self._num_slots
 
     @torch.inference_mode()
     def run(self, batch: TokenBatch) -> Tensor:
@@ -46,6 +52,13 @@ class TorchDecoder(Decoder):
         x = _norm(x[wanted], weights.norm, weights.sizes.eps)
         return functional.linear(x, weights.head, weights.head_bias)
 
+    @torch.inference_mode()
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        """See `Decoder.move`; all sources are read before any target is written."""
+        source, target = (torch.from_numpy(slots).to(self._weights.device) for slots in (sources, targets))
+        for arena in (self._keys, self._values):
+            arena[:, target] = arena[:, source]
+
     def _project(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         sizes = self._weights.sizes
         h = _norm(x, layer.input_norm, sizes.eps)
@@ -64,6 +77,10 @@ def _views(batch: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
     own = batch.own_start[:, None] + entry - batch.num_prefix[:, None]
     visible = entry < num_seen[:, None]
     slots = np.where(in_prefix, batch.prefix_start[:, None] + entry, own)
+    if batch.tree_bits.any():
+        bit = np.arange(64)[None]
+        slots = np.concatenate([slots, batch.tree_start[:, None] + bit], 1)
+        visible = np.concatenate([visible, (batch.tree_bits[:, None] >> bit) % 2 == 1], 1)
     return np.where(visible, slots, batch.slots[:, None]), visible
 
 

@@ -5,16 +5,18 @@ Knows logits, drafts and the columns of the sampled rows. Knows nothing of weigh
     W sampled positions   R sampled rows   J most drafts of a row   V vocabulary
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treering.engine.proposed import Proposed
 from treering.engine.rows import Columns, Work
 from treering.engine.sampling import diverged, sample
-from treering.engine.sampling_cpu import verify
+from treering.engine.verify_cpu import child, verify
 from treering.types import TokenIds
 
 Int64Array = NDArray[np.int64]
@@ -27,38 +29,38 @@ class Drawn(NamedTuple):
     logprobs: NDArray[np.float64]
     policy_logprobs: NDArray[np.float64]
     num_tokens: Int64Array  # [R]
+    path: NDArray[np.int32]  # numbers of the drafts that agreed, each within its row's; then -1
 
 
-def draw(logits: Tensor, work: Work, columns: Columns, drafts: TokenIds, draft_offsets: Int64Array) -> Drawn:
+Draw = Callable[[Tensor, Work, Columns, Proposed], Drawn]
+"""See `draw`."""
+
+
+def draw(logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
     """The tokens behind the computed ones, for logits [W, V] of `work.wanted`.
 
     Raises:
         StateError: logits that are no distribution.
     """
     rows = work.rows
-    num_drafts = draft_offsets[rows + 1] - draft_offsets[rows]
+    num_drafts = drafts.offsets[rows + 1] - drafts.offsets[rows]
     shape = (rows.size, 1 + int(num_drafts.max(initial=0)))
     drawn = Drawn(
         tokens=np.zeros(shape, np.int32),
         logprobs=np.zeros(shape),
         policy_logprobs=np.zeros(shape),
         num_tokens=np.zeros(rows.size, np.int64),
+        path=np.full(shape, -1, np.int32),
     )
     if logits.device.type == "cpu":
-        _draw_on_cpu(logits, work, columns, drafts, draft_offsets[rows], num_drafts, drawn)
+        _draw_on_cpu(logits, work, columns, drafts, num_drafts, drawn)
     else:
-        _draw_in_torch(logits, work, columns, drafts, draft_offsets[rows], num_drafts, drawn)
+        _draw_in_torch(logits, work, columns, drafts, num_drafts, drawn)
     return drawn
 
 
 def _draw_on_cpu(
-    logits: Tensor,
-    work: Work,
-    columns: Columns,
-    drafts: TokenIds,
-    first_draft: Int64Array,
-    num_drafts: Int64Array,
-    drawn: Drawn,
+    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
     rows = work.rows
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -66,8 +68,9 @@ def _draw_on_cpu(
         wide.numpy(),
         work.first_logits,
         num_drafts,
-        drafts,
-        first_draft,
+        drafts.tokens,
+        drafts.parents,
+        drafts.offsets[rows],
         columns.keys[rows],
         columns.num_tokens[rows],
         columns.temperature[rows],
@@ -77,23 +80,21 @@ def _draw_on_cpu(
         drawn.logprobs,
         drawn.policy_logprobs,
         drawn.num_tokens,
+        drawn.path,
     )
     if bad >= 0:
         raise diverged(int(rows[bad]))
 
 
 def _draw_in_torch(
-    logits: Tensor,
-    work: Work,
-    columns: Columns,
-    drafts: TokenIds,
-    first_draft: Int64Array,
-    num_drafts: Int64Array,
-    drawn: Drawn,
+    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
     """Draws at every wanted position at one time, and keeps what the drafts agree with."""
     owner = np.repeat(work.rows, 1 + num_drafts)
-    depth = np.arange(owner.size) - np.repeat(work.first_logits, 1 + num_drafts)
+    # The context's last token of every row has depth 0.
+    depth = np.zeros(owner.size, np.int64)
+    for row, first, count in zip(work.rows, work.first_logits, num_drafts, strict=True):
+        depth[first + 1 : first + 1 + count] = drafts.depths[drafts.offsets[row] : drafts.offsets[row] + count]
 
     def on_device(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(logits.device)
@@ -107,11 +108,21 @@ def _draw_in_torch(
         top_p=on_device(columns.top_p[owner]),
     )
     tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
-    for index, (first, count) in enumerate(zip(work.first_logits, num_drafts, strict=True)):
-        own = slice(first, first + count + 1)
-        drafted = drafts[first_draft[index] : first_draft[index] + count]
-        disagrees = np.flatnonzero(tokens[own][:count] != drafted)
-        drawn.num_tokens[index] = 1 + (disagrees[0] if disagrees.size else count)
-        drawn.tokens[index, : count + 1] = tokens[own]
-        drawn.logprobs[index, : count + 1] = logprobs[own]
-        drawn.policy_logprobs[index, : count + 1] = policy[own]
+    for index, (row, first) in enumerate(zip(work.rows, work.first_logits, strict=True)):
+        path = _walk(tokens[first:], drafts, drafts.offsets[row], num_drafts[index])
+        # Of the logits behind each of them, those behind the context come first.
+        own = first + 1 + np.array([-1, *path])
+        drawn.num_tokens[index] = own.size
+        drawn.path[index, : len(path)] = path
+        drawn.tokens[index, : own.size] = tokens[own]
+        drawn.logprobs[index, : own.size], drawn.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
+
+
+def _walk(tokens: NDArray[np.integer[Any]], drafts: Proposed, first: int, num_drafts: int) -> list[int]:
+    """Numbers of the drafts on a row's path, along `tokens`: drawn behind its context, then behind each draft."""
+    path: list[int] = []
+    number = child(tokens[0], -1, num_drafts, drafts.tokens, drafts.parents, first)
+    while number >= 0:
+        path.append(number)
+        number = child(tokens[1 + number], number, num_drafts, drafts.tokens, drafts.parents, first)
+    return path

@@ -5,7 +5,7 @@ Knows prompts, spans and how many requests need them. Knows nothing of rows or p
 
 from dataclasses import dataclass, field
 
-from treering.engine.spans import Spans
+from treering.engine.spans import Arena
 from treering.types import TokenIds
 
 
@@ -14,14 +14,18 @@ class Prefix:
     """All tokens of a prompt but its last, which every rollout computes for itself and is sampled behind."""
 
     tokens: TokenIds
+    spans: Arena
     num_requests: int = 0
     """Requests with this prompt, waiting ones included."""
     num_running: int = 0
     """Rows that read it now."""
     start: int | None = None
     """First slot; None while it has no span."""
-    num_computed: int = 0
-    """Tokens whose keys and values are there."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are there, by whichever prefix that has the same beginning."""
+        return 0 if self.start is None else self.spans.num_computed(self.start)
 
     @property
     def num_tokens(self) -> int:
@@ -38,13 +42,13 @@ class Prefix:
 class Prefixes:
     """The prefixes of all unfinished requests, by their tokens."""
 
-    spans: Spans
+    spans: Arena
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
     def expect(self, prompt: TokenIds) -> None:
         """Counts a request that was submitted."""
         key = prompt.tobytes()
-        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy()))
+        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy(), spans=self.spans))
         prefix.num_requests += 1
 
     def of(self, prompt: TokenIds) -> Prefix:
@@ -52,9 +56,9 @@ class Prefixes:
         return self._by_tokens[prompt.tobytes()]
 
     def place(self, prefix: Prefix) -> bool:
-        """Gives a prefix its span, unless it has one; False where no hole is long enough."""
+        """Gives a prefix its span, unless it has one; False where there is no room."""
         if prefix.start is None and prefix.num_tokens > 0:
-            prefix.start = self.spans.take(prefix.num_tokens)
+            prefix.start = self.spans.take_known(prefix.tokens)
         return prefix.start is not None or prefix.num_tokens == 0
 
     def release(self, prompt: TokenIds) -> None:
@@ -73,15 +77,14 @@ class Prefixes:
         return bool(idle)
 
     def drop_span(self, prefix: Prefix) -> None:
-        """Frees the span of a prefix, if it has one: its tokens are computed anew where it is placed next."""
+        """Frees the span of a prefix, if it has one: what is not known where it is placed next is computed anew."""
         if prefix.start is not None:
             self.spans.give_back(prefix.start)
-        prefix.start, prefix.num_computed = None, 0
+        prefix.start = None
 
     def forget_values(self) -> None:
         """Marks every prefix as not computed: the weights have changed."""
-        for prefix in self._by_tokens.values():
-            prefix.num_computed = 0
+        self.spans.forget_values()
 
     def incomplete(self) -> list[Prefix]:
         """Prefixes that running rows wait for."""

@@ -1,12 +1,48 @@
 """Who owns which part of the key-value arena: contiguous spans of token slots, first fit.
 
-Knows slot numbers only. Knows nothing of keys, values, prompts or rollouts.
+Knows slot numbers, and of a span's tokens how many are computed. Knows nothing of keys, values, prompts or rollouts.
 """
 
+from abc import ABC, abstractmethod
+
 from treering.errors import InputError
+from treering.types import TokenIds
 
 
-class Spans:
+class Arena(ABC):
+    """What a table of rollouts asks of the memory for keys and values."""
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Free slots, not necessarily in one piece."""
+
+    @abstractmethod
+    def take(self, length: int) -> int | None:
+        """First slot of a span of that many slots, or None where there is no room; length >= 1."""
+
+    @abstractmethod
+    def take_known(self, tokens: TokenIds) -> int | None:
+        """`take` for a prompt of these tokens, some of which may be computed already: see `num_computed`."""
+
+    @abstractmethod
+    def give_back(self, start: int) -> None:
+        """Frees the span that `take` or `take_known` gave."""
+
+    @abstractmethod
+    def num_computed(self, start: int) -> int:
+        """Tokens of a span, from its first, whose keys and values are there."""
+
+    @abstractmethod
+    def set_computed(self, start: int, num_tokens: int) -> None:
+        """Notes that so many are there, or will be before anything reads them; never fewer than before."""
+
+    @abstractmethod
+    def forget_values(self) -> None:
+        """Nothing is computed any more: the weights have changed."""
+
+
+class Spans(Arena):
     """An allocator over slots 0 to num_slots - 1.
 
     Example: of 10 slots, `take(4)` gives 0, `take(4)` gives 4, `take(4)` gives None; after `give_back(0)` it gives 0.
@@ -19,26 +55,44 @@ class Spans:
         self.num_slots = num_slots
         self._holes: list[tuple[int, int]] = [(0, num_slots)]  # (start, length), ascending, never adjacent
         self._taken: dict[int, int] = {}
+        self._computed: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Free slots, not necessarily in one piece."""
+        """See `Arena.num_free`."""
         return sum(length for _, length in self._holes)
 
     def take(self, length: int) -> int | None:
-        """First slot of a span of that many slots, or None where no hole is long enough; length >= 1."""
+        """See `Arena.take`; None where no hole is long enough."""
         assert length >= 1
         for index, (start, hole) in enumerate(self._holes):
             if hole < length:
                 continue
             rest = [(start + length, hole - length)] if hole > length else []
             self._holes[index : index + 1] = rest
-            self._taken[start] = length
+            self._taken[start], self._computed[start] = length, 0
             return start
         return None
 
+    def take_known(self, tokens: TokenIds) -> int | None:
+        """See `Arena.take_known`; no two spans share anything here."""
+        return self.take(tokens.size)
+
+    def num_computed(self, start: int) -> int:
+        """See `Arena.num_computed`."""
+        return self._computed[start]
+
+    def set_computed(self, start: int, num_tokens: int) -> None:
+        """See `Arena.set_computed`."""
+        self._computed[start] = max(self._computed[start], num_tokens)
+
+    def forget_values(self) -> None:
+        """See `Arena.forget_values`."""
+        self._computed = dict.fromkeys(self._computed, 0)
+
     def give_back(self, start: int) -> None:
-        """Frees the span that `take` gave; it joins the holes beside it."""
+        """See `Arena.give_back`; the span joins the holes beside it."""
+        del self._computed[start]
         self._holes.append((start, self._taken.pop(start)))
         merged: list[tuple[int, int]] = []
         for hole in sorted(self._holes):

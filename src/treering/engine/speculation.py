@@ -1,71 +1,129 @@
 """Between engine and drafter: which rows ask for drafts, and what the drafter learns from what became of them.
 
 Knows the columns and the drafter's records. Knows nothing of how drafts are found or verified.
+
+    B rows
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.engine.drawing import Drawn
-from treering.engine.rows import Gains, Work
+from treering.engine.gains import Gains
+from treering.engine.proposed import Proposed, nothing, readable
+from treering.engine.rows import fill_room
 from treering.engine.table import Table
-from treering.history.draft import Drafter, DraftRows
-from treering.types import TokenIds
+from treering.engine.verify_costs import Costs
+from treering.history.costs import VerifyCosts
+from treering.history.draft import Drafter
+from treering.history.records import DraftRows
+from treering.types import PromptId
 
+Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
+
+_LEAST_WORTH, _MOST_WORTH = 0.5, 4.0
+_GOES_ON = 0.25
+"""Of what a rollout has: as much is expected to follow at least, also beyond its prompt's usual length."""
 
 
 class Speculation:
     """A drafter at work in an engine, or none."""
 
-    def __init__(self, drafter: Drafter | None, *, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs) -> None:
         """None never drafts; `vocab_size` is the model's."""
         self._drafter = drafter
+        self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
+        """Whether passes are to be measured before the first one."""
+        if isinstance(costs, VerifyCosts):
+            self.use_costs(costs)
         self._vocab_size = vocab_size
-        self._asked: DraftRows | None = None
+        self._rows: DraftRows | None = None
+        self._state = (-1, False)
+        self._medians: dict[PromptId, float | None] = {}
+        self._newest_row = -1
+        self._has_drafted = False
 
-    def propose(self, table: Table) -> tuple[TokenIds, Int64Array]:
-        """Drafts of all rows, one after another, and their offsets [B + 1]."""
-        num_rows = table.num_rows
+    def use_costs(self, costs: VerifyCosts) -> None:
+        """Tells the drafter, if there is one, what passes take."""
+        self.wants_costs = False
+        if self._drafter is not None:
+            self._drafter.use_costs(costs)
+
+    def propose(self, table: Table, *, num_waiting: int) -> Proposed:
+        """Drafts of all rows that decode; with nothing waiting, those that have far to go are worth more."""
         if self._drafter is None:
-            return np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int64)
+            return nothing(table.num_rows)
+        state = (table.num_changes, num_waiting == 0)
+        if self._rows is None or self._state != state:
+            self._state = state
+            self._rows = _rows_of(table, self._worth(table, self._drafter, num_waiting))
         c = table.columns
-        decodes = c.is_ready[:num_rows] & (c.num_tokens[:num_rows] - c.num_computed[:num_rows] == 1)
-        # The last token that a rollout has room for is drawn, never computed.
-        room = c.limit[:num_rows] - c.num_tokens[:num_rows] - 1
-        self._asked = DraftRows(
-            prompt_ids=[request.prompt_id for request in table.requests],
-            groups=c.groups[:num_rows],
-            tokens=c.tokens[:num_rows],
-            num_tokens=c.num_tokens[:num_rows],
-            num_prompt_tokens=c.num_prompt[:num_rows],
-            max_drafts=np.where(decodes, room, 0),
-        )
-        drafts = self._drafter.propose(self._asked)
-        return readable(drafts.tokens, drafts.offsets, self._vocab_size)
+        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, self._rows.max_drafts)
+        drafts = self._drafter.propose(self._rows)
+        self._has_drafted = drafts.tokens.size > 0
+        return readable(drafts, self._rows.max_drafts, self._vocab_size)
 
-    def learn(self, work: Work, drawn: Drawn, gains: Gains) -> None:
-        """Tells the drafter how many of each row's drafts were accepted."""
-        if self._drafter is None or self._asked is None:
-            return
-        num_rows = len(self._asked.prompt_ids)
-        accepted, ended = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool)
-        accepted[work.rows] = gains.num_accepted
-        # A row that stopped inside its drafts says nothing of those behind.
-        ended[work.rows] = gains.num_new < drawn.num_tokens
-        self._drafter.observe(self._asked, accepted, ended)
+    def learn(self, gains: Gains) -> None:
+        """Tells the drafter what became of the drafts of the latest `propose`, if there were any.
+
+        No draft reaches beyond a row's limit (`fill_room`), so none is cut off by anything that tokens do not tell.
+        """
+        if self._drafter is not None and self._rows is not None and self._has_drafted:
+            self._drafter.observe(self._rows, gains.num_accepted, leaves=gains.leaves)
+
+    def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
+        """None while others wait: each row that ends makes room then, and no row is the last one."""
+        if num_waiting > 0:
+            self._medians = {}
+            return None
+        c, rows = table.columns, slice(table.num_rows)
+        # Where no row was there before, nothing is kept of earlier ones: a run that is resumed begins there (law 8).
+        if (c.row_ids[rows] > self._newest_row).all():
+            self._medians = {}
+        self._newest_row = int(c.row_ids[rows].max(initial=-1))
+        prompt_ids = [request.prompt_id for request in table.requests]
+        self._medians = {
+            prompt_id: self._medians[prompt_id] if prompt_id in self._medians else drafter.median_tokens(prompt_id)
+            for prompt_id in prompt_ids
+        }
+        medians = [self._medians[prompt_id] for prompt_id in prompt_ids]
+        usual = np.array([np.nan if median is None else median for median in medians], np.float64)
+        return worth_of(usual, c.num_tokens[rows] - c.num_prompt[rows], c.limit[rows] - c.num_tokens[rows])
 
 
-def readable(tokens: TokenIds, offsets: Int64Array, vocab_size: int) -> tuple[TokenIds, Int64Array]:
-    """Each row's draft up to the first token that the model does not have: a history may be another tokenizer's.
+def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
+    """How many tokens rows are expected to go on for, beside the mean of them, from 0.5 to 4.
 
-    Example: with vocab_size=9 and offsets [0, 3, 5], the drafts [1, 9, 2] and [3, 4] become [1] and [3, 4].
+    Args:
+        usual: float64 [B], median lengths of earlier rollouts, NaN where there is none: such a row is worth 1.
+        num_written: int64 [B], tokens of the rollouts so far.
+        num_left: int64 [B], tokens up to their limits.
+
+    Returns:
+        float64 [B], or None where no length is known.
+
+    Example: with usual lengths of 40, 40 and 20, of which 10, 38 and 28 are written, 30, 9.5 and 7 are expected: a
+    quarter of what is written at least. Beside their mean of 15.5 that is 1.94, 0.61 and 0.5.
     """
-    is_foreign = (tokens < 0) | (tokens >= vocab_size)
-    if not is_foreign.any():
-        return tokens, offsets
-    num_before = np.concatenate([[0], np.cumsum(is_foreign)])
-    rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
-    stays = num_before[1:] == num_before[offsets[rows]]
-    ends = np.cumsum(np.bincount(rows[stays], minlength=offsets.size - 1))
-    return tokens[stays], np.concatenate([[0], ends])
+    is_known = ~np.isnan(usual)
+    if not is_known.any():
+        return None
+    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_GOES_ON * num_written, 1)), num_left)
+    mean = expected[is_known].mean()
+    worth = np.where(is_known, expected / mean, 1.0)
+    return np.clip(worth, _LEAST_WORTH, _MOST_WORTH)
+
+
+def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
+    """Views of the running rows, good until one comes or goes; the drafter reads in them what a step has changed."""
+    c, num_rows = table.columns, table.num_rows
+    return DraftRows(
+        prompt_ids=[request.prompt_id for request in table.requests],
+        groups=c.groups[:num_rows],
+        tokens=c.tokens[:num_rows],
+        num_tokens=c.num_tokens[:num_rows],
+        num_prompt_tokens=c.num_prompt[:num_rows],
+        max_drafts=np.zeros(num_rows, np.int64),
+        row_ids=c.row_ids[:num_rows],
+        worth=worth,
+    )

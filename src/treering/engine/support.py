@@ -26,6 +26,7 @@ def check_runnable(parts: ModelParts) -> None:
 
 
 def _check_family(parts: ModelParts) -> None:
+    _check_recurrence(parts)
     if parts.config.model_type not in FAMILIES:
         raise UnsupportedError(
             f"the engine runs {', '.join(FAMILIES)}, and this model is {parts.config.model_type!r}; use vLLM for its "
@@ -38,6 +39,17 @@ def _check_family(parts: ModelParts) -> None:
                 f"layer {index} sees a window of {window} positions, and the engine runs full attention; use vLLM for "
                 "this model's rollouts"
             )
+
+
+def _check_recurrence(parts: ModelParts) -> None:
+    for index, layer in enumerate(parts.layers):
+        for mixer in parts.mixers:
+            if any(module is mixer for module in layer.modules()):
+                raise UnsupportedError(
+                    f"layer {index} is recurrent, a {type(mixer).__name__}: its state cannot un-see a rejected draft, "
+                    f"and the engine keeps keys and values alone; use vLLM for the rollouts of this "
+                    f"{parts.config.model_type!r} model"
+                )
 
 
 def _window(layer: Any, config: Any) -> int | None:

@@ -10,7 +10,8 @@ from treering.engine.prefixes import Prefix, Prefixes
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.rows import Columns, make_columns, move_row, widen
-from treering.engine.spans import Spans
+from treering.engine.spans import Arena
+from treering.engine.stop_strings import Decode, first_stop, turn_start
 
 _FIRST_CONTEXT = 256
 _FIRST_STOPS = 4
@@ -19,15 +20,18 @@ _FIRST_STOPS = 4
 class Table:
     """Rows 0 to num_rows - 1 run; requests beyond them wait elsewhere."""
 
-    def __init__(self, *, max_rows: int, num_slots: int, seed: int) -> None:
-        """No row, and an arena of `num_slots` free slots."""
+    def __init__(self, *, max_rows: int, arena: Arena, seed: int) -> None:
+        """No row, and an arena whose slots are all free."""
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
-        self.prefixes = Prefixes(Spans(num_slots))
+        self.prefixes = Prefixes(arena)
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
         self._num_groups = 0
+        self._num_added = 0
+        self.num_changes = 0
+        """Rows that came or went so far; while it stays the same, so do the columns' arrays and who is in which row."""
 
     @property
     def num_rows(self) -> int:
@@ -48,7 +52,15 @@ class Table:
         self._fill(self.num_rows, request, prefix, own_start)
         self.requests.append(request)
         self._row_prefixes.append(prefix)
+        self.num_changes += 1
         return True
+
+    def typical_context(self) -> int:
+        """Tokens that a running rollout has behind it when half of its room is used, in the mean; 256 if none runs."""
+        c, num_rows = self.columns, self.num_rows
+        if num_rows == 0:
+            return _FIRST_CONTEXT
+        return int((c.num_prompt[:num_rows] + c.limit[:num_rows]).mean()) // 2
 
     def rollout(self, row: int, reason: FinishReason) -> Rollout:
         """What a row has so far."""
@@ -67,6 +79,18 @@ class Table:
             finish_reason=reason,
         )
 
+    def cut_at_string(self, row: int, num_new: int, decode: Decode) -> bool:
+        """Whether one of a row's last `num_new` tokens completes a stop string; those behind it are dropped then."""
+        columns, request = self.columns, self.requests[row]
+        strings = request.sampling.stop_strings
+        if not strings:
+            return False
+        first = columns.num_prompt[row] + turn_start(request.so_far)
+        stays = first_stop(columns.tokens[row, first : columns.num_tokens[row]], num_new, strings, decode)
+        if stays is not None:
+            columns.num_tokens[row] -= num_new - stays
+        return stays is not None
+
     def remove(self, row: int) -> Request:
         """Frees a row and its memory; the last row takes its place."""
         request, prefix = self.requests[row], self._row_prefixes[row]
@@ -78,6 +102,7 @@ class Table:
             self.requests[row], self._row_prefixes[row] = self.requests[last], self._row_prefixes[last]
         self.requests.pop()
         self._row_prefixes.pop()
+        self.num_changes += 1
         return request
 
     def forget_values(self) -> None:
@@ -132,6 +157,8 @@ class Table:
         c.is_ready[row] = prefix.is_complete
         c.keys[row] = row_key(self._seed, *request.key)
         c.groups[row] = self._group_of(request)
+        c.row_ids[row] = self._num_added
+        self._num_added += 1
         c.temperature[row], c.top_k[row], c.top_p[row] = sampling.temperature, sampling.top_k or 0, sampling.top_p
         c.stop_tokens[row] = -1
         c.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens

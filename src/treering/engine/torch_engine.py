@@ -6,25 +6,25 @@ and drafted is the business of the files of these names.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
-import numpy as np
 from torch import nn
 
 from treering.engine.admission import Admission
-from treering.engine.backends import Backend, make_decoder, name_of
+from treering.engine.backends import Backend, make_machinery
 from treering.engine.decoder_check import check_decoder
-from treering.engine.drawing import draw
+from treering.engine.gains import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
 from treering.engine.prefill import join, plan_chunks
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.rows import NOT_FINISHED, STOPPED, Gains, Work, plan_pass, take_gains
+from treering.engine.rows import Work, plan_pass
+from treering.engine.settings import check_settings, check_update
 from treering.engine.speculation import Speculation
-from treering.engine.stop_strings import Decode, first_stop, turn_start
+from treering.engine.stop_strings import Decode
 from treering.engine.table import Table
+from treering.engine.verify_costs import Costs, measure
 from treering.engine.weights import read_weights
-from treering.errors import ConfigError, InputError
+from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
 from treering.model.families import find_parts
 from treering.train.compute import num_threads as threads
@@ -56,6 +56,7 @@ class TorchEngine(Engine):
         decode: Decode | None = None,
         num_threads: int | None = None,
         backend: Backend = "auto",
+        costs: Costs = "measured",
     ) -> None:
         """Reads the weights and makes room.
 
@@ -70,38 +71,43 @@ class TorchEngine(Engine):
             decode: tokens to text, for stop strings.
             num_threads: torch threads during a step; None leaves them as they are. One is best for small models.
             backend: see `Backend`.
+            costs: see `Costs`; of no account without a drafter.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend or source of costs.
             StateError: the model's logits hold NaN or +inf.
             UnsupportedError: a model that the engine would not compute exactly, by name.
         """
-        _check_integer("max_batch", max_batch, least=1)
-        _check_integer("max_tokens", max_tokens, least=2)
-        _check_integer("max_prefill", max_prefill, least=1)
-        _check_integer("version", version, least=0)
-        _check_integer("seed", seed, least=None)
-        if num_threads is not None:
-            _check_integer("num_threads", num_threads, least=1)
-        if drafter is not None and not isinstance(drafter, Drafter):
-            raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
+        check_settings(
+            drafter=drafter,
+            costs=costs,
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+            max_prefill=max_prefill,
+            version=version,
+            seed=seed,
+            num_threads=num_threads,
+        )
         self._parts = find_parts(model)
         vocab_size = self._parts.vocab_size
         limit = getattr(self._parts.config, "max_position_embeddings", None) or max_tokens
         max_context = min(int(limit), max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
-        self._decoder = make_decoder(self._weights, max_tokens, backend)
+        machinery = make_machinery(self._weights, max_tokens, backend)
+        self._decoder, self._draw, self._backend = machinery.decoder, machinery.draw, machinery.name
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(
             vocab_size=vocab_size, max_context=max_context, num_slots=max_tokens, has_decode=decode is not None
         )
-        self._table = Table(max_rows=max_batch, num_slots=max_tokens, seed=seed)
+        self._table = Table(max_rows=max_batch, arena=machinery.arena, seed=seed)
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
-        self._speculation = Speculation(drafter, vocab_size=vocab_size)
+        self._vocab_size, self._costs = vocab_size, costs
+        self.use_drafter(drafter)
         self._decode = decode
-        self._max_prefill = max_prefill
+        self._max_batch, self._max_tokens, self._max_prefill = max_batch, max_tokens, max_prefill
+        self._max_context = max_context
         self._num_threads = num_threads
         self._version = version
         self._counts = dict.fromkeys(EngineStats.__slots__, 0)
@@ -123,8 +129,8 @@ class TorchEngine(Engine):
 
     @property
     def backend(self) -> str:
-        """Which decoder runs, and where: "fused on cpu" or "plain on cuda", for instance."""
-        return f"{name_of(self._decoder)} on {self._weights.device.type}"
+        """Which decoder runs, and where: "fused on cpu" for instance, or "plain on cuda" and why."""
+        return self._backend
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Engine.submit`; stop strings need `decode`."""
@@ -159,14 +165,7 @@ class TorchEngine(Engine):
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
         """See `Engine.update_weights`."""
-        if version <= self._version:
-            raise InputError(
-                f"policy versions rise, and {version} is not above {self._version}; count every weight update"
-            )
-        if when_running not in get_args(WhenRunning):
-            raise ConfigError(
-                f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
-            )
+        check_update(version, self._version, when_running)
         if when_running == "finish":
             with threads(self._num_threads):
                 while self._table.num_rows:
@@ -178,23 +177,50 @@ class TorchEngine(Engine):
         self._table.forget_values()
         self._version = version
 
+    def use_drafter(self, drafter: Drafter | None) -> None:
+        """Drafts come from another drafter from the next step on, or there are none; no rollout notices."""
+        self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
+
+    def measure_costs(self) -> VerifyCosts:
+        """Seconds of a pass by its tokens, here and now; rollouts, counts and noise stay as they are.
+
+        It takes some tenths of a second, or a dozen passes where these are slow. The engine measures once by itself,
+        before its first pass, where `costs` is "measured" and it has a drafter that has no costs yet.
+
+        Raises:
+            StateError: the model's logits hold NaN or +inf.
+
+        Example: with max_batch=2 the result has entries for 1, 2, 4, 8 and 16 tokens.
+        """
+        with threads(self._num_threads):
+            return measure(
+                self._decoder,
+                self._draw,
+                num_slots=self._max_tokens,
+                max_batch=self._max_batch,
+                context=min(self._table.typical_context(), self._max_context),
+            )
+
     def _advance(self) -> list[Rollout]:
         """One pass over the running rows."""
         table = self._table
+        if self._speculation.wants_costs:
+            self._speculation.use_costs(self.measure_costs())
         chunks = plan_chunks(table.prefixes.incomplete(), self._max_prefill)
-        for chunk in chunks:
-            chunk.complete()
         if chunks:
             # A pass writes all keys before any token reads, so rows may already run with the last chunk of a prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
-        drafts, offsets = self._speculation.propose(table)
-        work = plan_pass(table.columns, table.num_rows, self._max_prefill - num_prefilled, drafts, offsets)
+        drafts = self._speculation.propose(table, num_waiting=len(self._waiting))
+        work = plan_pass(table.columns, table.num_rows, self._max_prefill - num_prefilled, drafts)
         logits = self._decoder.run(join(work, chunks))
-        drawn = draw(logits, work, table.columns, drafts, offsets)
+        drawn = self._draw(logits, work, table.columns, drafts)
         gains = take_gains(table.columns, work, self._version, *drawn)
-        self._speculation.learn(work, drawn, gains)
-        self._count(work, gains, drafts.size, num_prefilled)
+        if gains.sources.size:
+            self._decoder.move(gains.sources, gains.targets)
+        self._speculation.learn(gains)
+        for name, count in counts_of(work, gains, drafts.tokens.size, num_prefilled).items():
+            self._counts[name] += count
         return self._collect(work, gains)
 
     def _collect(self, work: Work, gains: Gains) -> list[Rollout]:
@@ -202,21 +228,11 @@ class TorchEngine(Engine):
         finished = []
         for index in reversed(range(work.rows.size)):
             row, finish = int(work.rows[index]), int(gains.finish[index])
-            if self._table.requests[row].sampling.stop_strings:
-                finish = self._look_for_strings(row, int(gains.num_new[index]), finish)
+            if self._decode is not None and self._table.cut_at_string(row, int(gains.num_new[index]), self._decode):
+                finish = STOPPED
             if finish != NOT_FINISHED:
                 finished.append(self._take_out(row, "stop" if finish == STOPPED else "length"))
         return finished[::-1]
-
-    def _look_for_strings(self, row: int, num_new: int, finish: int) -> int:
-        columns, request = self._table.columns, self._table.requests[row]
-        assert self._decode is not None
-        sampled = columns.tokens[row, columns.num_prompt[row] + turn_start(request.so_far) : columns.num_tokens[row]]
-        stays = first_stop(sampled, num_new, request.sampling.stop_strings, self._decode)
-        if stays is None:
-            return finish
-        columns.num_tokens[row] -= num_new - stays
-        return STOPPED
 
     def _take_out(self, row: int, reason: FinishReason) -> Rollout:
         rollout = self._table.rollout(row, reason)
@@ -226,22 +242,3 @@ class TorchEngine(Engine):
     def _leave(self, request: Request) -> None:
         self._unfinished.remove(request.key)
         self._table.prefixes.release(request.prompt)
-
-    def _count(self, work: Work, gains: Gains, num_drafted: int, num_prefilled: int) -> None:
-        gained = {
-            "num_forwards": 1,
-            "num_rows": work.rows.size,
-            "num_sampled": int(gains.num_new.sum()),
-            "num_prefilled": num_prefilled + int(work.num_fed.sum()) - work.rows.size,
-            "num_drafted": num_drafted,
-            "num_accepted": int(gains.num_accepted.sum()),
-        }
-        for name, count in gained.items():
-            self._counts[name] += count
-
-
-def _check_integer(name: str, value: object, *, least: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{name} of an engine is a whole number, got {value!r}; correct it")
-    if least is not None and value < least:
-        raise ConfigError(f"{name} of an engine is at least {least}, got {value}; raise it")

@@ -1,0 +1,65 @@
+"""What an engine's settings must be, asked before anything is made of them.
+
+Knows numbers and types; computes nothing.
+"""
+
+from typing import get_args
+
+import numpy as np
+
+from treering.engine.protocol import WhenRunning
+from treering.errors import ConfigError, InputError
+from treering.history.costs import VerifyCosts
+from treering.history.draft import Drafter
+
+
+def check_settings(
+    *,
+    drafter: object,
+    costs: object,
+    max_batch: object,
+    max_tokens: object,
+    max_prefill: object,
+    version: object,
+    seed: object,
+    num_threads: object,
+) -> None:
+    """The settings of `TorchEngine` that need no model to be judged.
+
+    Raises:
+        ConfigError: a limit below 1 (2 for max_tokens), a negative version, what is no whole number, drafter or source
+            of costs.
+    """
+    _check_integer("max_batch", max_batch, least=1)
+    _check_integer("max_tokens", max_tokens, least=2)
+    _check_integer("max_prefill", max_prefill, least=1)
+    _check_integer("version", version, least=0)
+    _check_integer("seed", seed, least=None)
+    if num_threads is not None:
+        _check_integer("num_threads", num_threads, least=1)
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
+    if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
+        raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
+
+
+def _check_integer(name: str, value: object, *, least: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} of an engine is a whole number, got {value!r}; correct it")
+    if least is not None and value < least:
+        raise ConfigError(f"{name} of an engine is at least {least}, got {value}; raise it")
+
+
+def check_update(version: int, present: int, when_running: str) -> None:
+    """What `update_weights` is told, for an engine whose weights are of version `present`.
+
+    Raises:
+        InputError: a version that does not rise.
+        ConfigError: an unknown way to treat running rollouts.
+    """
+    if version <= present:
+        raise InputError(f"policy versions rise, and {version} is not above {present}; count every weight update")
+    if when_running not in get_args(WhenRunning):
+        raise ConfigError(
+            f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
+        )
