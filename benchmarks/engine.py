@@ -1,7 +1,8 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`treering bench engine` runs this, in three to four minutes: plain decoding of a random model, drafting with a policy
-that a minute of training has made, and how often rounding changes a token. Wall time, all ways in turns in one process.
+`treering bench engine` runs this, in four to five minutes: plain decoding of a random model, drafting with a policy
+that a minute of training has made, what a drafter costs where drafts cannot help, and how often rounding changes a
+token. Wall time, all ways in turns in one process; the controls count CPU time, pair by pair.
 """
 
 import os
@@ -12,15 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.engine_cases import SHAPE, OnProgress, Policy, build_model, warm_policy
-from benchmarks.engine_drafting import MAX_DRAFT, MIN_ACCEPTANCE, measure_drafting
+from benchmarks.engine_controls import measure_controls
+from benchmarks.engine_drafting import measure_drafting
 from benchmarks.engine_flips import measure_flips
 from benchmarks.engine_speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed, thread_counts
 from benchmarks.timing import cpu_name, one_thread, versions
 
 
 def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) -> dict[str, Any]:
-    """The report, ready for JSON: lists of results under "speed", "drafting" and "flips", and the "environment".
+    """The report, ready for JSON.
 
+    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", and the "environment".
     Raises InputError for fewer than one run.
     """
     model = build_model()
@@ -29,10 +32,12 @@ def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) 
     with one_thread():
         policy = warm_policy(on_progress)
         drafting = measure_drafting(policy, num_runs=num_runs, on_progress=on_progress)
+        controls = measure_controls(policy, on_progress=on_progress)
         flips = measure_flips(policy, on_progress=on_progress)
     return {
         "speed": [asdict(result) for result in speed],
         "drafting": [asdict(result) for result in drafting],
+        "controls": {case: asdict(result) for case, result in controls.items()},
         "flips": [asdict(result) for result in flips],
         "environment": environment(num_runs, model, policy),
     }
@@ -64,7 +69,6 @@ def environment(num_runs: int, model: PreTrainedModel, policy: Policy) -> dict[s
             "num_prompts": len(policy.task.prompts),
             "group_size": policy.group_size,
             "max_tokens": policy.max_tokens,
-            "max_draft": MAX_DRAFT,
-            "min_acceptance": MIN_ACCEPTANCE,
+            "verify_costs": "measured",
         },
     }

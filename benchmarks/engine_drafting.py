@@ -2,17 +2,20 @@
 
 A policy that has learnt something samples each prompt a second time; its memory holds the rollouts of the first. The
 weights have not moved in between, which is the most that history can know of a policy. Rollouts end where they end,
-finished siblings are not remembered, and what the drafter knows of its own acceptance comes from a third draw.
+finished siblings are not remembered, and what the drafter knows of its own acceptance comes from a third draw. One
+engine runs all ways, with one drafter or another or none, because two engines of one kind differ by some percent
+themselves. Drafters have their defaults, and the engine's measured costs.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Literal
 
 from benchmarks.engine_cases import OnProgress, Policy
 from benchmarks.engine_generate import generate
-from benchmarks.engine_runs import Rollouts, Way, count_differing, count_tokens, run_all, wall_medians
+from benchmarks.engine_runs import Rollouts, Way, count_differing, count_tokens, run_all, wall_rounds
 from benchmarks.timing import OnRun
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
@@ -23,8 +26,6 @@ from treering.types import TokenIds
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
 CONTROL_BATCH_SIZE = 8
-MAX_DRAFT = 16
-MIN_ACCEPTANCE = 0.55
 
 REMEMBERED_DRAW, MEASURED_DRAW, LEARNING_DRAW = range(3)
 
@@ -43,7 +44,7 @@ class DraftedResult:
 
     tokens_per_s: float
     ratio: float
-    """Over the engine without drafts."""
+    """Over the engine without drafts: the median over rounds, each of which runs both."""
     tokens_per_forward: float
     """That a rollout gains."""
     acceptance: float
@@ -56,7 +57,7 @@ class DraftedResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingResult:
-    """One batch size; speeds are each side's own tokens over its median of wall time."""
+    """One batch size; speeds are each side's own tokens over its median of wall time, rollouts being the same ones."""
 
     batch_size: int
     num_rollouts: int
@@ -85,8 +86,9 @@ def measure_drafting(
     for size in batch_sizes:
         on_progress(f"drafting, batch {size}: warming up")
         histories = (OWN, *CONTROLS) if size == control_batch_size else (OWN,)
-        sides = {history: DraftingSide(policy, remember(remembered, history), size) for history in histories}
-        results.append(_measure_size(policy, size, sides, num_runs, partial(_tell, on_progress, size)))
+        engine = TorchEngine(policy.model, max_batch=size)
+        sides = {history: DraftingSide(policy, remember(remembered, history), engine) for history in histories}
+        results.append(_measure_size(policy, engine, size, sides, num_runs, partial(_tell, on_progress, size)))
     return results
 
 
@@ -105,19 +107,26 @@ def remember(rollouts: Rollouts, history: History) -> HistoryStore:
     return store
 
 
-class DraftingSide:
-    """An engine whose drafter knows the same before every run."""
+def run_plain(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
+    """All rollouts, without drafts."""
+    engine.use_drafter(None)
+    return run_all(engine, requests)
 
-    def __init__(self, policy: Policy, store: HistoryStore, batch_size: int) -> None:
+
+class DraftingSide:
+    """A drafter in an engine that others use too, which knows the same before every run."""
+
+    def __init__(self, policy: Policy, store: HistoryStore, engine: TorchEngine) -> None:
         """Lets the drafter learn from a draw that is not measured."""
-        self._drafter = Drafter(store, max_draft=MAX_DRAFT, min_acceptance=MIN_ACCEPTANCE)
-        self._engine = TorchEngine(policy.model, self._drafter, max_batch=batch_size)
-        run_all(self._engine, policy.requests(draw=LEARNING_DRAW))
+        self._drafter, self._engine = Drafter(store), engine
+        engine.use_drafter(self._drafter)
+        run_all(engine, policy.requests(draw=LEARNING_DRAW))
         self._learnt = self._drafter.state()
 
     def run(self, requests: Sequence[Request]) -> Rollouts:
         """All rollouts."""
         self._drafter.load_state(self._learnt)
+        self._engine.use_drafter(self._drafter)
         return run_all(self._engine, requests)
 
     def run_counted(self, requests: Sequence[Request]) -> tuple[Rollouts, EngineStats]:
@@ -128,43 +137,48 @@ class DraftingSide:
 
 
 def _measure_size(
-    policy: Policy, size: int, sides: Mapping[History, DraftingSide], num_runs: int, on_run: OnRun
+    policy: Policy,
+    engine: TorchEngine,
+    size: int,
+    sides: Mapping[History, DraftingSide],
+    num_runs: int,
+    on_run: OnRun,
 ) -> DraftingResult:
     requests = policy.requests(draw=MEASURED_DRAW)
-    plain = TorchEngine(policy.model, max_batch=size)
     ways: dict[str, Way] = {
         "generate": partial(_generate, policy, requests, size),
-        "plain": partial(run_all, plain, requests),
+        "plain": partial(run_plain, engine, requests),
         **{history: partial(side.run, requests) for history, side in sides.items()},
     }
     # Of each way one run before the timed ones: to be warm, and to be counted.
-    expected, generated = run_all(plain, requests), _generate(policy, requests, size)
+    before, expected, counts = engine.stats, run_plain(engine, requests), engine.stats
+    generated = _generate(policy, requests, size)
     counted = {history: side.run_counted(requests) for history, side in sides.items()}
-    seconds = wall_medians(ways, num_runs, on_run)
-    plain_speed = count_tokens(expected) / seconds["plain"]
+    seconds = wall_rounds(ways, num_runs, on_run)
     drafted = {
-        history: _drafted(rollouts, stats, expected, seconds[history], plain_speed)
+        history: _drafted(rollouts, stats, expected, seconds[history], seconds["plain"])
         for history, (rollouts, stats) in counted.items()
     }
     return DraftingResult(
         batch_size=size,
         num_rollouts=len(expected),
         num_tokens=count_tokens(expected),
-        generate_tokens_per_s=sum(tokens.size for tokens in generated) / seconds["generate"],
-        plain_tokens_per_s=plain_speed,
-        plain_tokens_per_forward=plain.stats.tokens_per_forward,
+        generate_tokens_per_s=sum(tokens.size for tokens in generated) / median(seconds["generate"]),
+        plain_tokens_per_s=count_tokens(expected) / median(seconds["plain"]),
+        plain_tokens_per_forward=counts.since(before).tokens_per_forward,
         drafting=drafted[OWN],
         controls={history: drafted[history] for history in CONTROLS if history in drafted},
     )
 
 
 def _drafted(
-    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, seconds: float, plain_speed: float
+    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, seconds: list[float], plain_seconds: list[float]
 ) -> DraftedResult:
-    speed = count_tokens(rollouts) / seconds
+    num_tokens, num_expected = count_tokens(rollouts), count_tokens(expected)
+    pairs = zip(seconds, plain_seconds, strict=True)
     return DraftedResult(
-        tokens_per_s=speed,
-        ratio=speed / plain_speed,
+        tokens_per_s=num_tokens / median(seconds),
+        ratio=median(num_tokens / own / (num_expected / plain) for own, plain in pairs),
         tokens_per_forward=stats.tokens_per_forward,
         acceptance=stats.acceptance,
         drafted_per_forward=stats.num_drafted / stats.num_rows,

@@ -6,10 +6,11 @@ nothing of what is compared.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 
 import numpy as np
 
-from benchmarks.timing import OnRun, interleaved_medians, wall_seconds
+from benchmarks.timing import OnRun, interleaved_seconds, wall_seconds
 from treering.engine.protocol import Engine
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
@@ -24,8 +25,13 @@ Way = Callable[[], object]
 
 def wall_medians(ways: Mapping[str, Way], num_runs: int, on_run: OnRun) -> dict[str, float]:
     """Median seconds of wall time of each way, all of them warm, which take turns."""
+    return {name: median(seconds) for name, seconds in wall_rounds(ways, num_runs, on_run).items()}
+
+
+def wall_rounds(ways: Mapping[str, Way], num_runs: int, on_run: OnRun) -> dict[str, list[float]]:
+    """Seconds of wall time of each way in each round, all of them warm, which take turns."""
     steps = {name: partial(_run, way) for name, way in ways.items()}
-    return interleaved_medians(steps, num_runs, wall_seconds, on_run)
+    return interleaved_seconds(steps, num_runs, wall_seconds, on_run)
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> Rollouts:

@@ -5,6 +5,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import benchmarks.draft
 import benchmarks.engine
 import benchmarks.tree
 import pytest
@@ -136,6 +137,7 @@ def engine_report() -> dict[str, Any]:
 
     plain = {"generate_tokens_per_s": 1500.0, "plain_tokens_per_s": 6000.0, "num_rollouts": 128}
     controls = {"another": drafted(5400, 0.9, 1), "none": drafted(6600, 1.1, 0)}
+    pairs = {"ratio": 0.985, "low": 0.91, "high": 1.046, "num_pairs": 15, "drafted_per_forward": 0.25}
     flip = {"num_rollouts": 128, "num_differing": 3, "num_compared": 4321, "batch_size": 16, "change": "batch"}
     facts = {"num_parameters": 1_540_000, "prompt_length": 32, "response_length": 64}
     return {
@@ -147,6 +149,7 @@ def engine_report() -> dict[str, Any]:
             {"batch_size": 4, "drafting": drafted(12000, 2.0, 0), "controls": {}} | plain,
             {"batch_size": 8, "drafting": drafted(9000, 1.5, 0), "controls": controls} | plain,
         ],
+        "controls": {"creative": pairs | {"num_differing": 2, "num_rollouts": 96}},
         "flips": [{"dtype": "bfloat16", "backend": "plain on cpu"} | flip],
         "environment": {
             "cpu": "a cpu",
@@ -171,6 +174,7 @@ def test_the_engines_tables_show_every_row_and_a_loss_like_a_win(
     assert ["8", "own", "1,500", "6,000", "9,000", "1.50x", *rates, "0/128"] in rows
     assert ["8", "another", "1,500", "6,000", "5,400", "0.90x", *rates, "1/128"] in rows
     assert ["8", "none", "1,500", "6,000", "6,600", "1.10x", *rates, "0/128"] in rows
+    assert ["creative", "0.98x", "0.91x", "1.05x", "15", "0.25", "2/96"] in rows
     assert ["bfloat16", "plain", "on", "cpu", "batch", "of", "16", "3", "of", "128", "3", "in", "4,321"] in rows
     assert "1.54 M" in printed.out
     assert "a cpu, median of 5" in printed.out
@@ -199,3 +203,64 @@ def test_bad_arguments_are_refused_before_anything_is_measured(monkeypatch: pyte
 def test_a_package_without_its_repository_says_where_benchmarks_are(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="benchmarks come with the repository"):
         bench.load_benchmark("engine", checkout=tmp_path)
+
+
+def draft_report(*, control: str | None = None, predicted: bool = False) -> dict[str, Any]:
+    def row(drafter: str, history: str, tokens: float, **more: Any) -> dict[str, Any]:
+        rates = {"tokens_per_step": tokens, "drafted_per_step": 4.5, "precision": 0.75, "us_per_row": 3.25}
+        more |= {"predicted_speedup": 1.5} if predicted else {}
+        return {"drafter": drafter, "history": history, "bytes_per_token": 24.4} | rates | more
+
+    rows = [
+        row("none", "none", 1.0),
+        row("arctic", "siblings", 3.5, config={"scope": "global", "draft": "tree", "depth": 64}),
+        row("treering", "siblings", 4.25, ratio_to_best_arctic=1.2143),
+    ]
+    if control is not None:
+        rows.append(row("treering", "earlier", 2.0, control=control))
+    facts = {"cpu": "a cpu", "num_sampled_tokens": 12345, "num_rollouts": 73, "num_tasks": 8}
+    return {"file": "rollouts.jsonl", "drafters": rows, "notes": ["one was left out"], "environment": facts}
+
+
+def test_the_draft_tables_show_each_history_the_best_drafter_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(benchmarks.draft, "measure", lambda **_: draft_report(control="shuffled_age", predicted=True))
+    bench.run(name="draft", json_output=False, out=None, file=Path("rollouts.jsonl"))
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    rates = ["4.50", "75%", "3.2", "24", "1.50x"]
+    ours, theirs = ["treering", "4.25", *rates], ["arctic", "global", "tree", "64", "3.50", *rates]
+    assert rows.index(["history:", "siblings"]) < rows.index(ours) < rows.index(theirs)
+    assert ["history:", "earlier,", "shuffled", "age"] in rows
+    assert rows.index(theirs) < rows.index(["treering", "/", "best", "Arctic:", "1.214"])
+    assert "12,345 sampled tokens of 73 rollouts, 8 tasks" in printed.out
+    assert "one was left out" in printed.err
+    monkeypatch.setattr(benchmarks.draft, "measure", lambda **_: draft_report())
+    bench.run(name="draft", json_output=False, out=None, file=Path("rollouts.jsonl"))
+    assert "speedup" not in capsys.readouterr().out
+
+
+def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(benchmarks.draft, "measure", lambda **options: given.update(options) or draft_report())
+    file = Path("rollouts.jsonl")
+    bench.run(name="draft", json_output=True, out=None, file=file)
+    assert set(given) == {"on_progress", "file"}
+    options: dict[str, Any] = {"tokenizer": Path("a"), "max_draft": 3, "siblings": "before", "cost": Path("c")}
+    options |= {"batch": 2, "file": file}
+    bench.run(name="draft", json_output=True, out=None, drafters="naive, treering", limit_tokens=0, **options)
+    del given["on_progress"]
+    assert given == options | {"drafters": ["naive", "treering"], "limit_tokens": None}
+    with pytest.raises(InputError, match="got no file: name a trajectory file"):
+        bench.run(name="draft", json_output=True, out=None)
+    for option in ({"runs": 3}, {"only": "star"}, {"full": True}):
+        with pytest.raises(InputError, match=f"--{next(iter(option))} belongs to .*, got it for draft: leave it out"):
+            bench.run(name="draft", json_output=True, out=None, file=file, **option)  # type: ignore[arg-type]
+    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: pytest.fail("measured"))
+    others = {"file": file, "drafters": "naive", "max_draft": 3, "limit_tokens": 0, "siblings": "before", "batch": 2}
+    for name, value in others.items():
+        words = "FILE" if name == "file" else f"--{name.replace('_', '-')}"
+        with pytest.raises(InputError, match=f"{words} belongs to `treering bench draft`"):
+            bench.run(name="engine", json_output=True, out=None, **{name: value})

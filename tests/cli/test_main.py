@@ -14,6 +14,9 @@ from treering.cli.main import main
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 
 SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench"}
+NO_BENCH_OPTIONS = {"only": None, "full": False, "tokenizer": None, "file": None, "drafters": None} | dict.fromkeys(
+    ["max_draft", "limit_tokens", "siblings", "cost", "batch"]
+)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -57,18 +60,40 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
         (
             ["bench", "engine"],
-            {"name": "engine", "json_output": False, "out": None, "runs": None}
-            | {"only": None, "full": False, "tokenizer": None},
+            {"name": "engine", "json_output": False, "out": None, "runs": None} | NO_BENCH_OPTIONS,
         ),
         (
             ["bench", "tree", "--json", "--out", "r.json", "--runs", "3"],
-            {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3}
-            | {"only": None, "full": False, "tokenizer": None},
+            {"name": "tree", "json_output": True, "out": Path("r.json"), "runs": 3} | NO_BENCH_OPTIONS,
         ),
         (
             ["bench", "tree", "--only", "a,b", "--full", "--tokenizer", "t"],
             {"name": "tree", "json_output": False, "out": None, "runs": None}
+            | NO_BENCH_OPTIONS
             | {"only": "a,b", "full": True, "tokenizer": Path("t")},
+        ),
+        (
+            [
+                "bench",
+                "draft",
+                "a.jsonl",
+                "--tokenizer",
+                "t",
+                "--drafters",
+                "naive,arctic",
+                "--max-draft",
+                "9",
+                "--json",
+            ],
+            {"name": "draft", "json_output": True, "out": None, "runs": None}
+            | NO_BENCH_OPTIONS
+            | {"file": Path("a.jsonl"), "tokenizer": Path("t"), "drafters": "naive,arctic", "max_draft": 9},
+        ),
+        (
+            ["bench", "draft", "a", "--limit-tokens", "0", "--siblings", "before", "--cost", "c", "--batch", "4"],
+            {"name": "draft", "json_output": False, "out": None, "runs": None}
+            | NO_BENCH_OPTIONS
+            | {"file": Path("a"), "limit_tokens": 0, "siblings": "before", "cost": Path("c"), "batch": 4},
         ),
     ],
 )

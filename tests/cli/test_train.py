@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM
 from treering.cli.train import run
 from treering.cli.train_warmup import joined
 from treering.data import read_trajectories
+from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
+from treering.history.costs import VerifyCosts
+from treering.history.draft import Drafter
 from treering.rl.sums import ChainedSums
 from treering.rl.task import Prompt
 
@@ -144,6 +147,41 @@ def test_every_rollout_is_a_trajectory_of_its_epoch(folder: Path, capsys: pytest
     assert versions[6] > versions[1] == 0
     train(capsys, prompts(folder), "run.dir=without", "run.rollouts=off")
     assert not (folder / "without" / "rollouts").exists()
+
+
+def test_what_passes_cost_is_measured_once_in_a_run_and_never_where_it_is_fixed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def measure(engine: TorchEngine) -> VerifyCosts:
+        measured.append(engine.backend)
+        return VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1.0, 1.1]))
+
+    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
+    for verify_costs, count in (("fixed", 0), ("measured", 1)):
+        train(capsys, config(folder), f"run.dir={verify_costs}", f"history.verify_costs={verify_costs}")
+        assert len(measured) == count
+    # A run that goes on knows them from its checkpoint.
+    train(capsys, config(folder), "run.dir=measured", "rl.num_steps=6", "history.verify_costs=measured")
+    assert len(measured) == 1
+
+
+def test_a_run_that_measured_goes_on_with_fixed_costs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(capsys, config(folder), "run.dir=out", "history.verify_costs=measured")
+    drafters: list[Drafter] = []
+    use_drafter = TorchEngine.use_drafter
+
+    def watch(engine: TorchEngine, drafter: Drafter | None) -> None:
+        assert drafter is not None
+        drafters.append(drafter)
+        use_drafter(engine, drafter)
+
+    monkeypatch.setattr(TorchEngine, "use_drafter", watch)
+    train(capsys, config(folder), "run.dir=out", "rl.num_steps=6", "history.verify_costs=fixed")
+    assert [drafter.costs for drafter in drafters] == [None]
 
 
 def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

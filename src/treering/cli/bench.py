@@ -13,14 +13,28 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from treering.cli import bench_engine, bench_tree
+from treering.cli import bench_draft, bench_engine, bench_tree
 from treering.cli.bench_progress import BenchProgress
 from treering.errors import InputError, UnsupportedError
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
-Name = Literal["tree", "engine"]
-_VIEWS = {"tree": bench_tree, "engine": bench_engine}
+Name = Literal["tree", "draft", "engine"]
+_VIEWS: dict[Name, ModuleType] = {"tree": bench_tree, "draft": bench_draft, "engine": bench_engine}
+_OWNERS: dict[str, tuple[Name, ...]] = {
+    "FILE": ("draft",),
+    "--runs": ("tree", "engine"),
+    "--only": ("tree",),
+    "--full": ("tree",),
+    "--tokenizer": ("tree", "draft"),
+    "--drafters": ("draft",),
+    "--max-draft": ("draft",),
+    "--limit-tokens": ("draft",),
+    "--siblings": ("draft",),
+    "--cost": ("draft",),
+    "--batch": ("draft",),
+}
+"""What takes each option that not all take."""
 
 
 def run(
@@ -31,6 +45,13 @@ def run(
     only: str | None = None,
     full: bool = False,
     tokenizer: Path | None = None,
+    file: Path | None = None,
+    drafters: str | None = None,
+    max_draft: int | None = None,
+    limit_tokens: int | None = None,
+    siblings: Literal["before", "others"] | None = None,
+    cost: Path | None = None,
+    batch: int | None = None,
 ) -> None:
     """Measures and prints one benchmark as JSON or as tables, and writes the JSON to `out` too.
 
@@ -38,24 +59,45 @@ def run(
         name: which one.
         json_output: one JSON object on stdout in place of the tables.
         out: file for the JSON.
-        runs: timed rounds; None is the benchmark's own number.
+        runs: tree, engine: timed rounds; None is the benchmark's own number.
         only: tree: names of cases and sets with commas between them; None is all.
         full: tree: all tasks of every set in place of a sample.
-        tokenizer: tree: folder of another tokenizer than the real-data folder's.
+        tokenizer: tree: folder of another tokenizer than the real-data folder's; draft: to render messages with.
+        file: draft: recorded rollouts.
+        drafters: draft: names with commas between them; None is all but the ablation's.
+        max_draft: draft: tokens per draft at most.
+        limit_tokens: draft: sampled tokens that are replayed; 0 is all, None the benchmark's own number.
+        siblings: draft: whether a sample sees those of its task that ran before it, or all others.
+        cost: draft: file of what passes cost.
+        batch: draft: rows that the speedup is predicted for.
 
     Raises:
-        InputError: `runs` below one, an `out` whose folder does not exist, or what the benchmark refuses.
+        InputError: an option of another benchmark, `runs` below one, an `out` whose folder does not exist, or what the
+            benchmark refuses.
         UnsupportedError: no checkout of the repository around the package.
     """
     _check_arguments(runs, out)
-    given: dict[str, Any] = {} if runs is None else {"num_runs": runs}
-    given |= _tree_options(name, only, full, tokenizer)
+    _check_owners(
+        name,
+        {"FILE": file, "--runs": runs, "--only": only, "--full": full, "--tokenizer": tokenizer, "--cost": cost}
+        | {"--drafters": drafters, "--max-draft": max_draft, "--limit-tokens": limit_tokens, "--siblings": siblings}
+        | {"--batch": batch},
+    )
+    given: dict[str, Any] = {"num_runs": runs, "only": _names(only), "tokenizer": tokenizer, "file": file}
+    given |= {"drafters": _names(drafters), "max_draft": max_draft, "siblings": siblings, "cost": cost, "batch": batch}
+    options = {option: value for option, value in given.items() if value is not None}
+    options |= {"sample_tokens": None} if full else {}
+    options |= {} if limit_tokens is None else {"limit_tokens": limit_tokens or None}
+    _measure(name, options, json_output, out)
+
+
+def _measure(name: Name, options: dict[str, Any], json_output: bool, out: Path | None) -> None:
     view, benchmark = _VIEWS[name], load_benchmark(name)
     console = Console(stderr=True)
     if view.NOTE:
         console.print(view.NOTE, soft_wrap=True)
     with BenchProgress(console) as progress:
-        report = benchmark.measure(on_progress=progress.tell, **given)
+        report = benchmark.measure(on_progress=progress.tell, **options)
     text = json.dumps(report, indent=2, allow_nan=False)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
@@ -84,22 +126,18 @@ def load_benchmark(name: str, checkout: Path = CHECKOUT) -> ModuleType:
     return import_module(f"benchmarks.{name}")
 
 
-def _tree_options(name: Name, only: str | None, full: bool, tokenizer: Path | None) -> dict[str, Any]:
-    """The options that only the tree benchmark has, in its own words."""
-    given = {"--only": only, "--full": full, "--tokenizer": tokenizer}
-    if name != "tree":
-        for option, value in given.items():
-            if value:
-                raise InputError(f"{option} belongs to `treering bench tree`, got it for {name}: leave it out")
-        return {}
-    options: dict[str, Any] = {}
-    if only is not None:
-        options["only"] = [part.strip() for part in only.split(",")]
-    if full:
-        options["sample_tokens"] = None
-    if tokenizer is not None:
-        options["tokenizer"] = tokenizer
-    return options
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",")]
+
+
+def _check_owners(name: Name, given: dict[str, Any]) -> None:
+    """Refuses what belongs to another benchmark, and the absence of what this one needs."""
+    for option, value in given.items():
+        if value is not None and value is not False and name not in _OWNERS[option]:
+            owners = " and ".join(f"`treering bench {owner}`" for owner in _OWNERS[option])
+            raise InputError(f"{option} belongs to {owners}, got it for {name}: leave it out")
+    if name == "draft" and given["FILE"] is None:
+        raise InputError("`treering bench draft FILE` replays recorded rollouts, got no file: name a trajectory file")
 
 
 def _check_arguments(runs: int | None, out: Path | None) -> None:

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "three to four minutes, one of which trains the small policy whose rollouts are drafted"
+NOTE = "four to five minutes, one of which trains the small policy whose rollouts are drafted"
 """Said before it is measured."""
 
 
@@ -23,7 +23,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     """A table per question, and the machine."""
     facts = report["environment"]
     console.print(f"tokens per second by wall time on {facts['cpu']}, median of {facts['runs']}", soft_wrap=True)
-    for table in (speed_table(report), drafting_table(report), flip_table(report)):
+    for table in (speed_table(report), drafting_table(report), control_table(report), flip_table(report)):
         console.print()
         console.print(table)
 
@@ -62,6 +62,22 @@ def drafting_table(report: dict[str, Any]) -> Table:
         table.add_row(*_drafting_cells(result, "own", result["drafting"]))
         for name, drafted in result["controls"].items():
             table.add_row(*_drafting_cells(result, name, drafted))
+    return table
+
+
+def control_table(report: dict[str, Any]) -> Table:
+    """What a drafter costs or saves, in pairs of runs: a row per history."""
+    table = _table(
+        "with a drafter over without, in pairs", "history", "ratio", "low", "high", "pairs", "drafted", "changed"
+    )
+    for case, result in report["controls"].items():
+        table.add_row(
+            case,
+            *(f"{result[name]:.2f}x" for name in ("ratio", "low", "high")),
+            str(result["num_pairs"]),
+            f"{result['drafted_per_forward']:.2f}",
+            f"{result['num_differing']}/{result['num_rollouts']}",
+        )
     return table
 
 

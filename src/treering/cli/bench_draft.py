@@ -1,0 +1,68 @@
+"""How the report of the draft benchmark looks on a terminal.
+
+Knows its keys. Knows nothing of how it was measured.
+"""
+
+from itertools import groupby
+from types import ModuleType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
+"""Said before it is measured."""
+
+
+def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
+    """What was left out, and how to have it."""
+    return list(report["notes"])
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """A table per history: a row per drafter and configuration, the most tokens per step first; ratios below."""
+    facts = report["environment"]
+    console.print(
+        f"{report['file']}: {facts['num_sampled_tokens']:,} sampled tokens of {facts['num_rollouts']:,} rollouts, "
+        f"{facts['num_tasks']:,} tasks, replayed on {facts['cpu']}",
+        soft_wrap=True,
+    )
+    for (history, control), rows in groupby(report["drafters"], key=lambda row: (row["history"], row.get("control"))):
+        given = list(rows)
+        console.print()
+        console.print(history_table(history, control, given))
+        for row in given:
+            if "ratio_to_best_arctic" in row:
+                console.print(f" {_name(row)} / best Arctic: {row['ratio_to_best_arctic']:.3f}", highlight=False)
+
+
+def history_table(history: str, control: str | None, rows: list[dict[str, Any]]) -> Table:
+    """The rows of one history."""
+    title = f"history: {history}" if control is None else f"history: {history}, {control.replace('_', ' ')}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    has_prediction = any("predicted_speedup" in row for row in rows)
+    names = ("per step", "drafted", "right", "us/row", "B/token", *(["speedup"] if has_prediction else []))
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in sorted(rows, key=lambda row: -row["tokens_per_step"]):
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    speedup = [f"{row['predicted_speedup']:.2f}x"] if "predicted_speedup" in row else []
+    return [
+        _name(row),
+        f"{row['tokens_per_step']:.2f}",
+        f"{row['drafted_per_step']:.2f}",
+        f"{row['precision']:.0%}",
+        f"{row['us_per_row']:.1f}",
+        f"{row['bytes_per_token']:.0f}",
+        *speedup,
+    ]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return " ".join([row["drafter"], *(str(value) for value in row.get("config", {}).values())])

@@ -1,0 +1,57 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from benchmarks.draft_equal import at_most, best_rival, ratio
+
+
+def drafter(drafted: float) -> Callable[[float], dict[str, Any]]:
+    """Drafts `drafted` tokens at an acceptance of 0.018, and one half more of them is right than of none."""
+
+    def replay(acceptance: float) -> dict[str, Any]:
+        found = drafted * 0.018 / acceptance
+        return {"tokens_per_step": 1 + found**0.5, "drafted_per_step": found}
+
+    return replay
+
+
+@pytest.mark.parametrize("drafted", [4.0, 5.6, 7.9, 8.1, 12.0, 40.0, 130.0, 400.0])
+def test_as_much_is_drafted_as_the_rival_does_and_no_more(drafted: float) -> None:
+    replay = drafter(drafted)
+    tried: list[float] = []
+    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or replay(value))
+    assert found is not None
+    acceptance = found["config"]["min_acceptance"]
+    assert found == replay(acceptance) | {"config": {"min_acceptance": acceptance}}
+    assert 7.4 < found["drafted_per_step"] <= 8.0 or acceptance == min(tried)
+    assert all(0.005 < value < 1 for value in tried)
+    assert drafted == 400.0 or max(tried) <= 0.3
+    assert len(tried) <= 7
+
+
+def test_the_shipped_row_stands_where_nothing_better_was_found() -> None:
+    found = at_most(8.0, 0.018, {"tokens_per_step": 5.0, "drafted_per_step": 4.0}, drafter(1.0))
+    assert found == {"tokens_per_step": 5.0, "drafted_per_step": 4.0, "config": {"min_acceptance": 0.018}}
+
+
+def test_a_drafter_that_always_drafts_more_has_no_row() -> None:
+    assert at_most(8.0, 0.018, drafter(1e4)(0.018), drafter(1e4)) is None
+
+
+def test_the_best_rival_is_arctics_row_with_the_most_tokens_per_step_on_the_same_history() -> None:
+    names = ("drafter", "history", "tokens_per_step")
+    rows = [
+        dict(zip(names, values, strict=True))
+        for values in (
+            ("arctic", "none", 9.0),
+            ("naive", "siblings", 8.0),
+            ("arctic", "siblings", 4.0),
+            ("arctic", "siblings", 5.0),
+            ("treering", "siblings", 6.0),
+            ("treering", "earlier", 6.0),
+        )
+    ]
+    assert best_rival(rows, "siblings") == rows[3]
+    assert best_rival(rows, "earlier") is None
+    assert [ratio(row, rows) for row in rows] == [{}] * 4 + [{"ratio_to_best_arctic": 1.2}, {}]
+    assert ratio(rows[4] | {"control": "true_age"}, rows) == {}
