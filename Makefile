@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test lint fmt types checks bench gpu gpu-data peers clean
+.PHONY: venv demo test lint fmt types checks bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -44,6 +44,15 @@ bench: $(STAMP)
 	$(BIN)/treering bench tree --only star,two_level,caterpillar,partitions
 	$(BIN)/treering bench engine
 
+# Replays the bench sets of the real-data folder with every drafter; about a minute a set with `make peers`.
+DATA ?= $(or $(TREERING_DATA),../shared/data)
+DRAFT_SETS ?= toolbench_dfsdt hotpotqa_react_reflexion qwen25math_maj8 tot_game24_cot100 tot_text_cot10
+bench-draft: $(STAMP)
+	@for name in $(DRAFT_SETS); do \
+	  $(BIN)/treering bench draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
+	    --out benchmarks/results/draft_$$name.json $(ARGS) || exit 1; \
+	done
+
 # Runs in the python3 of a CUDA machine, which has torch, transformers, numba, jaxtyping and pytest, and where nothing
 # else can be installed: so no beartype (addopts), and of the tests only files that have some for a device. Tests come
 # first and are stopped after GPU_TEST_S seconds; the benchmarks have what is left of GPU_S, and all end before 8 minutes.
@@ -62,12 +71,16 @@ gpu:
 gpu-data: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_data $(ARGS)
 
-# Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions.
+# Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions. Arctic's
+# drafter is built from source against the tools beside it, and without its dependencies: vLLM is none of the drafter's.
 peers: .venv-peers/.installed
 
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers \
+	  cmake grpcio-tools nanobind ninja numpy protobuf setuptools wheel
+	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< \
+	  --no-build-isolation --no-deps arctic-inference
 	touch $@
 
 clean:

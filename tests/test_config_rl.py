@@ -38,7 +38,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     stops = {"stop_tokens", "stop_strings"}
     assert set(SamplingConfig.model_fields) == {field.name for field in fields(Sampling)} - stops
     assert all(getattr(found, name) == getattr(sampling, name) for name in SamplingConfig.model_fields)
-    history = HistoryConfig().model_dump(exclude={"drafts"})
+    history = HistoryConfig().model_dump(exclude={"drafts", "verify_costs"})
     assert history == {field.name: field.default for field in fields(DraftOptions)}
     options = {field.name: field.default for field in (*fields(RlOptions), *fields(ComputeOptions))}
     shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
@@ -128,7 +128,9 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
     from treering.engine.torch_engine import TorchEngine
 
     parameters = inspect.signature(TorchEngine.__init__).parameters
-    assert set(EngineConfig.model_fields) == set(parameters) - {"self", "model", "drafter", "version", "decode"}
+    assert set(EngineConfig.model_fields) == set(parameters) - {
+        "self", "model", "drafter", "version", "decode", "costs",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "sums"])

@@ -12,6 +12,7 @@ HOMES = {
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
     "backward": "treering.train.step",
+    "HistoryReader": "treering.history.reader",
     "HistoryStore": "treering.history.store",
     "Drafter": "treering.history.draft",
     "DraftRows": "treering.history.draft",

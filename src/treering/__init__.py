@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from treering.engine.rollout import Rollout as Rollout
     from treering.engine.torch_engine import TorchEngine as TorchEngine
     from treering.history.draft import Drafter as Drafter
-    from treering.history.draft import DraftRows as DraftRows
+    from treering.history.reader import HistoryReader as HistoryReader
+    from treering.history.records import DraftRows as DraftRows
     from treering.history.store import HistoryStore as HistoryStore
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "DraftRows": "treering.history.draft",
+    "DraftRows": "treering.history.records",
     "Drafter": "treering.history.draft",
     "Forest": "treering.tree.forest",
+    "HistoryReader": "treering.history.reader",
     "HistoryStore": "treering.history.store",
     "Request": "treering.engine.request",
     "Rollout": "treering.engine.rollout",
@@ -45,6 +47,7 @@ __all__ = [
     "DraftRows",
     "Drafter",
     "Forest",
+    "HistoryReader",
     "HistoryStore",
     "Request",
     "Rollout",

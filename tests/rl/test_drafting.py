@@ -1,12 +1,19 @@
 """What a run remembers within a step: prompts without history get theirs early, and the others at the step's end."""
 
+import warnings
+from pathlib import Path
+
 import numpy as np
+import pytest
+import torch
 
 from treering.engine.rollout import Rollout
+from treering.history.costs import VerifyCosts
+from treering.history.records import DraftRows
 from treering.rl.drafting import Drafting, DraftOptions
 
 
-def rollout_of(prompt_id: str, sample: int, version: int = 0) -> Rollout:
+def rollout_of(prompt_id: str, sample: int, version: int = 0, reward: float | None = None) -> Rollout:
     tokens = np.array([5, 6, 7 + sample], np.int32)
     return Rollout(
         prompt_id=prompt_id,
@@ -18,7 +25,34 @@ def rollout_of(prompt_id: str, sample: int, version: int = 0) -> Rollout:
         loss_mask=np.ones(3, bool),
         versions=np.full(3, version, np.int32),
         finish_reason="stop",
+        reward=reward,
     )
+
+
+def rows_of(prompt_id: str, *rollout: int) -> DraftRows:
+    return DraftRows(
+        prompt_ids=[prompt_id],
+        groups=np.zeros(1, np.int64),
+        tokens=np.array([[1, *rollout]], np.int32),
+        num_tokens=np.array([1 + len(rollout)]),
+        num_prompt_tokens=np.array([1]),
+        max_drafts=np.array([8]),
+    )
+
+
+def learnt(drafting: Drafting) -> Drafting:
+    """The drafting, after a draft of which nothing was accepted."""
+    for sample in range(2):
+        drafting.add(rollout_of("a", sample))
+    drafting.publish()
+    rows = rows_of("a", 5)
+    assert drafting.drafter.propose(rows).tokens.size > 0
+    drafting.drafter.observe(rows, np.zeros(1, np.int64))
+    return drafting
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def published(drafting: Drafting) -> int:
@@ -57,3 +91,95 @@ def test_each_step_begins_to_count_anew() -> None:
                 assert drafting.knows(prompt_id)
         drafting.publish()
     assert not drafting.knows("c")
+
+
+def test_rewards_go_into_the_history_where_they_are_known() -> None:
+    drafting = Drafting()
+    for sample, reward in enumerate((0.5, None, -1.0)):
+        drafting.add(rollout_of("a", sample, reward=reward))
+    drafting.publish()
+    np.testing.assert_array_equal(drafting.store.snapshot["a"].rewards, [0.5, np.nan, -1.0])
+
+
+def test_options_reach_the_drafter() -> None:
+    for changes, tokens in (({}, 2), ({"max_draft": 1}, 1), ({"sources": ("own",)}, 0), ({"min_acceptance": 1.0}, 0)):
+        drafting = Drafting(DraftOptions(**{"min_acceptance": 0.01, "shape": "chain", **changes}))
+        drafting.add(rollout_of("a", 0))
+        drafting.publish()
+        assert drafting.drafter.propose(rows_of("a", 5)).tokens.size == tokens
+
+
+def test_chains_and_policies_are_the_options_choice() -> None:
+    widths = {}
+    for shape in ("tree", "chain"):
+        drafting = Drafting(DraftOptions(min_acceptance=0.01, shape=shape, policy="frequency"))
+        for sample in range(3):
+            drafting.add(rollout_of("a", sample))
+        drafting.publish()
+        drafts = drafting.drafter.propose(rows_of("a", 5, 6))
+        widths[shape] = int((drafts.parents == -1).sum())
+    assert widths == {"tree": 3, "chain": 1}
+
+
+def test_a_state_carries_what_was_learnt_and_what_passes_cost() -> None:
+    first = learnt(Drafting())
+    costs = VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75]))
+    first.drafter.use_costs(costs)
+    second = Drafting()
+    assert not same(second.state(), first.state())
+    second.load_state(first.state())
+    assert same(second.state(), first.state())
+    assert second.drafter.costs is not None
+    assert second.drafter.costs.num_tokens.tolist() == [1, 8]
+    assert second.drafter.costs.seconds.tolist() == [0.5, 0.75]
+    assert Drafting().drafter.costs is None
+
+
+def test_a_loaded_history_keeps_what_the_drafter_knows(tmp_path: Path) -> None:
+    drafting = learnt(Drafting())
+    drafting.drafter.use_costs(VerifyCosts(num_tokens=np.array([1]), seconds=np.array([0.5])))
+    before, drafter = drafting.state(), drafting.drafter
+    drafting.save(tmp_path / "history")
+    drafting.load(tmp_path / "history")
+    assert drafting.drafter is not drafter
+    assert same(drafting.state(), before)
+    assert drafting.knows("a")
+
+
+@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall"])
+def test_a_state_of_another_kind_costs_one_warning_and_what_was_learnt(damage: str) -> None:
+    state = learnt(Drafting()).state()
+    if damage == "other names":
+        state = {"counts": torch.zeros(3), "sums": torch.zeros(3)}
+    elif damage == "another shape":
+        state["weights"] = state["weights"][:-1]
+    else:
+        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0])}
+    drafting, fresh = Drafting(), Drafting().state()
+    with pytest.warns(UserWarning, match="learns anew") as caught:
+        drafting.load_state(state)
+    assert len(caught) == 1
+    assert same(drafting.state(), fresh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learnt(drafting)
+
+
+def test_each_step_finds_out_anew_whether_drafts_pay() -> None:
+    drafting = Drafting()
+    drafting.add(rollout_of("a", 0))
+    drafting.publish()
+    # Drafts cost a hundredth, the step itself nothing: one that accepts nothing loses, and the next ones rest.
+    drafting.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1e-6, 2e-6])))
+    rows, sizes = rows_of("a", 5), [1]
+    # The first rest is over after one step; the second one takes two, of which one is left here.
+    while len(sizes) < 40 and (sizes.count(0) < 2 or sizes[-1]):
+        sizes.append(drafting.drafter.propose(rows).tokens.size)
+        if sizes[-1]:
+            drafting.drafter.observe(rows, np.zeros(1, np.int64))
+    assert sizes[1] > 0
+    assert sizes.count(0) == 2
+    costs = drafting.drafter.costs
+    drafting.publish()
+    assert drafting.drafter.costs is costs
+    assert drafting.drafter.propose(rows_of("a", 5)).tokens.size > 0

@@ -83,7 +83,7 @@ def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
     Its engine drafts from a history of its own: so the compiled code of both loops is ready before either is timed.
     """
     store = HistoryStore()
-    engine = TorchEngine(model, Drafter(store), max_batch=16, num_threads=1)
+    engine = TorchEngine(model, Drafter(store), max_batch=16, num_threads=1, costs="none")
     sampling = Sampling(max_tokens=MAX_ROLLOUT_TOKENS, stop_tokens=task.stop_tokens)
     prompts = {prompt.prompt_id: prompt for prompt in task.prompts}
     rewards = []

@@ -110,7 +110,7 @@ def write_config(out: Path, size: DemoSize, *, side: Side, seed: int) -> Path:
             "seed": seed,
         },
         "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
-        "history": {"drafts": "on", "max_draft": 16, "min_acceptance": 0.5} if ours else {"drafts": "off"},
+        "history": {"drafts": "on", "verify_costs": "measured"} if ours else {"drafts": "off"},
         "optim": {"learning_rate": 2e-4, "betas": [0.9, 0.99]},
         "run": {"dir": str(out / side), "save_every": size.steps_per_epoch},
     }

@@ -17,6 +17,7 @@ from treering.cli.train_task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
+from treering.history.draft import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
@@ -61,7 +62,7 @@ def make_drafting(config: RlConfig) -> Drafting | None:
     """The run's memory; None where drafts are off."""
     if config.history.drafts == "off":
         return None
-    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts"})))
+    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})))
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
@@ -73,18 +74,27 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
     engine = config.engine
     running = engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
     prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
-    return lambda drafter, version: TorchEngine(
-        model,
-        drafter,
-        max_batch=engine.max_batch,
-        max_tokens=engine.max_tokens or running + prompts,
-        max_prefill=engine.max_prefill,
-        seed=engine.seed,
-        version=version,
-        decode=source.decode,
-        num_threads=engine.num_threads,
-        backend=engine.backend,
-    )
+    is_fixed = config.history.verify_costs == "fixed"
+
+    def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
+        if drafter is not None and is_fixed:
+            # A run that measured them until now has them in its state.
+            drafter.use_costs(None)
+        return TorchEngine(
+            model,
+            drafter,
+            max_batch=engine.max_batch,
+            max_tokens=engine.max_tokens or running + prompts,
+            max_prefill=engine.max_prefill,
+            seed=engine.seed,
+            version=version,
+            decode=source.decode,
+            num_threads=engine.num_threads,
+            backend=engine.backend,
+            costs="none" if is_fixed else "measured",
+        )
+
+    return make_engine
 
 
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:

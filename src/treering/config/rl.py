@@ -115,9 +115,10 @@ class EngineConfig(Config):
         default=None,
         description="Threads while sampling on the CPU; none: as many as torch takes. One suits small models.",
     )
-    backend: Literal["auto", "fused", "plain"] = Field(
+    backend: Literal["auto", "fused", "cuda", "plain"] = Field(
         default="auto",
-        description="fused: the CPU path. plain: torch operations (off-switch). auto: fused where it can.",
+        description="fused: the CPU path. cuda: kernels of our own. plain: torch operations (off-switch). auto: the "
+        "fastest that can.",
     )
     seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
 
@@ -130,13 +131,27 @@ class HistoryConfig(Config):
     )
     max_bytes: _Bytes = Field(default=1 << 30, description="Memory of the history, its index included, in bytes.")
     max_epochs: Count = Field(default=2, description="Policy versions that are kept of each prompt.")
-    max_draft: Count = Field(default=8, description="Tokens per draft, at most.")
-    min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.4, description="A draft ends where the chance of its acceptance falls below."
+    max_draft: Annotated[int, Field(ge=1, le=64)] = Field(default=64, description="Tokens per draft, at most.")
+    verify_costs: Literal["measured", "fixed"] = Field(
+        default="fixed",
+        description="What decides how much is drafted. fixed: min_acceptance, and no clock has a part in the run. "
+        "measured: what forward passes take here, measured when the run begins: drafts are as long as pays, and none "
+        "where none does. Another run may then differ in rounding.",
     )
-    sources: Annotated[tuple[Literal["history", "siblings", "own"], ...], Field(strict=False)] = Field(
-        default=("history", "siblings", "own"),
-        description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself.",
+    min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.4,
+        description="With fixed costs: least chance of a first drafted token; more behind others of its draft.",
+    )
+    policy: Literal["calibrated", "frequency", "reward", "recency"] = Field(
+        default="calibrated",
+        description="Whose continuations count. calibrated: all, by what they have been worth. Of the longest matches "
+        "alone, the most votes at every branch: frequency each one alike, reward by rewards, recency the newest.",
+    )
+    shape: Literal["tree", "chain"] = Field(default="tree", description="Whether drafts branch.")
+    sources: Annotated[tuple[Literal["history", "siblings", "own", "others"], ...], Field(strict=False)] = Field(
+        default=("history", "siblings", "own", "others"),
+        description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself, earlier "
+        "rollouts of other prompts.",
     )
     publish_new_after: Count = Field(
         default=4,

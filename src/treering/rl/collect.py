@@ -4,11 +4,9 @@ Knows the order of turns and what becomes of rollouts that are empty, over-long 
 training. Results depend on prompts and samples, never on the order in which rollouts finish.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Literal
 
 import numpy as np
@@ -18,8 +16,8 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.task import Prompt, Task
-from treering.types import PromptId, TokenIds
+from treering.rl.task import Prompt, Task, checked_observation, checked_reward
+from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
 """In which order a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at one time.
@@ -221,33 +219,19 @@ class _Collection:
         if self._turns[rollout.key] == self._max_turns:
             return None
         answer = self._task.observe(self._prompts[rollout.prompt_id], rollout)
-        return None if answer is None else rollout.observe(_checked_tokens(answer, self._task.vocab_size))
+        return None if answer is None else rollout.observe(checked_observation(answer, self._task.vocab_size))
 
     def _rewarded(self, rollout: Rollout) -> Rollout:
         if rollout.num_tokens == 0:
             return rollout
         reward = self._task.reward(self._prompts[rollout.prompt_id], rollout)
-        return replace(rollout, reward=_checked_reward(reward))
+        return replace(rollout, reward=checked_reward(reward))
 
     def _keep(self, rollout: Rollout) -> None:
         self._num_empty += rollout.num_tokens == 0
         self._num_overlong += rollout.finish_reason == "length"
         if rollout.reward is not None:
             self._kept[rollout.key] = rollout
-
-
-def _checked_tokens(answer: TokenIds, vocab_size: int) -> TokenIds:
-    tokens = np.asarray(answer)
-    is_flat = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
-    if not is_flat or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size):
-        raise InputError(f"an observation is a flat list of token ids below {vocab_size}, got {answer!r}; correct it")
-    return tokens.astype(np.int32)
-
-
-def _checked_reward(reward: object) -> float:
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise InputError(f"a reward is a finite number, got {reward!r}; correct the reward function")
-    return float(reward)
 
 
 def _message(rollout: Rollout, error: Exception) -> str:

@@ -3,6 +3,7 @@
 Knows what is remembered of a step. Knows nothing of how drafts are found or verified.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,15 @@ import torch
 from torch import Tensor
 
 from treering.engine.rollout import Rollout
-from treering.history.acceptance import SOURCES, Source
+from treering.errors import InputError
+from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
+from treering.history.features import SOURCES, Source
+from treering.history.settings import Policy, Shape
 from treering.history.store import HistoryStore
 from treering.types import PromptId
+
+_COSTS = ("num_tokens", "seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +30,10 @@ class DraftOptions:
 
     max_bytes: int = 1 << 30
     max_epochs: int = 2
-    max_draft: int = 8
+    max_draft: int = 64
     min_acceptance: float = 0.4
+    policy: Policy = "calibrated"
+    shape: Shape = "tree"
     sources: tuple[Source, ...] = SOURCES
     publish_new_after: int = 4
     """Finished rollouts of prompts without history until their siblings, running or waiting, can draft from them; then
@@ -48,7 +56,8 @@ class Drafting:
     def add(self, rollout: Rollout) -> None:
         """Remembers a rollout that is finished; where its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
-        self.store.add(rollout.prompt_id, [rollout.tokens], version)
+        rewards = None if rollout.reward is None else [rollout.reward]
+        self.store.add(rollout.prompt_id, [rollout.tokens], version, rewards)
         # An index that earlier steps have filled gains too little from a few siblings to be built again for them.
         if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
             self._new.add(rollout.prompt_id)
@@ -64,8 +73,13 @@ class Drafting:
         return prompt_id in self.store.snapshot
 
     def publish(self) -> None:
-        """Ends a step: the next drafts see all that was added."""
+        """Ends a step: the next drafts see all that was added, and whether they pay is found out anew.
+
+        Of the rows that ran nothing is left, so a run that begins here, from `state` and the saved history, drafts as
+        one that goes on.
+        """
         self.store.publish()
+        self.drafter.load_state(self.drafter.state())
         self._new.clear()
         self._num_unpublished = self._num_published = 0
 
@@ -84,12 +98,23 @@ class Drafting:
         self.load_state(state)
 
     def state(self) -> dict[str, Tensor]:
-        """What the drafter has learnt about its drafts, as tensors."""
-        return {name: torch.from_numpy(np.array(values)) for name, values in self.drafter.state().items()}
+        """What the drafter has learnt about its drafts, and what passes cost its engine, as tensors."""
+        costs = self.drafter.costs
+        known = {} if costs is None else {name: getattr(costs, name) for name in _COSTS}
+        arrays = {**self.drafter.state(), **{f"costs.{name}": values for name, values in known.items()}}
+        return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continues from a `state`."""
-        self.drafter.load_state({name: values.numpy().copy() for name, values in state.items()})
+        """Continues from a `state`; one of another version of Treering is a warning, and the drafter learns anew."""
+        arrays = {name: values.numpy().copy() for name, values in state.items()}
+        costs = {name: arrays.pop(f"costs.{name}") for name in _COSTS if f"costs.{name}" in arrays}
+        try:
+            known = VerifyCosts(**costs) if len(costs) == len(_COSTS) else None
+            self.drafter.load_state(arrays)
+        except InputError as error:
+            warnings.warn(f"the drafter learns anew, because its saved state is of another kind: {error}", stacklevel=2)
+            return
+        self.drafter.use_costs(known)
 
     def _make_drafter(self) -> Drafter:
         options = self._options
@@ -97,5 +122,7 @@ class Drafting:
             self.store,
             max_draft=options.max_draft,
             min_acceptance=options.min_acceptance,
+            policy=options.policy,
+            shape=options.shape,
             sources=options.sources,
         )

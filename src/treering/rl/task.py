@@ -4,9 +4,13 @@ Knows the questions that collection asks of any task. Knows nothing of engines, 
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
 
 from treering.engine.request import check_prompt
 from treering.engine.rollout import Rollout
@@ -75,3 +79,31 @@ class Task(ABC):
         Asked only after a turn that came to its own end. A single-turn task has no answers.
         """
         return None
+
+
+def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
+    """What a task has observed, as int32 [N].
+
+    Raises:
+        InputError: anything but a flat list of token ids below `vocab_size`.
+
+    Example: with vocab_size=9 the list [3, 8] is an observation, and [3, 9] and [[3]] are none.
+    """
+    tokens = np.asarray(answer)
+    is_flat = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
+    if not is_flat or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size):
+        raise InputError(f"an observation is a flat list of token ids below {vocab_size}, got {answer!r}; correct it")
+    return tokens.astype(np.int32)
+
+
+def checked_reward(reward: object) -> float:
+    """What a task has given as a reward.
+
+    Raises:
+        InputError: anything but a finite number.
+
+    Example: 1 and True give 1.0; "1", None and NaN are refused.
+    """
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise InputError(f"a reward is a finite number, got {reward!r}; correct the reward function")
+    return float(reward)
