@@ -22,6 +22,7 @@ from tests.history.reference import (
 )
 from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
+from treering.history.features import FIRST, NUM_VOTES
 from treering.history.records import Drafts
 
 TOKENS = st.integers(0, 2)
@@ -86,6 +87,14 @@ def test_drafts_stay_allowed_while_rollouts_grow_and_estimates_move(
         ]
 
 
+def sure(drafter: Drafter) -> Drafter:
+    """The same, estimating far higher: only limits end its drafts."""
+    state = drafter.state()
+    state["weights"][NUM_VOTES + FIRST[0]] += 8
+    drafter.load_state(state)
+    return drafter
+
+
 def test_long_matches_in_long_texts_are_allowed_and_followed_far() -> None:
     rng = np.random.default_rng(0)
     motif = rng.integers(0, 30, 200)
@@ -95,9 +104,9 @@ def test_long_matches_in_long_texts_are_allowed_and_followed_far() -> None:
 
     history = {"q": {0: [noisy() for _ in range(4)], 1: [noisy() for _ in range(4)]}, "p": {0: [noisy()]}}
     rows = [Row(rollout=tuple(noisy()[: rng.integers(0, 200)]), group=b % 2) for b in range(12)]
-    drafts = Drafter(store_of(history), max_draft=24, min_acceptance=0.02).propose(draft_rows(rows))
-    Allowed(history=history, rows=rows).check(drafts, 24, 0.02, is_chain=False)
-    assert max(map(len, drafted(drafts))) == 24
+    drafts = sure(Drafter(store_of(history), max_draft=40, min_acceptance=0.02)).propose(draft_rows(rows))
+    Allowed(history=history, rows=rows).check(drafts, 40, 0.02, is_chain=False)
+    assert max(map(len, drafted(drafts))) == 40
 
 
 def test_branches_are_drafted_where_rollouts_part() -> None:
@@ -111,10 +120,9 @@ def test_branches_are_drafted_where_rollouts_part() -> None:
 
 def test_a_draft_holds_no_more_than_either_limit() -> None:
     rng = np.random.default_rng(0)
-    rollouts = [[1, *rng.integers(2, 4, 100)] for _ in range(8)]
-    for max_draft, max_drafts, most in ((5, 64, 5), (64, 7, 7), (48, 64, 48), (40, 2**40, 40), (64, 1, 1), (1, 9, 1)):
-        drafter = simple(*rollouts, max_draft=max_draft)
-        drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001])))
+    rollouts = [[1, *rng.integers(2, 4, 80)] for _ in range(8)]
+    for max_draft, max_drafts, most in ((5, 64, 5), (64, 7, 7), (64, 64, 64), (40, 2**40, 40), (64, 1, 1), (1, 9, 1)):
+        drafter = sure(simple(*rollouts, max_draft=max_draft))
         row = Row(rollout=tuple(rollouts[0][:20]), max_drafts=max_drafts)
         drafts = drafter.propose(draft_rows([row, replace(row, max_drafts=0), row]))
         assert [len(tokens) for tokens in drafted(drafts)] == [most, 0, most]

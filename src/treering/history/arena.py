@@ -23,8 +23,6 @@ NUM_AGES = 4
 """Versions that are told apart; older ones count as the last."""
 NUM_REWARDS = 3
 """Reward classes: unknown, below the prompt's mean, at or above it."""
-NUM_RECENT = 4
-"""How many rollouts of the prompt are newer: none, 1, up to 3, more."""
 NOTE_BITS = 6
 _PADDING = 2
 

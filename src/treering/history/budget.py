@@ -21,7 +21,6 @@ Int64Array = NDArray[np.int64]
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0
-NOTHING_PAYS = 2.0
 _LONGEST = 64
 _SHARE_OF_LOOKS = 0.005
 

@@ -34,7 +34,6 @@ from treering.history.places import Places, age_of, newness_of, vote_bucket
 from treering.history.rooms import MAX_CANDIDATES, Candidates
 
 Int32Array = NDArray[np.int32]
-Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 CALIBRATED, FREQUENCY, REWARD, RECENCY = range(4)

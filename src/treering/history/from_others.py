@@ -15,7 +15,6 @@ from treering.history.recent import Others
 from treering.history.search import LONG_ENOUGH, MAX_LENGTH, agree, agree_behind_edit, first_behind
 
 Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 
 _MAX_OTHERS = 6
 

@@ -25,7 +25,6 @@ from treering.history.rooms import (
     Waiting,
 )
 
-Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
