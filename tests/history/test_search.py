@@ -83,8 +83,6 @@ def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None
 
 
 def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_text_goes_back() -> None:
-    # The text ends where the array begins; beyond it stands what would agree.
-    beyond = np.array([-1, -1, -1, -1, 5], np.int32)
-    context = np.array([-1, -1, 5, -1, -1, -1, 5], np.int32)
-    length, _ = measured(beyond[3:], 1, context, 0)
+    # Before the text's first entry a careless read would find its last one, which is what the context has there.
+    length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)
     assert length == 2
