@@ -1,0 +1,45 @@
+"""Recordings from lists, for tests of what is measured on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treering.data import Renderer, Trajectory
+from treering.history.recorded import Recorded, record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One rollout: the mask is that of the response, all sampled where it is not given."""
+
+    task: str = "q"
+    epoch: int = 0
+    step: int | None = None
+    prompt: tuple[int, ...] = (90, 91)
+    response: tuple[int, ...] = ()
+    mask: tuple[bool, ...] | None = None
+    reward: float | None = None
+
+    @property
+    def is_sampled(self) -> tuple[bool, ...]:
+        return self.mask or (True,) * len(self.response)
+
+
+def trajectories(lines: Sequence[Line]) -> list[Trajectory]:
+    return [
+        Trajectory(
+            task_id=line.task,
+            tokens=np.array(line.prompt + line.response, np.int32),
+            loss_mask=np.array((False,) * len(line.prompt) + line.is_sampled),
+            epoch=line.epoch,
+            step=line.step,
+            reward=line.reward,
+        )
+        for line in lines
+    ]
+
+
+def recording(*lines: Line) -> Recorded:
+    found = trajectories(lines)
+    return record(found, Renderer(tokenizer=None).render(found))
