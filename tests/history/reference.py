@@ -193,9 +193,12 @@ class Allowed:
         for prompt_id, versions in self.history.items():
             if ("history" if prompt_id == row.prompt_id else "others") in self.sources:
                 yield from (((MARKER, *rollout), context) for rollouts in versions.values() for rollout in rollouts)
+        others = [other for k, other in enumerate(self.rows) if k != b] + list(self.gone)
         if "siblings" in self.sources:
-            others = [other for k, other in enumerate(self.rows) if k != b] + list(self.gone)
             yield from (((MARKER, *other.rollout), context) for other in others if other.group == row.group)
+        if "others" in self.sources:
+            foreign = [other for other in others if other.group != row.group]
+            yield from (((MARKER, *text), context) for other in foreign for text in (other.rollout, other.prompt))
         if "own" in self.sources:
             yield (MARKER, *row.rollout), context
 

@@ -1,6 +1,6 @@
 """Empty, tiny, huge and changing histories and rows draft what they allow, and never anything else."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,9 @@ from tests.history.reference import (
     simple,
     store_of,
 )
+from treering.errors import InputError
+from treering.history.arena import Arena, describe
+from treering.history.chains import make_chains
 from treering.history.draft import Drafter
 from treering.history.index import PromptIndex
 from treering.history.store import HistoryStore
@@ -130,6 +133,69 @@ def test_an_index_without_an_entry_drafts_nothing() -> None:
     drafter = Drafter(Replaceable({"q": index, "p": good, "r": index}), min_acceptance=1e-6, sources=("history",))
     rows = [Row(prompt_id=p, rollout=(1,), group=b) for b, p in enumerate(("q", "p", "r", "absent"))]
     assert drafted(drafter.propose(draft_rows(rows))) == [[], [2], [], []]
+
+
+ENDLESS = 2**31 - 1
+"""Entries; an array of so many that takes no memory repeats one."""
+
+
+def endless_index(num_entries: int) -> PromptIndex:
+    entries = np.broadcast_to(np.int32(5), (num_entries,))
+    return PromptIndex(
+        text=entries,
+        order=entries.view(),
+        versions=np.zeros(1, np.int64),
+        starts=np.array([0, num_entries]),
+        rewards=np.zeros(1, np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_chains(ENDLESS + 1), "lower max_live_tokens"),
+        (lambda: PromptIndex.build({v: np.broadcast_to(np.int32(5), (2**30,)) for v in range(2)}), "max_epochs"),
+        (lambda: Arena().slots("qp", {p: endless_index(2**30) for p in "qp"}), "fewer prompts at a time"),
+    ],
+)
+def test_more_entries_than_their_places_can_count_are_refused_before_room_is_made(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(InputError, match=rf"at most 2147483647 entries, got 21474836\d\d; .*{message}"):
+        make()
+
+
+@pytest.mark.slow
+def test_a_rollout_of_any_length_is_described() -> None:
+    # Entries since the marker have 25 bits: those further on count as the last.
+    text = np.full(2**25 + 2, 5, np.int32)
+    text[0] = -1
+    about = np.zeros(text.size, np.int32)
+    describe(
+        text, np.array([0, text.size]), np.zeros(1, np.float32), np.zeros(1, np.uint8), about, np.zeros(0, np.float32)
+    )
+    assert (about[[0, 1, 2**25 - 1, 2**25, 2**25 + 1]] >> 6).tolist() == [0, 1, 2**25 - 1, 2**25 - 1, 2**25 - 1]
+    assert not (about & 63).any()
+
+
+@pytest.mark.timeout(60)
+def test_links_that_lead_in_a_circle_cost_looks_and_never_more() -> None:
+    sources: Any = ("siblings", "own", "others")
+    drafter = Drafter(HistoryStore(), min_acceptance=1e-6, sources=sources)
+    rows = [
+        Row(rollout=(7, 8, 9, 7)),
+        Row(rollout=(7,)),
+        Row(),
+        Row(rollout=(7, 8, 9), group=1),
+        Row(rollout=(7, 8, 9), group=2),
+    ]
+    expected = drafter.propose(draft_rows(rows, row_ids=range(5)))
+    assert min(len(tokens) for tokens in drafted(expected)[2:]) > 0
+    chains = drafter._live.chains
+    for links in (chains.short, chains.long, chains.wide):
+        links[:] = np.arange(links.size)
+    drafts = drafter.propose(draft_rows(rows, row_ids=range(5)))
+    Allowed(history={}, rows=rows, sources=sources).check(drafts, 64, 1e-6, is_chain=False)
 
 
 def test_no_rows_and_no_room_give_no_drafts() -> None:

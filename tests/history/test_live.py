@@ -108,6 +108,14 @@ def test_rows_of_the_same_line_without_ids_start_over_where_tokens_do_not_go_on(
     assert drafted(drafter.propose(draft_rows([Row(rollout=(10, 11))]))) == [[]]
 
 
+def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
+    drafter = drafter_of("siblings")
+    drafter.propose(draft_rows([Row(rollout=(7, 20)), Row(rollout=(7, 30)), Row(rollout=(5,))]))
+    # The second row's 7 is written where the newest 7 stands already.
+    rows = [Row(rollout=(7, 20)), Row(rollout=(7, 31)), Row(rollout=(5, 7))]
+    assert first_tokens(drafter.propose(draft_rows(rows)), 2) == {20, 31}
+
+
 def test_rows_may_stand_in_another_order_from_step_to_step() -> None:
     rng = np.random.default_rng(2)
     store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
@@ -153,7 +161,7 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
     for first in range(0, 3000, 4):
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
-    # Two slots for each of the four rows and as many for groups, whatever came before: 12 bytes an entry, 8 its heads.
+    # Two slots for each of the four rows and as many for groups, whatever came before: 16 bytes an entry.
     assert live.num_noted.size <= 16
     assert live.chains.tokens.size <= 16 * live.width
 

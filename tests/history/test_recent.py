@@ -1,10 +1,16 @@
-"""What other prompts said: newest prompts first, within a limit, sorted by contexts, the same for the same snapshot."""
+"""What other prompts said: published last first, within a limit, sorted by contexts, the same for the same snapshot."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.history.reference import store_of
+from treering.history.blocks import Block
+from treering.history.reader import HistoryReader
 from treering.history.recent import Recent
+from treering.history.snapshot import newest_first
+from treering.history.store import HistoryStore
 
 MARKER = -1
 
@@ -16,6 +22,47 @@ def test_the_newest_prompts_stand_first_and_each_entry_knows_its_owner() -> None
     assert recent.owners[:5].tolist() == [0, 0, 1, 1, 1]
     assert (recent.number("b"), recent.number("a"), recent.number("c")) == (0, 1, -1)
     assert recent.owners[5] not in (0, 1)
+
+
+def test_prompts_that_were_published_last_stand_first_however_early_they_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HistoryStore(tmp_path / "history", max_epochs=2)
+    # Of version 1 are c and a, of which c came later; of version 0 b has a new rollout, and d came later.
+    for version, prompt_ids in ((0, "abcd"), (1, "ca"), (0, "b")):
+        for prompt_id in prompt_ids:
+            store.add(prompt_id, [np.array([ord(prompt_id), version], np.int32)], version)
+        store.publish()
+    expected = list("cadb")
+    reader = HistoryReader(tmp_path / "history")
+    store.save(tmp_path / "saved.bin")
+    for snapshot in (
+        store.snapshot,
+        dict(store.snapshot),
+        reader.snapshot,
+        HistoryStore.load(tmp_path / "saved.bin").snapshot,
+    ):
+        recent = Recent(1000)
+        recent.take(snapshot)
+        assert sorted("abcd", key=recent.number) == expected
+    store.close()
+    with HistoryStore(tmp_path / "history") as reopened:
+        # Their order is known from the files' headers: no prompt is read for it.
+        monkeypatch.setattr(Block, "index", None)
+        assert newest_first(reopened.snapshot) == expected
+
+
+def test_what_a_limit_leaves_out_is_what_was_published_first() -> None:
+    store = store_of({p: {0: [[p] * 9]} for p in range(20)})
+    for version in range(1, 4):
+        prompt_ids = [(7 * version + k) % 20 for k in range(5)]
+        for p in prompt_ids:
+            store.add(p, [np.array([p] * 9, np.int32)], version)
+        store.publish()
+        recent = Recent(5 * 20)
+        recent.take(store.snapshot)
+        # Two rollouts of nine tokens and their markers each.
+        assert {p for p in range(20) if recent.number(p) >= 0} == set(prompt_ids)
 
 
 def test_places_are_sorted_by_their_contexts() -> None:

@@ -1,13 +1,18 @@
 """The same calls give the same drafts: again, in another thread, and behind a checkpoint; the state is checked."""
 
+import ast
+import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
 
 from tests.history.reference import (
     Row,
@@ -18,13 +23,15 @@ from tests.history.reference import (
     walk,
 )
 from tests.history.test_acceptance import ROW, drafter_of, num_tried, observe
+from treering import history
 from treering.errors import InputError, StateError
-from treering.history import acceptance as acceptance_module
 from treering.history import propose as propose_module
 from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.stamp import stamp_of
 from treering.history.store import HistoryStore
+
+PACKAGE = list(history.__path__)
 
 
 def test_the_whole_call_runs_without_the_interpreter_lock() -> None:
@@ -37,9 +44,53 @@ def test_what_is_cached_is_named_by_all_sources_that_it_may_use(tmp_path: Any) -
     before = stamp_of(tmp_path)
     (tmp_path / "a.py").write_text("x = 2")
     assert stamp_of(tmp_path) != before
-    for compiled in (propose_module.propose, acceptance_module.learn):
-        cells = [cell.cell_contents for cell in compiled.py_func.__closure__]  # type: ignore[attr-defined]
-        assert cells == [stamp_of(Path(propose_module.__file__).parent)]
+
+
+def cached_functions() -> Iterator[tuple[str, Any]]:
+    """The compiled functions of the folder that are cached, with their modules."""
+    for module in map(importlib.import_module, sorted(f"treering.history.{m.name}" for m in iter_modules(PACKAGE))):
+        for value in vars(module).values():
+            is_cached = isinstance(value, Dispatcher) and not isinstance(value._cache, NullCache)
+            if is_cached and value.py_func.__module__ == module.__name__:
+                yield module.__name__, value
+
+
+def foreign_names(module_name: str, function: Any) -> set[str]:
+    """What a compiled function, and those of its module that it calls, take from other modules of the folder."""
+    module = importlib.import_module(module_name)
+    seen: set[str] = set()
+    waiting, found = [function.py_func], set()
+    while waiting:
+        for name in waiting.pop().__code__.co_names:
+            value = getattr(module, name, None)
+            if name in seen or value is None:
+                continue
+            seen.add(name)
+            code = getattr(value, "py_func", value)
+            home = getattr(code, "__module__", None)
+            if isinstance(value, Dispatcher) and home == module_name:
+                waiting.append(code)
+            elif name in imported_names(module):
+                found.add(name)
+    return found
+
+
+def imported_names(module: Any) -> set[str]:
+    """What a module takes from others of the folder."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.name for node in nodes if str(node.module).startswith("treering.history") for name in node.names}
+
+
+def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
+    stamped = []
+    for module_name, function in cached_functions():
+        cells = [cell.cell_contents for cell in function.py_func.__closure__ or ()]
+        # A marker is what files hold: it never changes.
+        if foreign_names(module_name, function) - {"MARKER"}:
+            assert cells == [stamp_of(Path(PACKAGE[0]))], function
+            stamped.append(function.__name__)
+    assert sorted(stamped) == ["learn", "propose", "set_states"]
 
 
 def run_of(store: HistoryStore, seed: int, num_steps: int = 30) -> list[Any]:

@@ -82,6 +82,25 @@ def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None
     assert measured(text, 5, replaced, 0) == (2, 3)
 
 
+def test_a_marker_is_no_token_that_may_be_left_out() -> None:
+    # [9, 10] begins as the context ends; 5, 6, 7 before it are another rollout's.
+    text = np.array([-1, 5, 6, 7, -1, 9, 10], np.int32)
+    assert measured(text, 5, np.array([5, 6, 7, 8, 9], np.int32), 0) == (1, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts=ROLLOUTS, context=st.lists(TOKENS, min_size=1, max_size=12))
+def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[int]], context: list[int]) -> None:
+    row = np.array(context, np.int32)
+    text = as_text([np.array(rollout, np.int32) for rollout in rollouts])
+    start = 0
+    for rollout in rollouts:
+        alone = as_text([np.array(rollout, np.int32)])
+        for at in range(alone.size):
+            assert measured(text, start + at, row, 0) == measured(alone, at, row, 0)
+        start += alone.size
+
+
 def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_text_goes_back() -> None:
     # Before the text's first entry a careless read would find its last one, which is what the context has there.
     length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.history.index import MARKER, PromptIndex
+from treering.history.index import MARKER, PromptIndex, check_entries
 from treering.history.search import KEY_BITS, write_keys
 from treering.types import PromptId
 
@@ -25,6 +25,8 @@ NUM_REWARDS = 3
 """Reward classes: unknown, below the prompt's mean, at or above it."""
 NOTE_BITS = 6
 _PADDING = 2
+_MAX_DEPTH = (1 << (31 - NOTE_BITS)) - 1
+"""Entries since a marker that a note has room for; those further on count as so many."""
 
 Rewards = Literal["read", "unread"]
 
@@ -130,6 +132,10 @@ class Arena:
 
     def _reserve(self, num_entries: int, num_slots: int) -> None:
         """Room for that many entries and slots; grows by doubling."""
+        check_entries(
+            num_entries + _PADDING, "the history of the prompts that run", "run fewer prompts at a time, or keep fewer "
+            "versions (max_epochs)",
+        )  # fmt: skip
         room = self.order.size
         if num_entries > room:
             more = max(num_entries, 2 * room) - room
@@ -203,7 +209,7 @@ def describe(
         num_newer = (ends[age - 1] if age > 0 else 0) + ends[age] - 1 - rollout
         recent = min(num_newer, 1) + (num_newer > 1) + (num_newer > 3)
         note = min(age, NUM_AGES - 1) + NUM_AGES * (classes[rollout] + NUM_REWARDS * recent)
-        about[place] = (depth << NOTE_BITS) + note
+        about[place] = (min(depth, _MAX_DEPTH) << NOTE_BITS) + note
         if by_place.size > 0:
             by_place[place] = 0.0 if np.isnan(rewards[rollout]) else rewards[rollout]
         depth += 1

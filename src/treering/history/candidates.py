@@ -22,7 +22,6 @@ from treering.history.features import (
     NUM_SHIFTS,
     NUM_SOURCES,
     NUM_STATES,
-    OTHERS,
     count_bucket,
     depth_bucket,
     hash_of,
@@ -30,7 +29,7 @@ from treering.history.features import (
     near_bucket,
 )
 from treering.history.lean import lean
-from treering.history.places import Places, age_of, newness_of, vote_bucket
+from treering.history.places import IN_HISTORY, IN_OTHERS, Places, age_of, newness_of, vote_bucket
 from treering.history.rooms import MAX_CANDIDATES, Candidates
 
 Int32Array = NDArray[np.int32]
@@ -52,7 +51,7 @@ class Votes(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Where the tokens behind places stand, by source."""
+    """Where the tokens behind places stand; see `places.IN_HISTORY`."""
 
     history: Int32Array
     live: Int32Array
@@ -60,11 +59,11 @@ class Texts(NamedTuple):
 
 
 @lean
-def token_at(history: Int32Array, live: Int32Array, others: Int32Array, source: int, at: int) -> np.int32:
-    """The token at a place of a source's text; a marker where a rollout ends."""
-    if source == HISTORY:
+def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
+    """The token at a place of a text; a marker where a rollout ends."""
+    if text == IN_HISTORY:
         found: np.int32 = history[at]
-    elif source == OTHERS:
+    elif text == IN_OTHERS:
         found = others[at]
     else:
         found = live[at]
@@ -98,13 +97,14 @@ def count_votes(
     # Taken apart once: numba counts references whenever a field of a tuple is read.
     history, live, others = texts.history, texts.live, texts.others
     at, source, length, weight, factor = places.at, places.source, places.length, places.weight, votes.length
+    text = places.text
     tokens, sums, counts, best = candidates.tokens, candidates.votes, candidates.counts, candidates.best
     best_vote, longest_of, num_longest = candidates.best_vote, candidates.length, candidates.num_longest
     by_source = candidates.by_source
     num = 0
     for j in range(members.size):
         i = members[j]
-        token = token_at(history, live, others, source[i], at[i] + depth)
+        token = token_at(history, live, others, text[i], at[i] + depth)
         if token < 0:
             continue
         vote = weight[i]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.index import MARKER
+from treering.history.index import MARKER, check_entries
 from treering.history.lean import lean
 
 Int32Array = NDArray[np.int32]
@@ -19,27 +19,39 @@ Int32Array = NDArray[np.int32]
 LONG = 3
 """Tokens that a link of the long chain agrees in; of the short one it is one."""
 
+EVERYWHERE = 0
+"""The scope of links that stay in none; others are above it."""
+
 _SALT_SHORT, _SALT_LONG = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
 class Chains(NamedTuple):
-    """12 bytes an entry, and 8 for its heads."""
+    """16 bytes an entry, and 16 to 32 for its heads."""
 
     tokens: Int32Array  # [C]
     short: Int32Array  # [C], the place before it with the same token; -1 is none
     long: Int32Array  # [C], the place before it with the same three tokens
+    wide: Int32Array  # [C], the same, whatever the scope
     heads: Int32Array  # [H], H a power of two: the newest place by hash
+    wide_heads: Int32Array  # [H], the same for the wide ones: so these take nothing from the others
 
 
 def make_chains(num_entries: int) -> Chains:
-    """Room for that many entries, all of them markers."""
+    """Room for that many entries, all of them markers.
+
+    Raises:
+        InputError: more than places can count.
+    """
+    check_entries(num_entries, "what is running", "run fewer rows at a time, or lower max_live_tokens")
     num_heads = 1 << max(4, int(2 * num_entries - 1).bit_length())
     return Chains(
         tokens=np.full(num_entries, MARKER, np.int32),
         short=np.full(num_entries, -1, np.int32),
         long=np.full(num_entries, -1, np.int32),
+        wide=np.full(num_entries, -1, np.int32),
         heads=np.full(num_heads, -1, np.int32),
+        wide_heads=np.full(num_heads, -1, np.int32),
     )
 
 
@@ -73,7 +85,8 @@ def append(chains: Chains, at: int, first: int, token: int, scope: int) -> None:
     chains.tokens[at + 1] = MARKER
     link(chains.short, chains.heads, short_head(scope, token, chains.heads.size), at)
     if at - first >= LONG - 1:
-        head = long_head(scope, chains.tokens[at - 2], chains.tokens[at - 1], token, chains.heads.size)
-        link(chains.long, chains.heads, head, at)
+        earlier, before, num_heads = chains.tokens[at - 2], chains.tokens[at - 1], chains.heads.size
+        link(chains.long, chains.heads, long_head(scope, earlier, before, token, num_heads), at)
+        link(chains.wide, chains.wide_heads, long_head(EVERYWHERE, earlier, before, token, num_heads), at)
     else:
-        chains.long[at] = -1
+        chains.long[at] = chains.wide[at] = -1

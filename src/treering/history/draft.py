@@ -5,7 +5,7 @@ a wrong draft costs time only.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from treering.errors import ConfigError, InputError
 from treering.history.acceptance import Acceptance, learn
 from treering.history.arena import Arena
-from treering.history.budget import Rest, seconds_of
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.index import PromptIndex
@@ -25,28 +24,18 @@ from treering.history.recent import Recent
 from treering.history.records import DraftRows, Drafts, no_drafts
 from treering.history.reliability import ReliabilityBin, as_bins
 from treering.history.settings import Policy, Shape, check_settings
+from treering.history.snapshot import SnapshotSource
+from treering.history.spending import Spending
 from treering.types import PromptId
-
-_LEAST_WITH_COSTS = 0.02
-_RISE = 0.0036
-_NO_COSTS = np.zeros(0, np.int64), np.zeros(0)
-
-
-class SnapshotSource(Protocol):
-    """What a drafter reads: a `HistoryStore`, or a `HistoryReader` of another process's store."""
-
-    @property
-    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
-        """What is published at present; see `HistoryStore.snapshot`."""
 
 
 class Drafter:
     """Proposes tokens that each row may go on with, and learns from what was accepted.
 
     For each row it looks for places where the row's context occurs: in the prompt's history, in the running rollouts of
-    its group, in the row itself and in other prompts' history; and where an old rollout that the row followed goes on
-    behind a small edit. Places vote for their next tokens. Of the tree of continuations it takes the tokens that are
-    likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
+    its group, in the row itself, and in history and running rollouts of other prompts; and where an old rollout that
+    the row followed goes on behind a small edit. Places vote for their next tokens. Of the tree of continuations it
+    takes the tokens that are likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
 
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
@@ -103,7 +92,7 @@ class Drafter:
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         self._store = store
         self._max_draft = max_draft
-        self._min_acceptance = float(min_acceptance)
+        self._spending = Spending(float(min_acceptance))
         self._uses = np.array([source in sources for source in SOURCES])
         self._kind = (get_args(Policy).index(policy), shape == "chain")
         self._acceptance = Acceptance()
@@ -111,9 +100,6 @@ class Drafter:
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")
         self._live, self._recent = Live(max_live_tokens), Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
-        self._costs: VerifyCosts | None = None
-        self._rest = Rest()
-        self._cutoff = 0.1
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
         self._rows: DraftRows | None = None
         self._slots = self._owners = self._live_slots = np.zeros(0, np.int64)
@@ -129,16 +115,14 @@ class Drafter:
     @property
     def costs(self) -> VerifyCosts | None:
         """What passes are taken to cost; see `use_costs`."""
-        return self._costs
+        return self._spending.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
         """Takes what passes of this drafter's engine cost from now on: drafts as long as pays, none where none does.
 
         None goes back to `min_acceptance`.
         """
-        self._costs = costs
-        self._rest = Rest()
-        self._cutoff = 0.1
+        self._spending.use_costs(costs)
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
@@ -149,7 +133,7 @@ class Drafter:
         num_rows = len(rows.prompt_ids)
         # Should this call fail, what is kept of rows is no longer that of the call before.
         self._latest = None
-        if self._costs is not None and not self._rest.is_due():
+        if not self._spending.is_due():
             self._latest = (rows, no_drafts(num_rows))
             return self._latest[1]
         self._prepare(rows, num_rows)
@@ -161,18 +145,14 @@ class Drafter:
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
             self._slots, self._owners, *self._arena.arrays, self._arena.generation, *self._live_arguments(),
             *self._recent.arrays, *self._live.threads, self._uses, *self._kind, self._max_draft,
-            *self._leasts(), *self._votes,
-            self._acceptance.weights, self._acceptance.quiet, *self._cost_arguments(), offsets, tokens, parents,
-            acceptance, paths,
-            self._shares, self._features,
+            *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
+            *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares, self._features,
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
-        end = offsets[-1]
-        # Where nothing was drafted, nothing was learnt of what pays: then more is looked at, not less.
-        self._cutoff = 0.5 * (self._cutoff + (cutoff if end > 0 else 0.0))
-        if end == 0 and self._costs is not None and rows.max_drafts.any():
-            self._rest.note_nothing(num_rows, seconds_of(num_rows, *self._cost_arguments()))
+        end = int(offsets[-1])
+        if rows.max_drafts.any():
+            self._spending.note_drafts(num_rows, end, cutoff)
         drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)
         return drafts
@@ -216,20 +196,10 @@ class Drafter:
         )  # fmt: skip
         threads = self._live.threads
         set_states(
-            threads.state,
-            threads.num_expected,
-            threads.num_tokens,
-            self._live_slots,
-            drafts.offsets,
-            counts,
-            num_left,
-            was_cut,
-        )
-        if self._costs is not None:
-            sizes, seconds = self._cost_arguments()
-            plain = seconds_of(counts.size, sizes, seconds)
-            drafted = seconds_of(counts.size + drafts.tokens.size, sizes, seconds)
-            self._rest.note(counts.size, drafts.tokens.size, int(counts.sum()), plain, drafted)
+            threads.state, threads.num_expected, threads.num_tokens, self._live_slots, drafts.offsets, counts,
+            num_left, was_cut,
+        )  # fmt: skip
+        self._spending.note_accepted(counts.size, drafts.tokens.size, int(counts.sum()))
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""
@@ -254,7 +224,7 @@ class Drafter:
         # What rows that have left leave behind is no part of a state, and a new drafter has none of it.
         self._live = Live(self._max_live_tokens)
         self._snapshot = self._rows = self._latest = None
-        self.use_costs(self._costs)
+        self.use_costs(self.costs)
 
     def _prepare(self, rows: DraftRows, num_rows: int) -> None:
         """Finds the rows in what is kept; costs next to nothing where they are those of the step before."""
@@ -277,15 +247,3 @@ class Drafter:
     def _live_arguments(self) -> tuple[Any, ...]:
         live = self._live
         return (*live.chains, live.num_noted, live.first, live.scopes, self._live_slots, self._prompt_slots, live.width)
-
-    def _cost_arguments(self) -> tuple[Any, ...]:
-        return _NO_COSTS if self._costs is None else (self._costs.num_tokens, self._costs.seconds)
-
-    def _leasts(self) -> tuple[float, float]:
-        """Below the first nothing is looked at, and by the second it rises along a draft.
-
-        With costs it is somewhat below what paid in the steps before, and the costs say what longer drafts cost.
-        """
-        if self._costs is None:
-            return self._min_acceptance, _RISE
-        return max(_LEAST_WITH_COSTS, 0.5 * self._cutoff), 0.0

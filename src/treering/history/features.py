@@ -14,7 +14,7 @@ from treering.history.lean import lean
 
 Source = Literal["history", "siblings", "own", "others"]
 """history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context.
-others: published rollouts of other prompts."""
+others: published rollouts of other prompts, and what is running of other groups."""
 
 SOURCES: tuple[Source, ...] = ("history", "siblings", "own", "others")
 HISTORY, SIBLINGS, OWN, OTHERS = range(4)
@@ -23,6 +23,8 @@ NUM_SOURCES = 4
 NUM_LENGTHS = 11
 NUM_EDITS = 5
 NUM_SHIFTS = 6
+FAR = NUM_SHIFTS - 1
+"""The bucket of the largest shifts, and of places whose shift says nothing."""
 NUM_RANKS = 4
 NUM_SHARES = 10
 NUM_COUNTS = 4
@@ -114,7 +116,7 @@ def shift_bucket(shift: int) -> int:
         return 2
     if shift <= 8:
         return 3
-    return 4 if shift <= 32 else 5
+    return 4 if shift <= 32 else FAR
 
 
 @lean

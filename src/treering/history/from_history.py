@@ -10,9 +10,9 @@ from treering.history.arena import NOTE_BITS, Histories, keys_of, order_of
 from treering.history.features import HISTORY, shift_bucket
 from treering.history.index import MARKER
 from treering.history.lean import lean
-from treering.history.places import Places, is_known, longest_of, put
-from treering.history.prefetch import prefetch
-from treering.history.search import LONG_ENOUGH, MAX_EDIT, agree, first_behind, measure
+from treering.history.places import IN_HISTORY, Places, is_known, longest_of, put
+from treering.history.search import LONG_ENOUGH, MAX_EDIT, agree, first_behind, with_edit
+from treering.history.sides import next_place, sides_of
 
 Int32Array = NDArray[np.int32]
 
@@ -47,30 +47,19 @@ def find_in_history(places: Places, num: int, history: Histories, slot: int, con
         return num
     text, order, keys = history.text, order_of(history, slot), keys_of(history, slot)
     right = first_behind(text, order, keys, start, context, begin)
-    for k in range(max(right - _FEW_PLACES, 0), min(right + _FEW_PLACES, size)):
-        prefetch(text, start + order[k])
-        prefetch(history.about, start + order[k])
-    left = right - 1
-    first, most = num, num + _MAX_PLACES
-    left_length = left_edit = right_length = right_edit = -1
-    longest = 0
+    sides = sides_of(text, history.about, order, start, right, _FEW_PLACES)
+    first, most, longest = num, num + _MAX_PLACES, 0
     for _ in range(_MAX_LOOKS):
-        if left_length < 0:
-            left_length, left_edit = measure(text, start + order[left], context, begin) if left >= 0 else (0, 0)
-        if right_length < 0:
-            right_length, right_edit = measure(text, start + order[right], context, begin) if right < size else (0, 0)
-        length = max(left_length, right_length)
+        at, num_equal, sides = next_place(sides, text, order, start, context, begin)
+        if num_equal == 0:
+            break
+        length, edit = with_edit(text, at, context, begin, num_equal)
         longest = max(longest, length)
         if length >= LONG_ENOUGH:
             most = first + _FEW_PLACES
-        if num >= most or length == 0 or (_WEAK * length < longest and num >= first + _ENOUGH_STRONG):
+        if num >= most or (_WEAK * length < longest and num >= first + _ENOUGH_STRONG):
             break
-        if left_length > right_length:
-            num = put_history(places, num, history, start + order[left], context, begin, left_length, left_edit)
-            left, left_length = left - 1, -1
-        else:
-            num = put_history(places, num, history, start + order[right], context, begin, right_length, right_edit)
-            right, right_length = right + 1, -1
+        num = put_history(places, num, history, at, context, begin, length, edit)
     if longest_of(places, num) < NEAR:
         num = _find_edited(places, num, history, slot, context, begin)
     return num
@@ -91,7 +80,7 @@ def _find_edited(places: Places, num: int, history: Histories, slot: int, contex
         if edit < LEAST_EDIT or text[at + 1] == MARKER or text[at + 1] == context[shorter.size]:
             continue
         for behind in (at, at + 1):
-            if not is_known(places, num, HISTORY, behind + 1):
+            if not is_known(places, num, IN_HISTORY, behind + 1):
                 num = put_history(places, num, history, behind, context, begin, 0, edit)
     return num
 
@@ -106,4 +95,5 @@ def put_history(
     said = history.about[at]
     shift = shift_bucket((said >> NOTE_BITS) - (context.size - begin))
     reward = history.rewards[at] if history.rewards.size > 0 else 0.0
-    return int(put(places, num, HISTORY, at + 1, length, edit, shift, said & ((1 << NOTE_BITS) - 1), reward))
+    note = said & ((1 << NOTE_BITS) - 1)
+    return int(put(places, num, HISTORY, IN_HISTORY, at + 1, length, edit, shift, note, reward))

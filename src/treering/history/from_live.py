@@ -1,4 +1,4 @@
-"""Places in what is running: the rollouts of a row's group, its prompt, and the row itself.
+"""Places in what is running: the rollouts of a row's group, its prompt, the row itself, and those of other groups.
 
 Knows chains of live texts. Knows nothing of published history.
 """
@@ -6,11 +6,11 @@ Knows chains of live texts. Knows nothing of published history.
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.chains import LONG, Chains, long_head, short_head
-from treering.history.features import OWN, SIBLINGS, rank_bucket, shift_bucket
+from treering.history.chains import EVERYWHERE, LONG, Chains, long_head, short_head
+from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, rank_bucket, shift_bucket
 from treering.history.index import MARKER
 from treering.history.lean import lean
-from treering.history.places import Places, is_known, put
+from treering.history.places import IN_LIVE, Places, is_known, put
 from treering.history.search import measure
 
 Int32Array = NDArray[np.int32]
@@ -18,6 +18,8 @@ Int64Array = NDArray[np.int64]
 
 _MAX_LIVE = 8
 _MAX_LOOKS = 48
+_MAX_WIDE = 4
+_MAX_WIDE_LOOKS = 24
 
 
 @lean
@@ -71,16 +73,45 @@ def _put_live(
     if not uses[source]:
         return num
     length, edit = measure(live.tokens, at, context, 0 if is_prompt else num_prompt)
-    if length < least or is_known(places, num, source, at + 1):
+    if length < least or is_known(places, num, IN_LIVE, at + 1):
         return num
     shift = 0 if source == OWN else shift_bucket(at - owner * width - (context.size - num_prompt))
-    return int(put(places, num, source, at + 1, length, edit, shift, rank_bucket(rank), 0.0))
+    return int(put(places, num, source, IN_LIVE, at + 1, length, edit, shift, rank_bucket(rank), 0.0))
+
+
+@lean
+def find_in_other_groups(
+    places: Places, num: int, live: Chains, num_noted: Int64Array, firsts: Int64Array, scopes: Int64Array, width: int,
+    group: int, context: Int32Array, num_prompt: int,
+) -> int:  # fmt: skip
+    """Notes the newest places of other groups' rollouts and prompts that end in the context's last three tokens."""
+    size = context.size
+    if size - num_prompt < LONG:
+        return num
+    head = long_head(EVERYWHERE, context[size - 3], context[size - 2], context[size - 1], live.heads.size)
+    at, rank = live.wide_heads[head], 0
+    for _ in range(_MAX_WIDE_LOOKS):
+        if at < 0 or rank == _MAX_WIDE:
+            break
+        if scopes[at // width] != group and _is_there(num_noted, firsts, width, at) and live.tokens[at + 1] != MARKER:
+            length, edit = measure(live.tokens, at, context, num_prompt)
+            if length >= LONG and not is_known(places, num, IN_LIVE, at + 1):
+                num = put(places, num, OTHERS, IN_LIVE, at + 1, length, edit, FAR, rank_bucket(rank), 0.0)
+                rank += 1
+        at = live.wide[at]
+    return num
 
 
 @lean
 def _is_of_group(
     num_noted: Int64Array, firsts: Int64Array, scopes: Int64Array, width: int, group: int, at: int
 ) -> bool:
-    """Whether a place is in a text of the group: a link may lead to what was written over, or to another group's."""
+    """Whether a place is in a text of the group: a link may lead to another group's."""
+    return bool(scopes[at // width] == group and _is_there(num_noted, firsts, width, at))
+
+
+@lean
+def _is_there(num_noted: Int64Array, firsts: Int64Array, width: int, at: int) -> bool:
+    """Whether a place is in what its slot holds: a link may lead to what was written over."""
     owner = at // width
-    return bool(scopes[owner] == group and at <= owner * width + num_noted[owner] - firsts[owner])
+    return bool(at <= owner * width + num_noted[owner] - firsts[owner])

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from treering.errors import InputError
 from treering.types import TokenIds
 
 Int32Array = NDArray[np.int32]
@@ -25,6 +26,22 @@ MARKER = -1
 
 SORT_DEPTH = 64
 """Places are sorted by this many entries before them; longer matches are told apart by reading the text."""
+
+
+MAX_ENTRIES = 2**31 - 1
+"""Of one text: its places are kept as int32."""
+
+
+def check_entries(num_entries: int, text: str, fix: str) -> None:
+    """Raises where a text would be so long that its places no longer fit their type.
+
+    Raises:
+        InputError: more than `MAX_ENTRIES`.
+
+    Example: `check_entries(2**31, "a prompt's history", "keep fewer versions of it")` raises.
+    """
+    if num_entries > MAX_ENTRIES:
+        raise InputError(f"{text} has at most {MAX_ENTRIES} entries, got {num_entries}; {fix}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +85,14 @@ class PromptIndex:
         Args:
             texts: int32 each, with a marker before every rollout.
             rewards: version -> float32, one per rollout; versions that are left out have unknown ones.
+
+        Raises:
+            InputError: more than `MAX_ENTRIES`.
         """
+        check_entries(
+            sum(text.size for text in texts.values()), "the history of a prompt", "add fewer rollouts of it, or keep "
+            "fewer versions (max_epochs)",
+        )  # fmt: skip
         versions = sorted(texts, reverse=True)
         text = np.concatenate([texts[version] for version in versions])
         starts = np.zeros(len(versions) + 1, np.int64)

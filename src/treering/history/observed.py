@@ -3,6 +3,7 @@
 Knows shapes and counts. Knows nothing of weights.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
 from treering.history.lean import lean
 from treering.history.records import DraftRows, Drafts
+from treering.history.stamp import STAMP
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -142,27 +144,37 @@ def _only_path(parents: Int32Array, length: int) -> tuple[int, bool]:
     return node, True
 
 
-@njit(cache=True)
-def set_states(
-    state: Int64Array,
-    num_expected: Int64Array,
-    num_tokens: Int64Array,
-    slots: Int64Array,
-    offsets: Int64Array,
-    counts: Int64Array,
-    num_left: Int64Array,
-    was_cut: BoolArray,
-) -> None:
-    """Notes in each row's slot what its draft came to; the first three arrays are those of `Threads`."""
-    for b in range(counts.size):
-        if offsets[b + 1] == offsets[b]:
-            continue
-        slot = slots[b]
-        num_expected[slot] = num_tokens[slot] + counts[b] + 1
-        if was_cut[b] or num_left[b] < 0:
-            state[slot] = NOT_TRIED
-        else:
-            state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
+def _compile(stamp: int) -> Callable[..., None]:
+    """`set_states`, cached by its sources; see `stamp`."""
+
+    @njit(cache=True)
+    def set_states(
+        state: Int64Array,
+        num_expected: Int64Array,
+        num_tokens: Int64Array,
+        slots: Int64Array,
+        offsets: Int64Array,
+        counts: Int64Array,
+        num_left: Int64Array,
+        was_cut: BoolArray,
+    ) -> None:
+        """Notes in each row's slot what its draft came to; the first three arrays are those of `Threads`."""
+        assert stamp >= 0
+        for b in range(counts.size):
+            if offsets[b + 1] == offsets[b]:
+                continue
+            slot = slots[b]
+            num_expected[slot] = num_tokens[slot] + counts[b] + 1
+            if was_cut[b] or num_left[b] < 0:
+                state[slot] = NOT_TRIED
+            else:
+                state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
+
+    compiled: Callable[..., None] = set_states
+    return compiled
+
+
+set_states = _compile(STAMP)
 
 
 def contradiction(rows: DraftRows, b: int) -> str:

@@ -32,6 +32,7 @@ class Output(NamedTuple):
     paths: Float64Array  # [D]
     shares: Float32Array  # [D, votes]
     features: Int32Array  # [D, kinds]
+    is_probe: NDArray[np.bool_]  # [B], rows whose one token is drafted although it looks too poor
 
 
 @lean
@@ -85,7 +86,11 @@ def _preorder(nodes: Nodes, num_nodes: int, order: Int32Array) -> None:
 
 @njit
 def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
-    """Takes out what does not pay; returns the least probability that stayed."""
+    """Takes out what does not pay; returns the least probability that stayed.
+
+    Of that it knows nothing, and returns 0, where nothing went or nothing stayed, apart from rows that are probed: what
+    all pays does not say that less likely tokens would not.
+    """
     counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
     for b in range(worth.size):
         for i in range(output.offsets[b], output.offsets[b + 1]):
@@ -94,13 +99,16 @@ def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64
             gains[k] += output.paths[i] * worth[b]
     num_bins = choose_bins(worth.size, counts, gains, sizes, seconds)
     renamed = np.empty(MAX_NODES, np.int32)
-    least, num_out, begin = 1.0, 0, output.offsets[0]
+    least, num_out, begin = np.inf, 0, output.offsets[0]
+    has_cut = False
     for b in range(worth.size):
         end, num_before = output.offsets[b + 1], num_out
         for i in range(begin, end):
             if bin_of(min(output.paths[i] * worth[b], 1.0)) >= num_bins:
+                has_cut |= not output.is_probe[b]
                 continue
-            least = min(least, output.paths[i])
+            if not output.is_probe[b]:
+                least = min(least, output.paths[i])
             renamed[i - begin] = num_out - num_before
             parent = output.parents[i]
             output.tokens[num_out], output.estimates[num_out] = output.tokens[i], output.estimates[i]
@@ -113,4 +121,4 @@ def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64
             num_out += 1
         begin = end
         output.offsets[b + 1] = num_out
-    return least
+    return least if has_cut and least < np.inf else 0.0

@@ -19,13 +19,16 @@ from treering.history.lean import lean
 Int32Array = NDArray[np.int32]
 
 MAX_PLACES = 64
+IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
+"""The texts that places stand in: history of the row's prompt, what is running, history of other prompts."""
 
 
 class Places(NamedTuple):
     """Room for the places of one row."""
 
-    at: Int32Array  # [M], of the token behind the match, in its source's text
+    at: Int32Array  # [M], of the token behind the match
     source: Int32Array  # [M]
+    text: Int32Array  # [M], that it stands in
     length: Int32Array  # [M]
     edit: Int32Array  # [M], bucket
     shift: Int32Array  # [M], bucket
@@ -37,28 +40,29 @@ class Places(NamedTuple):
 @njit
 def make_places() -> Places:
     """Room for the places of any row."""
-    ints = np.empty((6, MAX_PLACES), np.int32)
+    ints = np.empty((7, MAX_PLACES), np.int32)
     floats = np.empty((2, MAX_PLACES), np.float64)
-    return Places(ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], floats[0], floats[1])
+    return Places(ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], floats[0], floats[1])
 
 
 @lean
-def is_known(places: Places, num: int, source: int, at: int) -> bool:
-    """Whether a place of a source is noted already."""
+def is_known(places: Places, num: int, text: int, at: int) -> bool:
+    """Whether a place of a text is noted already."""
     found = False
     for i in range(num):
-        found |= places.at[i] == at and places.source[i] == source
+        found |= places.at[i] == at and places.text[i] == text
     return bool(found)
 
 
 @lean
 def put(
-    places: Places, num: int, source: int, at: int, length: int, edit: int, shift: int, note: int, reward: float
-) -> int:
+    places: Places, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int, note: int,
+    reward: float,
+) -> int:  # fmt: skip
     """Notes a place where there is room; returns how many there are then."""
     if num == MAX_PLACES:
         return num
-    places.at[num], places.source[num], places.length[num] = at, source, length
+    places.at[num], places.text[num], places.source[num], places.length[num] = at, text, source, length
     places.edit[num], places.shift[num], places.note[num] = edit_bucket(edit), shift, note
     places.reward[num] = reward
     return num + 1

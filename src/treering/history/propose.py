@@ -18,7 +18,7 @@ from treering.history.candidates import Texts, Votes, weigh
 from treering.history.chains import Chains
 from treering.history.features import HISTORY, NO_DRAFT, OTHERS, OWN, SIBLINGS
 from treering.history.from_history import find_in_history
-from treering.history.from_live import find_in_live
+from treering.history.from_live import find_in_live, find_in_other_groups
 from treering.history.from_others import find_in_others
 from treering.history.lean import lean
 from treering.history.live import note_rows
@@ -97,6 +97,10 @@ def _find(
             running.prompt_slots[b], rows.groups[b], context, begin, uses,
         )  # fmt: skip
     if uses[OTHERS] and longest_of(places, num) < _ENOUGH:
+        num = find_in_other_groups(
+            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width,
+            rows.groups[b], context, begin,
+        )  # fmt: skip
         num = find_in_others(places, num, others, rows.owners[b], context, begin)
     return num
 
@@ -104,7 +108,7 @@ def _find(
 @lean
 def _draft(
     rows: Rows, b: int, texts: Texts, room: Room, num_places: int, state: int, model: Model, most: int, least: float,
-    rise: float, quiet: Int64Array,
+    rise: float, quiet: Int64Array, is_probe: NDArray[np.bool_],
 ) -> int:  # fmt: skip
     """Grows the tree of a row from its places; returns how many nodes it has."""
     num_tokens = rows.num_tokens[b]
@@ -122,6 +126,7 @@ def _draft(
         quiet[0] = 0
         row = Row(state, last, before, 1, 0.0, 0.0)
     if row.least == 0:
+        is_probe[b] = True
         room.nodes.paths[0] = _PROBE_WORTH
     return num_nodes
 
@@ -141,13 +146,25 @@ def _draft_all(
         num_nodes = 0
         if most > 0 and rows.num_tokens[b] > 0:
             num_places = _find(rows, b, history, generation, running, others, threads, uses, room.places)
-            num_nodes = _draft(rows, b, texts, room, num_places, threads.state[slot], model, most, least, rise, quiet)
+            num_nodes = _draft(
+                rows, b, texts, room, num_places, threads.state[slot], model, most, least, rise, quiet, output.is_probe
+            )
             write_row(output, num_out, room, num_nodes)
-        if num_nodes == 0:
-            threads.state[slot], threads.num_expected[slot] = NO_DRAFT, rows.num_tokens[b] + 1
         num_out += num_nodes
         output.offsets[b + 1] = num_out
     return num_out
+
+
+@lean
+def _note_undrafted(rows: Rows, running: Running, threads: Threads, quiet: Int64Array, output: Output) -> None:
+    """Notes which rows get nothing; a probe that was not worth its pass is still due."""
+    for b in range(rows.num_tokens.size):
+        if output.offsets[b + 1] > output.offsets[b]:
+            continue
+        slot = running.slots[b]
+        threads.state[slot], threads.num_expected[slot] = NO_DRAFT, rows.num_tokens[b] + 1
+        if output.is_probe[b]:
+            quiet[0] = ROWS_PER_PROBE
 
 
 def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
@@ -159,7 +176,8 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         worth: Float64Array, prompts: Int64Array, row_owners: Int64Array,
         spans: Int64Array, text: Int32Array, order: Int32Array, keys: Int64Array, about: Int32Array,
         rewards: Float32Array, generation: int,
-        live_tokens: Int32Array, live_short: Int32Array, live_long: Int32Array, live_heads: Int32Array,
+        live_tokens: Int32Array, live_short: Int32Array, live_long: Int32Array, live_wide: Int32Array,
+        live_heads: Int32Array, live_wide_heads: Int32Array,
         num_noted: Int64Array, first: Int64Array, scopes: Int64Array, live_slots: Int64Array, prompt_slots: Int64Array,
         width: int,
         other_text: Int32Array, other_order: Int32Array, other_keys: Int64Array, owners: Int32Array,
@@ -172,7 +190,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         out_offsets: Int64Array, out_tokens: Int32Array, out_parents: Int32Array, out_estimates: Float32Array,
         out_paths: Float64Array, out_shares: Float32Array, out_features: Int32Array,
     ) -> tuple[int, float]:  # fmt: skip
-        """Fills the output; returns -1, or the first row whose counts contradict, and with costs the least that pays.
+        """Fills the output; returns -1, or the first row whose counts contradict, and what `cut` does with costs.
 
         The arguments are the fields of the records above, flat because the compiled call unpacks arrays much faster
         than tuples of them. Costs of size 0 leave every drafted token in.
@@ -184,9 +202,9 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         )  # fmt: skip
         bad_row: int = _first_bad_row(rows)
         if bad_row >= 0:
-            return bad_row, 1.0
+            return bad_row, 0.0
         history = Histories(spans, text, order, keys, about, rewards)
-        chains = Chains(live_tokens, live_short, live_long, live_heads)
+        chains = Chains(live_tokens, live_short, live_long, live_wide, live_heads, live_wide_heads)
         running = Running(chains, num_noted, first, scopes, live_slots, prompt_slots, width)
         others = Others(other_text, other_order, other_keys, owners)
         threads = Threads(
@@ -196,7 +214,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         votes = Votes(vote_length, vote_edit, vote_age, vote_shift, vote_none)
         output = Output(
             out_offsets, out_tokens, out_parents, out_estimates, out_paths,
-            out_shares, out_features,
+            out_shares, out_features, np.zeros(num_tokens.size, np.bool_),
         )  # fmt: skip
         note_rows(
             chains, running.num_noted, running.first, running.scopes, width, running.slots, running.prompt_slots,
@@ -206,9 +224,10 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
             rows, history, generation, running, others, threads, uses,
             Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(),
         )  # fmt: skip
-        cutoff = 1.0
+        cutoff = 0.0
         if cost_sizes.size > 0 and num_out > 0:
             cutoff = cut(rows.worth, output, cost_sizes, cost_seconds)
+        _note_undrafted(rows, running, threads, quiet, output)
         return -1, cutoff
 
     compiled: Callable[..., tuple[int, float]] = propose

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from treering.history.index import MARKER, PromptIndex, sort_contexts
 from treering.history.search import KEY_BITS, write_keys
+from treering.history.snapshot import newest_first
 from treering.types import PromptId
 
 Int32Array = NDArray[np.int32]
@@ -28,7 +29,9 @@ class Others(NamedTuple):
 
 
 class Recent:
-    """The rollouts of the prompts that came last, one after another behind markers, newest version first in a prompt.
+    """The rollouts that were published last, a prompt after another behind markers, newest version first in a prompt.
+
+    Prompts whose newest version is of the newest policy stand first, of equal ones the one that came last.
 
     Attributes:
         text: int32 [N + 1], the texts and a marker.
@@ -68,7 +71,7 @@ class Recent:
         texts: list[Int32Array] = []
         self._numbers = {}
         num_left = self._max_tokens
-        for prompt_id in reversed(list(snapshot)):
+        for prompt_id in newest_first(snapshot):
             if num_left <= 0:
                 break
             text = snapshot[prompt_id].text[:num_left]

@@ -125,16 +125,26 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
 @lean
 def agree_behind_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
     """The most that agrees once one token at either end, or at both, is left out."""
-    best = agree(text, at - 1, context, last - 1, begin, MAX_EDIT)
-    best = max(best, agree(text, at, context, last - 1, begin, MAX_EDIT))
-    return int(max(best, agree(text, at - 1, context, last, begin, MAX_EDIT)))
+    best = agree(text, at, context, last - 1, begin, MAX_EDIT)
+    # A marker is no token that might be left out: what stands before it is another rollout's.
+    if at >= 0 and text[at] >= 0:
+        best = max(best, agree(text, at - 1, context, last - 1, begin, MAX_EDIT))
+        best = max(best, agree(text, at - 1, context, last, begin, MAX_EDIT))
+    return int(best)
 
 
 @lean
 def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
     """(length, edit) of the match that ends at text[at]."""
+    num_equal = agree(text, at, context, context.size - 1, begin, MAX_LENGTH)
+    length, edit = with_edit(text, at, context, begin, num_equal)
+    return length, edit
+
+
+@lean
+def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
+    """`measure` where it is known how many entries agree."""
     last = context.size - 1
-    length = agree(text, at, context, last, begin, MAX_LENGTH)
     if length < MAX_LENGTH and last - length == begin - 2:
         return length + _WHOLE, 0
     if length >= LONG_ENOUGH:

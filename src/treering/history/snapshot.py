@@ -4,7 +4,7 @@ Knows how a next state shares what did not change. Knows nothing of budgets and 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from treering.history.blocks import Block
 from treering.history.index import PromptIndex
@@ -14,6 +14,27 @@ _NUM_SHARDS = 1024
 
 Stored: TypeAlias = PromptIndex | Block
 """An index in memory, or one in a file that has perhaps not been looked at; both say their versions and sizes."""
+
+
+class SnapshotSource(Protocol):
+    """What a drafter reads: a `HistoryStore`, or a `HistoryReader` of another process's store."""
+
+    @property
+    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
+        """What is published at present; see `HistoryStore.snapshot`."""
+
+
+def newest_first(snapshot: Mapping[PromptId, PromptIndex]) -> list[PromptId]:
+    """Prompts by their newest versions, of equal ones the last in the snapshot's order first; no file is read.
+
+    Example: prompts a with version 4, b with 3 and c with 4 and 2 come as c, a, b.
+    """
+    stored = snapshot.stored if isinstance(snapshot, Snapshot) else snapshot.__getitem__
+    newest = {}
+    for prompt_id in snapshot:
+        versions = stored(prompt_id).versions
+        newest[prompt_id] = int(versions[0]) if len(versions) else -1
+    return sorted(newest, key=newest.__getitem__)[::-1]
 
 
 class Snapshot(Mapping[PromptId, PromptIndex]):

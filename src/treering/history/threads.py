@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.history.arena import Histories
-from treering.history.features import HISTORY, NOT_TRIED
+from treering.history.features import NOT_TRIED
 from treering.history.from_history import LEAST_EDIT, NEAR, put_history
 from treering.history.lean import lean
-from treering.history.places import Places, is_known, longest_of
+from treering.history.places import IN_HISTORY, Places, is_known, longest_of
 from treering.history.search import measure
 
 Int32Array = NDArray[np.int32]
@@ -71,7 +71,7 @@ def find_threads(
         if best >= 0 and (best_length > 0 or best_edit >= LEAST_EDIT):
             threads.missed[slot, k] = 0
             threads.at[slot, k] = best + 1
-            if not is_known(places, num, HISTORY, start + best + 1):
+            if not is_known(places, num, IN_HISTORY, start + best + 1):
                 num = put_history(places, num, history, start + best, context, begin, best_length, best_edit)
         elif missed > _MAX_MISSED or threads.at[slot, k] + num_new >= size:
             threads.at[slot, k] = -1

@@ -208,11 +208,11 @@ def _take(texts: Texts, places: Places, nodes: Nodes, node: int, waiting: Waitin
     nodes.depths[node] = depth
     line = parent if parent >= 0 else MAX_NODES
     history, live, others = texts.history, texts.live, texts.others
-    at, source, members = places.at, places.source, nodes.members
+    at, text, members = places.at, places.text, nodes.members
     num = 0
     for j in range(nodes.num_members[line]):
         i = members[line, j]
-        if token_at(history, live, others, source[i], at[i] + depth) == token:
+        if token_at(history, live, others, text[i], at[i] + depth) == token:
             members[node, num] = i
             num += 1
     nodes.num_members[node] = num

@@ -1,0 +1,74 @@
+"""The places of an index to both sides of where a context belongs, those that agree most first.
+
+Knows texts and orders. Knows nothing of sources, and of what is noted of a place.
+
+    N entries of an order
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.history.lean import lean
+from treering.history.prefetch import prefetch
+from treering.history.search import MAX_LENGTH, agree
+
+Int32Array = NDArray[np.int32]
+
+
+class Sides(NamedTuple):
+    """The next place to the left and to the right, and how far each agrees; -1 is not looked at yet."""
+
+    left: int
+    right: int
+    left_length: int
+    right_length: int
+
+
+@lean
+def sides_of(text: Int32Array, about: Int32Array, order: Int32Array, start: int, right: int, num_soon: int) -> Sides:
+    """The sides of a context that so many places stand before.
+
+    Args:
+        text: int32.
+        about: int32, aligned: what else will be read of places.
+        order: int32 [N], places from `start` of the text on.
+        start: where the index's text begins.
+        right: see `first_behind`.
+        num_soon: places to either side that will probably be looked at.
+    """
+    for k in range(max(right - num_soon, 0), min(right + num_soon, order.size)):
+        prefetch(text, start + order[k])
+        prefetch(about, start + order[k])
+    return Sides(right - 1, right, -1, -1)
+
+
+@lean
+def next_place(
+    sides: Sides, text: Int32Array, order: Int32Array, start: int, context: Int32Array, begin: int
+) -> tuple[int, int, Sides]:
+    """The place in the text that agrees most of those not given yet, how far, and the sides behind it.
+
+    Where none agrees, that is 0 entries, and the place means nothing. Of two that agree as far the right one comes
+    first, which is as good.
+
+    Args:
+        sides: of the context.
+        text: see `sides_of`.
+        order: see `sides_of`.
+        start: see `sides_of`.
+        context: int32 [n].
+        begin: where the rollout begins in it.
+    """
+    left, right, left_length, right_length = sides
+    last = context.size - 1
+    if left_length < 0:
+        left_length = agree(text, start + order[left], context, last, begin, MAX_LENGTH) if left >= 0 else 0
+    if right_length < 0:
+        right_length = agree(text, start + order[right], context, last, begin, MAX_LENGTH) if right < order.size else 0
+    if left_length > right_length:
+        return start + order[left], left_length, Sides(left - 1, right, -1, right_length)
+    if right_length == 0:
+        return -1, 0, Sides(left, right, left_length, right_length)
+    return start + order[right], right_length, Sides(left, right + 1, left_length, -1)
