@@ -6,6 +6,7 @@ import pytest
 
 import treering
 import treering.objectives
+import treering.schedule
 
 HOMES = {
     "Forest": "treering.tree.forest",
@@ -22,17 +23,38 @@ HOMES = {
     "Rollout": "treering.engine.rollout",
     "RouterLosses": "treering.train.router_losses",
 }
+SCHEDULE = {
+    "Cluster": "cluster",
+    "Forecast": "policy",
+    "HistoPipe": "histopipe",
+    "Latency": "latency",
+    "Outlook": "policy",
+    "Timeline": "timeline",
+    "Trace": "trace",
+    "TraceStep": "trace",
+    "linear_latency": "latency",
+    "make_policy": "policies",
+    "read_trace": "replay",
+    "simulate": "simulation",
+    "synthetic_trace": "synthetic",
+}
 OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo"}
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    assert set(treering.__all__) == {*HOMES, "errors", "objectives", "__version__"}
+    assert set(treering.__all__) == {*HOMES, "errors", "objectives", "schedule", "__version__"}
     assert set(treering.objectives.__all__) == OBJECTIVES
+    assert set(treering.schedule.__all__) == set(SCHEDULE)
 
 
 @pytest.mark.parametrize(("name", "home"), HOMES.items())
 def test_a_public_name_is_the_object_of_its_home(name: str, home: str) -> None:
     assert getattr(treering, name) is getattr(import_module(home), name)
+
+
+@pytest.mark.parametrize(("name", "home"), SCHEDULE.items())
+def test_a_name_of_the_schedule_is_the_object_of_its_home(name: str, home: str) -> None:
+    assert getattr(treering.schedule, name) is getattr(import_module(f"treering.schedule.{home}"), name)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
@@ -45,6 +67,7 @@ def test_an_objective_has_one_object_under_both_addresses(name: str) -> None:
 def test_dir_lists_every_public_name_before_its_first_use() -> None:
     assert set(treering.__all__) <= set(dir(treering))
     assert set(dir(treering.objectives)) >= OBJECTIVES
+    assert set(dir(treering.schedule)) >= set(SCHEDULE)
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
@@ -52,6 +75,8 @@ def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
         _ = treering.forrest
     with pytest.raises(AttributeError, match=r"no objective 'stf'.*sft"):
         _ = treering.objectives.stf
+    with pytest.raises(AttributeError, match=r"no attribute 'histpipe'.*HistoPipe"):
+        _ = treering.schedule.histpipe
 
 
 def test_the_version_is_a_version() -> None:

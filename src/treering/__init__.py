@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treering import errors as errors
     from treering import objectives as objectives
+    from treering import schedule as schedule
     from treering.engine.request import Request as Request
     from treering.engine.request import Sampling as Sampling
     from treering.engine.rollout import Rollout as Rollout
@@ -41,7 +42,7 @@ _HOMES = {
     "forward": "treering.model.forward",
     "tree_attention": "treering.model.context",
 }
-_MODULES = frozenset({"errors", "objectives"})
+_MODULES = frozenset({"errors", "objectives", "schedule"})
 
 __all__ = [
     "DraftRows",
@@ -59,6 +60,7 @@ __all__ = [
     "errors",
     "forward",
     "objectives",
+    "schedule",
     "tree_attention",
 ]
 

@@ -1,0 +1,69 @@
+"""Scheduling: predicted lengths, policies that place rollouts on workers, and a simulator that judges them.
+
+This file knows which public name lives in which module and imports it on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treering.schedule.cluster import Cluster as Cluster
+    from treering.schedule.histopipe import HistoPipe as HistoPipe
+    from treering.schedule.latency import Latency as Latency
+    from treering.schedule.latency import linear_latency as linear_latency
+    from treering.schedule.policies import make_policy as make_policy
+    from treering.schedule.policy import Forecast as Forecast
+    from treering.schedule.policy import Outlook as Outlook
+    from treering.schedule.replay import read_trace as read_trace
+    from treering.schedule.simulation import simulate as simulate
+    from treering.schedule.synthetic import synthetic_trace as synthetic_trace
+    from treering.schedule.timeline import Timeline as Timeline
+    from treering.schedule.trace import Trace as Trace
+    from treering.schedule.trace import TraceStep as TraceStep
+
+_HOMES = {
+    "Cluster": "cluster",
+    "Forecast": "policy",
+    "HistoPipe": "histopipe",
+    "Latency": "latency",
+    "Outlook": "policy",
+    "Timeline": "timeline",
+    "Trace": "trace",
+    "TraceStep": "trace",
+    "linear_latency": "latency",
+    "make_policy": "policies",
+    "read_trace": "replay",
+    "simulate": "simulation",
+    "synthetic_trace": "synthetic",
+}
+
+__all__ = [
+    "Cluster",
+    "Forecast",
+    "HistoPipe",
+    "Latency",
+    "Outlook",
+    "Timeline",
+    "Trace",
+    "TraceStep",
+    "linear_latency",
+    "make_policy",
+    "read_trace",
+    "simulate",
+    "synthetic_trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'treering.schedule' has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
+    value = getattr(import_module(f"treering.schedule.{_HOMES[name]}"), name)
+    # Stored, so that later look-ups cost nothing and give the same object.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

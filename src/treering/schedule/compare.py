@@ -1,0 +1,176 @@
+"""Policies beside each other on the same rollouts: what each takes, and what it gains over the synchronous loop.
+
+Knows which policies run at which staleness, and means over traces. Knows nothing of where traces come from.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from treering.errors import ConfigError
+from treering.schedule.cluster import Cluster
+from treering.schedule.policies import POLICIES, make_policy
+from treering.schedule.simulation import simulate
+from treering.schedule.timeline import Timeline
+from treering.schedule.trace import Trace
+
+SYNC = "sync"
+"""The name under which FIFO over random static shards runs with a barrier each step: what speedups are over."""
+SYNC_LONGEST_FIRST = "sync_longest_first"
+"""The name under which longest-first runs with a barrier each step."""
+ONE_STEP_OFF = "fifo"
+"""The policy that a staleness gives without a scheduler: FIFO over random static shards."""
+_SYNCHRONOUS = {SYNC: ONE_STEP_OFF, SYNC_LONGEST_FIRST: "longest_first"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """A policy at a staleness, under a name of its own."""
+
+    name: str
+    """As reports call it."""
+    policy: str
+    """Of `treering.schedule.policies.POLICIES`."""
+    staleness: int
+    """Of its cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an entrant took: means over the traces, and the worst of them.
+
+    Example: makespans of 90 and 110 s where the synchronous loop took 180 and 165 s are a mean of 100 s, a speedup of
+    1.75 and a worst one of 1.5.
+    """
+
+    policy: str
+    """The entrant's name."""
+    makespan_s: float
+    """Until the last update ended."""
+    throughput_of_bound: float
+    """Lower bound over makespan."""
+    bubble: float
+    """Share of the workers' time in which they decoded nothing."""
+    staleness_max: int
+    """Of any token."""
+    speedup_over_sync: float
+    """Makespan of `sync` over this one."""
+    staleness: int
+    """That it ran at."""
+    bound_s: float
+    """The lower bound at this staleness."""
+    tokens_per_s: float
+    """Sampled tokens of the run over its makespan."""
+    num_stolen: float
+    """Rollouts that started on another worker than the assigned one."""
+    num_moved: float
+    """Moves of running rollouts."""
+    choices: tuple[str, ...]
+    """The plan that it took for each step of the first trace, where it chooses among plans."""
+    worst_throughput_of_bound: float
+    """The least over the traces."""
+    worst_speedup_over_sync: float
+    """The least over the traces."""
+    makespan_over_one_step_off: float | None
+    """This makespan over that of `fifo` at the given staleness; None where that was not run."""
+    worst_makespan_over_one_step_off: float | None
+    """The largest over the traces."""
+
+
+def entrants(staleness: int, names: Sequence[str] | None = None) -> list[Entrant]:
+    """Who is compared: the synchronous loops, and every other policy at a staleness.
+
+    Args:
+        staleness: of those that are not synchronous.
+        names: a choice among them; `sync` comes along in any case. None is all.
+
+    Raises:
+        ConfigError: a name that there is not.
+
+    Example: `entrants(1, ["histopipe"])` are sync at staleness 0 and histopipe at staleness 1.
+    """
+    everyone = [Entrant(name=name, policy=policy, staleness=0) for name, policy in _SYNCHRONOUS.items()]
+    everyone += [Entrant(name=name, policy=name, staleness=staleness) for name in POLICIES]
+    known = [entrant.name for entrant in everyone]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(f"policies are {', '.join(known)}, got {', '.join(unknown)}; choose among them")
+    return [entrant for entrant in everyone if names is None or entrant.name in (SYNC, *names)]
+
+
+def compare(
+    who: Sequence[Entrant],
+    cases: Iterable[tuple[Trace, Cluster, Cluster]],
+    on_run: Callable[[str], None] = lambda name: None,
+) -> tuple[list[Result], list[Timeline]]:
+    """Runs each entrant on each trace.
+
+    Args:
+        who: `sync` among them.
+        cases: each a trace, the cluster that it runs on, and the one that policies believe in; their staleness is
+            replaced by the entrant's.
+        on_run: told a name before each run.
+
+    Returns:
+        A result for each entrant in order, and the timelines of the first trace.
+    """
+    runs: list[list[Timeline]] = []
+    for trace, cluster, believed in cases:
+        runs.append([])
+        for entrant in who:
+            on_run(entrant.name)
+            runs[-1].append(_run(entrant, trace, cluster, believed))
+    by_name = {entrant.name: [timelines[at] for timelines in runs] for at, entrant in enumerate(who)}
+    return [_result(entrant, by_name) for entrant in who], runs[0]
+
+
+def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster whose decode steps and prefill take `factor` times as long: a wrong belief, for controls."""
+    latency = cluster.latency
+    wrong = replace(latency, decode_s=latency.decode_s * factor, prefill_s=latency.prefill_s * factor)
+    return replace(cluster, latency=wrong)
+
+
+def _run(entrant: Entrant, trace: Trace, cluster: Cluster, believed: Cluster) -> Timeline:
+    timeline = simulate(
+        make_policy(entrant.policy),
+        trace,
+        workers=replace(cluster, staleness=entrant.staleness),
+        believed=replace(believed, staleness=entrant.staleness),
+    )
+    return replace(timeline, policy=entrant.name)
+
+
+def _result(entrant: Entrant, by_name: Mapping[str, Sequence[Timeline]]) -> Result:
+    timelines = by_name[entrant.name]
+    speedups = _ratios(by_name[SYNC], timelines)
+    slowdowns = _ratios(timelines, by_name[ONE_STEP_OFF]) if ONE_STEP_OFF in by_name else None
+    of_bound = [timeline.throughput_of_bound for timeline in timelines]
+    return Result(
+        policy=entrant.name,
+        makespan_s=_mean([timeline.makespan_s for timeline in timelines]),
+        throughput_of_bound=_mean(of_bound),
+        bubble=_mean([timeline.bubble for timeline in timelines]),
+        staleness_max=max(timeline.staleness_max for timeline in timelines),
+        speedup_over_sync=_mean(speedups),
+        staleness=entrant.staleness,
+        bound_s=_mean([timeline.bound_s for timeline in timelines]),
+        tokens_per_s=_mean([timeline.tokens_per_s for timeline in timelines]),
+        num_stolen=_mean([timeline.num_stolen for timeline in timelines]),
+        num_moved=_mean([timeline.num_moved for timeline in timelines]),
+        choices=timelines[0].choices,
+        worst_throughput_of_bound=min(of_bound),
+        worst_speedup_over_sync=min(speedups),
+        makespan_over_one_step_off=_mean(slowdowns) if slowdowns else None,
+        worst_makespan_over_one_step_off=max(slowdowns) if slowdowns else None,
+    )
+
+
+def _ratios(left: Sequence[Timeline], right: Sequence[Timeline]) -> list[float]:
+    """Makespans over makespans, trace by trace."""
+    return [one.makespan_s / other.makespan_s for one, other in zip(left, right, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

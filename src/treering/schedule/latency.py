@@ -1,0 +1,89 @@
+"""What time rollouts take on a worker: a decode step by its rows, prefill, speculation, loading weights, training.
+
+Knows units of time as the user gives them, seconds by convention. Knows nothing of which rollout runs where.
+
+    B rows that a worker decodes at one time
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Latency:
+    """Times of one kind of worker, and of the trainer.
+
+    Example: steps of 20 s with one more 0.05 s a row are `Latency(num_rows=[0, 1], decode_s=[20.0, 20.05])`: 64 rows
+    take 23.2 s a step, and with 2 tokens a row and step, 11.6 s a token.
+    """
+
+    num_rows: NDArray[np.int64]
+    """int64 [K], ascending: rows that decode steps were measured with."""
+    decode_s: NDArray[np.float64]
+    """float64 [K] > 0, not falling: a step with so many rows; linear between, the last slope beyond."""
+    tokens_per_step: NDArray[np.float64] | None = None
+    """float64 [K] >= 1: tokens that a row gains in such a step by speculation; None is 1. `decode_s` then contains
+    what verifying takes."""
+    prefill_s: float = 0.0
+    """Per token of a prompt, and of a rollout that moves to another worker."""
+    load_s: float = 0.0
+    """New weights into a worker, before the first rollout of a step."""
+    training_s: float = 0.0
+    """One update, from its last rollout to new weights that workers can load."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("num_rows", np.int64), ("decode_s", np.float64), ("tokens_per_step", np.float64)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
+        rows, seconds, gains = self.num_rows, self.decode_s, self.tokens_per_step
+        if rows.ndim != 1 or rows.shape != seconds.shape or rows.size < 2 or (np.diff(rows) <= 0).any() or rows[0] < 0:
+            raise InputError(
+                "decode steps are given for at least two numbers of rows, ascending, one time each, got "
+                f"{rows.size} numbers and {seconds.size} times; give both lists alike"
+            )
+        if not np.isfinite(seconds).all() or seconds[0] <= 0 or (np.diff(seconds) < 0).any():
+            raise InputError(f"a decode step takes time, and no less with more rows, got {seconds.tolist()}; smooth it")
+        if gains is not None and (gains.shape != rows.shape or not (np.isfinite(gains) & (gains >= 1)).all()):
+            raise InputError(f"a row gains at least one token a step, got {gains.tolist()}; give one number a batch")
+        for name in ("prefill_s", "load_s", "training_s"):
+            if not (np.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InputError(f"{name} is a time, at least 0, got {getattr(self, name)!r}; correct it")
+
+    def token_s(self, max_rows: int) -> NDArray[np.float64]:
+        """float64 [B + 1]: time in which every one of b running rollouts gains one token, for b from 0 to `max_rows`.
+
+        Entry 0 is 0.
+        """
+        rows = np.arange(max_rows + 1)
+        seconds = _beyond(rows, self.num_rows, self.decode_s)
+        if self.tokens_per_step is not None:
+            seconds = seconds / np.interp(rows, self.num_rows, self.tokens_per_step)
+        seconds[0] = 0.0
+        return seconds
+
+
+def linear_latency(
+    *, step_s: float, row_s: float, prefill_s: float = 0.0, load_s: float = 0.0, training_s: float = 0.0
+) -> Latency:
+    """Steps of `step_s` and `row_s` more for every row.
+
+    Example: `linear_latency(step_s=20, row_s=0.05).token_s(64)[64]` is 23.2.
+    """
+    return Latency(
+        num_rows=np.array([0, 1]),
+        decode_s=np.array([step_s, step_s + row_s]),
+        prefill_s=prefill_s,
+        load_s=load_s,
+        training_s=training_s,
+    )
+
+
+def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Linear between what is known; the first time before it, the last slope after it."""
+    inside = np.interp(rows, known, seconds)
+    slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
+    return np.where(rows > known[-1], seconds[-1] + slope * (rows - known[-1]), inside)

@@ -1,0 +1,47 @@
+"""Policies by name, as configurations and reports call them.
+
+Knows names and constructors. Knows nothing of what any of them does.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from treering.errors import ConfigError
+from treering.schedule.baselines import Fifo, PlanPolicy
+from treering.schedule.histopipe import HistoPipe
+from treering.schedule.plans import Plan
+from treering.schedule.policy import Policy
+from treering.schedule.tail_batching import TailBatching
+
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {
+        "fifo": Fifo,
+        "work_stealing": lambda: Fifo(stealing="queued"),
+        "longest_first": lambda: PlanPolicy(Plan(name="longest_first")),
+        "equal_groups": lambda: PlanPolicy(Plan(name="equal_groups", placing="equal_counts")),
+        "two_tier": lambda: PlanPolicy(Plan(name="two_tier", placing="two_tier")),
+        "equal_work": lambda: PlanPolicy(Plan(name="equal_work", placing="equal_sums")),
+        "halves": lambda: PlanPolicy(Plan(name="halves", num_turns=2)),
+        "tail_batching": TailBatching,
+        "histopipe": HistoPipe,
+    }
+)
+"""Makers of new policies. tail_batching changes which rollouts a step trains, and is for simulations alone."""
+
+RUN_POLICIES = tuple(name for name in POLICIES if name != "tail_batching")
+"""Those that a run can have: they move work, not results."""
+
+
+def make_policy(name: str) -> Policy:
+    """A new policy of that name.
+
+    Raises:
+        ConfigError: no policy has it.
+
+    Example: `make_policy("histopipe").name` is "histopipe".
+    """
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1) or ["histopipe"]
+        raise ConfigError(f"a schedule is one of {', '.join(POLICIES)}, got {name!r}; did you mean {near[0]!r}?")
+    return POLICIES[name]()

@@ -1,0 +1,86 @@
+"""How long running rollouts will become, by what they have and by their group's finished ones.
+
+Knows lengths so far and lengths that were predicted. Knows nothing of why a rollout is long, or of where it runs.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from treering.errors import InputError
+
+PRIOR_ROLLOUTS = 2.0
+"""Finished siblings that the prediction counts as much as."""
+
+
+def expected_lengths(
+    running: ArrayLike,
+    finished: ArrayLike,
+    *,
+    predicted: float,
+    ratios: ArrayLike,
+    max_tokens: int,
+    prior: float = PRIOR_ROLLOUTS,
+) -> NDArray[np.float64]:
+    """Expected lengths of a group's running rollouts, given that each is longer than it is now.
+
+    A survival estimate (Kaplan and Meier's): finished siblings are lengths seen, running ones are lengths only known to
+    be greater than what they have, and the prediction times ratios from history stands beside them as lengths of a
+    smaller weight. A rollout's expectation is the mean of what lies beyond it. Where nothing does, or where the longest
+    is still running, a rollout is expected to have as many tokens before it as behind it.
+
+    Args:
+        running: [U] >= 0: tokens that the running rollouts have.
+        finished: [F] >= 1: lengths of the group's finished ones.
+        predicted: the group's predicted length, above 0.
+        ratios: [H] > 0, one or more: actual over predicted lengths of earlier rollouts, of any prompts.
+        max_tokens: no rollout becomes longer.
+        prior: how many finished siblings the prediction counts as, above 0.
+
+    Returns:
+        float64 [U], each above what the rollout has, unless that is `max_tokens`.
+
+    Raises:
+        InputError: no ratio, or a number out of its range.
+
+    >>> expected_lengths([50, 200], [100], predicted=100.0, ratios=[1.0, 3.0], max_tokens=1000).tolist()
+    [200.0, 300.0]
+    """
+    so_far, ended = np.asarray(running, np.float64), np.asarray(finished, np.float64)
+    known = np.asarray(ratios, np.float64)
+    _check(so_far, ended, known, predicted, prior)
+    seen = np.concatenate([ended, np.clip(predicted * known, 1.0, max_tokens)])
+    weights = np.concatenate([np.ones(ended.size), np.full(known.size, prior / known.size)])
+    lengths, shares, rest = _survival(seen, weights, so_far)
+    # What the survivors of all that was seen come to: the same for each, since they are the longest.
+    longest = max(float(lengths[-1]), float(so_far.max(initial=0.0)))
+    lengths, shares = np.append(lengths, min(2.0 * longest, max_tokens)), np.append(shares, rest)
+    beyond = (lengths > so_far[:, None]) * shares
+    total = beyond.sum(axis=1)
+    doubled = np.minimum(2.0 * np.maximum(so_far, 1.0), max_tokens)
+    means = beyond @ lengths / np.where(total > 0, total, 1.0)
+    return np.where(total > 0, means, doubled)
+
+
+def _survival(
+    seen: NDArray[np.float64], weights: NDArray[np.float64], so_far: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Lengths in order, the share of rollouts that ends at each, and the share that ends at none."""
+    lengths, places = np.unique(seen, return_inverse=True)
+    ending = np.bincount(places, weights=weights)
+    at_risk = np.cumsum(ending[::-1])[::-1] + (so_far[:, None] >= lengths).sum(axis=0)
+    going_on = np.cumprod(1.0 - ending / at_risk)
+    before = np.concatenate([[1.0], going_on[:-1]])
+    return lengths, before - going_on, float(going_on[-1])
+
+
+def _check(
+    so_far: NDArray[np.float64], ended: NDArray[np.float64], ratios: NDArray[np.float64], predicted: float, prior: float
+) -> None:
+    if ratios.size == 0 or not (np.isfinite(ratios) & (ratios > 0)).all():
+        raise InputError("a prediction is widened by ratios above 0, at least one; give [1.0] where nothing is known")
+    if (so_far < 0).any() or (ended < 1).any():
+        raise InputError(
+            f"a finished rollout has a token, a running one 0 or more, got {ended} and {so_far}; correct them"
+        )
+    if not (np.isfinite(predicted) and predicted > 0 and prior > 0):
+        raise InputError(f"a length above 0 is predicted, with a weight above 0, got {predicted!r}, {prior!r}")

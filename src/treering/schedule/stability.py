@@ -1,0 +1,114 @@
+"""Groups whose lengths repeat from one epoch to the next as well as they do in the paper, not better.
+
+Knows prompts with a length of their own and rollouts that spread around it. Knows nothing of policies.
+
+    G rollouts of a prompt in an epoch, P prompts
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.schedule.calibration import group_ranks
+from treering.schedule.laws import LengthLaw, parse_law, whole_lengths
+from treering.schedule.synthetic import as_trace, check_counts
+from treering.schedule.trace import Trace
+
+NUM_GROUPS = 8
+"""Rank groups that moves are counted among."""
+MATH_SHARE = 0.16
+CODE_SHARE = 0.28
+"""Shares of rollouts that move to a longer group, as RhymeRL reports them for mathematics and for code."""
+
+_MAX_SPREAD = 8.0
+_NUM_HALVINGS = 24
+
+
+def stable_trace(
+    spec: str | LengthLaw, *, num_steps: int, num_rollouts: int, group_size: int = 16, spread: float, seed: int
+) -> Trace:
+    """Steps of prompts that were sampled in an epoch before, and are predicted by the median of that.
+
+    A prompt's length follows the law, and each of its rollouts, in either epoch, has that length times exp(spread z).
+
+    Args:
+        spec: a law, or its text as `treering.schedule.laws.parse_law` reads it.
+        num_steps: at least 1.
+        num_rollouts: of each step, a multiple of `group_size`.
+        group_size: G.
+        spread: sigma within a prompt, at least 0, such as `sigma_for_stability` finds.
+        seed: of lengths.
+
+    Raises:
+        InputError: a law that cannot be read, or a number that does not fit.
+
+    Example: a spread of 0 predicts every rollout exactly, and all rollouts of a prompt have one length.
+    """
+    law = parse_law(spec) if isinstance(spec, str) else spec
+    check_counts(num_steps, num_rollouts, group_size)
+    if not (np.isfinite(spread) and spread >= 0):
+        raise InputError(f"spread is the sigma within a prompt, at least 0, got {spread!r}; correct it")
+    random = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(num_steps):
+        epochs = _Epochs(law, random, num_rollouts // group_size, group_size)
+        pairs.append((epochs.lengths(1, spread).reshape(-1), np.repeat(epochs.medians(spread), group_size)))
+    return as_trace(pairs, law, group_size)
+
+
+def sigma_for_stability(
+    spec: str | LengthLaw, share: float, *, group_size: int = 16, num_rollouts: int = 32768, seed: int = 0
+) -> float:
+    """The spread within prompts at which a share of rollouts moves to a longer one of eight groups.
+
+    It is found by bisection over the same random numbers, so equal calls give equal results.
+
+    Args:
+        spec: a law, or its text.
+        share: of upward moves, such as `MATH_SHARE`; above 0, and below what chance alone gives (about 0.44).
+        group_size: G.
+        num_rollouts: that it is measured with.
+        seed: of those.
+
+    Raises:
+        InputError: a share that no spread gives.
+
+    Example: for "lognormal:8.2,0.8,16384" and groups of 16, 0.16 is met by a spread of about 0.14.
+    """
+    law = parse_law(spec) if isinstance(spec, str) else spec
+    check_counts(1, num_rollouts, group_size)
+    epochs = _Epochs(law, np.random.default_rng(seed), num_rollouts // group_size, group_size)
+    least, most = 0.0, _MAX_SPREAD
+    if not 0 < share < epochs.moved_up(most):
+        raise InputError(
+            f"a share of upward moves lies above 0 and below the {epochs.moved_up(most):.2f} of lengths that nothing "
+            f"predicts, got {share!r}; the paper has {MATH_SHARE} for mathematics and {CODE_SHARE} for code"
+        )
+    for _ in range(_NUM_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if epochs.moved_up(middle) < share else (least, middle)
+    return most
+
+
+class _Epochs:
+    """Two epochs of prompts, with random numbers that stay the same whatever the spread."""
+
+    def __init__(self, law: LengthLaw, random: np.random.Generator, num_prompts: int, group_size: int) -> None:
+        self._law = law
+        self._middles = law.sample(random, num_prompts)[:, None]
+        self._errors = random.standard_normal((2, num_prompts, group_size))
+
+    def lengths(self, epoch: int, spread: float) -> NDArray[np.int64]:
+        """int64 [P, G]."""
+        return whole_lengths(self._middles * np.exp(spread * self._errors[epoch]), self._law)
+
+    def medians(self, spread: float) -> NDArray[np.float64]:
+        """float64 [P]: of the first epoch's rollouts."""
+        medians: NDArray[np.float64] = np.median(self.lengths(0, spread), axis=1)
+        return medians
+
+    def moved_up(self, spread: float) -> float:
+        """Share of the second epoch's rollouts in a longer group than that of their prompt's median in the first."""
+        lengths = self.lengths(1, spread)
+        predicted = np.repeat(self.medians(spread), lengths.shape[1])
+        return 1.0 - group_ranks(predicted, lengths.reshape(-1), num_groups=NUM_GROUPS).accurate

@@ -1,0 +1,67 @@
+"""A trace: what the rollouts of each step were, and what was predicted of them. What a simulation replays.
+
+Knows records. Knows nothing of where lengths come from.
+
+    R rollouts of a step, prompts in order, then samples
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.schedule.policy import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceStep:
+    """One step's rollouts.
+
+    Example: a group of two is `TraceStep(lengths=[120, 80], forecast=Forecast(lengths=[100, 100], prompts=[0, 0]))`.
+    """
+
+    lengths: NDArray[np.int64]
+    """int64 [R] >= 1: tokens that they came to have."""
+    forecast: Forecast
+    """What was known before."""
+    num_prompt_tokens: NDArray[np.int64] | None = None
+    """int64 [R] >= 0: tokens to prefill; None is none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", np.asarray(self.lengths, np.int64))
+        if self.lengths.shape != self.forecast.lengths.shape or (self.lengths < 1).any():
+            raise InputError(
+                f"a step has a length of at least 1 for each of its {self.forecast.num_rollouts} rollouts, got "
+                f"{self.lengths.shape}; leave empty rollouts out"
+            )
+        if self.num_prompt_tokens is None:
+            return
+        object.__setattr__(self, "num_prompt_tokens", np.asarray(self.num_prompt_tokens, np.int64))
+        if self.num_prompt_tokens.shape != self.lengths.shape or (self.num_prompt_tokens < 0).any():
+            raise InputError(
+                f"a step has a number of prompt tokens, at least 0, for each of its {self.lengths.size} rollouts, got "
+                f"{self.num_prompt_tokens.shape}; give one a rollout, or None for no prefill"
+            )
+
+    @property
+    def num_rollouts(self) -> int:
+        """R."""
+        return self.lengths.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """Steps in order, and the longest that a rollout can be."""
+
+    steps: tuple[TraceStep, ...]
+    """At least one."""
+    max_tokens: int
+    """No rollout is longer."""
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise InputError("a trace has at least one step, got none; give rollouts")
+        longest = max(int(step.lengths.max()) for step in self.steps)
+        if longest > self.max_tokens:
+            raise InputError(f"no rollout is longer than max_tokens={self.max_tokens}, got one of {longest}; raise it")

@@ -1,0 +1,39 @@
+"""Small clusters and traces for tests."""
+
+import numpy as np
+
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.policy import Forecast, Outlook
+from treering.schedule.trace import Trace, TraceStep
+
+
+def cluster(
+    num_workers=2, num_slots=2, *, staleness=1, max_tokens=1000, step_s=1.0, row_s=0.0, latency: Latency | None = None
+) -> Cluster:
+    return Cluster(
+        num_workers=num_workers,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
+        staleness=staleness,
+        latency=latency or linear_latency(step_s=step_s, row_s=row_s),
+    )
+
+
+def forecast(lengths, prompts=None) -> Forecast:
+    return Forecast(lengths=lengths, prompts=np.arange(len(lengths)) if prompts is None else prompts)
+
+
+def trace(*steps, max_tokens=1000, predicted=None) -> Trace:
+    """Steps of so many tokens, predicted as they are unless told otherwise."""
+    told = steps if predicted is None else predicted
+    return Trace(
+        steps=tuple(
+            TraceStep(lengths=lengths, forecast=forecast(said)) for lengths, said in zip(steps, told, strict=True)
+        ),
+        max_tokens=max_tokens,
+    )
+
+
+def outlook(cluster, *steps, step=1) -> Outlook:
+    return Outlook(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))

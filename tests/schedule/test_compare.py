@@ -1,0 +1,131 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from treering.errors import ConfigError
+from treering.schedule.baselines import Fifo
+from treering.schedule.bounds import with_training
+from treering.schedule.cluster import Cluster
+from treering.schedule.compare import (
+    ONE_STEP_OFF,
+    SYNC,
+    SYNC_LONGEST_FIRST,
+    compare,
+    entrants,
+    with_decode_scaled,
+)
+from treering.schedule.latency import linear_latency
+from treering.schedule.policies import POLICIES, make_policy
+from treering.schedule.simulation import simulate
+from treering.schedule.synthetic import synthetic_trace
+
+
+def case(seed=0, *, staleness=1, factor=1.0):
+    trace = synthetic_trace("lognormal:4,0.8,500", num_steps=4, num_rollouts=32, seed=seed)
+    cluster = Cluster(
+        num_workers=4,
+        num_slots=8,
+        max_tokens=500,
+        staleness=staleness,
+        latency=linear_latency(step_s=1.0, row_s=0.1, training_s=30.0),
+    )
+    return trace, cluster, with_decode_scaled(cluster, factor)
+
+
+def test_the_synchronous_loops_run_at_staleness_0_and_all_others_as_asked():
+    everyone = entrants(2)
+    assert [(entrant.name, entrant.staleness) for entrant in everyone[:2]] == [(SYNC, 0), (SYNC_LONGEST_FIRST, 0)]
+    assert [(entrant.name, entrant.policy, entrant.staleness) for entrant in everyone[2:]] == [
+        (name, name, 2) for name in POLICIES
+    ]
+    assert "histopipe" in POLICIES
+    assert everyone[0].policy == ONE_STEP_OFF
+
+
+def test_sync_comes_along_with_every_choice():
+    assert [entrant.name for entrant in entrants(1, ["histopipe"])] == [SYNC, "histopipe"]
+    assert [entrant.name for entrant in entrants(1, [SYNC])] == [SYNC]
+
+
+def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"policies are sync, .*histopipe.*, got fastest; choose"):
+        entrants(1, ["histopipe", "fastest"])
+
+
+def test_a_result_is_what_the_simulator_says_of_the_policy_at_its_staleness():
+    trace, cluster, believed = case()
+    names = [ONE_STEP_OFF, "longest_first"]
+    results, timelines = compare(entrants(1, names), [(trace, cluster, believed)])
+    expected = {SYNC: (ONE_STEP_OFF, 0), ONE_STEP_OFF: (ONE_STEP_OFF, 1), "longest_first": ("longest_first", 1)}
+    assert [result.policy for result in results] == [timeline.policy for timeline in timelines]
+    assert {result.policy for result in results} == expected.keys()
+    seconds = {}
+    for result in results:
+        policy, staleness = expected[result.policy]
+        alone = simulate(make_policy(policy), trace, workers=replace(cluster, staleness=staleness))
+        assert result.makespan_s == seconds.setdefault(result.policy, alone.makespan_s)
+        assert (result.staleness, result.staleness_max) == (staleness, staleness)
+        assert (result.bubble, result.bound_s) == (alone.bubble, alone.bound_s)
+        assert result.throughput_of_bound == alone.throughput_of_bound
+        assert result.tokens_per_s == alone.tokens_per_s
+        assert (result.num_stolen, result.num_moved) == (alone.num_stolen, alone.num_moved)
+    for result in results:
+        assert result.speedup_over_sync == seconds[SYNC] / result.makespan_s
+        assert result.makespan_over_one_step_off == result.makespan_s / seconds[ONE_STEP_OFF]
+
+
+def test_several_traces_give_means_and_the_worst():
+    cases = [case(seed) for seed in range(3)]
+    apart = [compare(entrants(1, [ONE_STEP_OFF, "histopipe"]), [single])[0][-1] for single in cases]
+    together = compare(entrants(1, [ONE_STEP_OFF, "histopipe"]), cases)[0][-1]
+    assert together.policy == "histopipe"
+    for name in ("makespan_s", "throughput_of_bound", "bubble", "speedup_over_sync", "makespan_over_one_step_off"):
+        assert getattr(together, name) == pytest.approx(np.mean([getattr(result, name) for result in apart]))
+    assert together.worst_speedup_over_sync == min(result.speedup_over_sync for result in apart)
+    assert together.worst_throughput_of_bound == min(result.throughput_of_bound for result in apart)
+    assert together.worst_makespan_over_one_step_off == max(result.makespan_over_one_step_off for result in apart)
+    assert together.choices == apart[0].choices
+
+
+def test_what_needs_the_unscheduled_policy_is_left_out_without_it():
+    [*_, result] = compare(entrants(1, ["longest_first"]), [case()])[0]
+    assert result.makespan_over_one_step_off is None
+    assert result.worst_makespan_over_one_step_off is None
+
+
+def test_policies_are_told_what_is_believed_and_nobody_else(monkeypatch):
+    told = []
+
+    class Curious(Fifo):
+        def assign(self, outlook):
+            told.append((outlook.cluster.staleness, outlook.cluster.latency.token_s(1)[1]))
+            return super().assign(outlook)
+
+    monkeypatch.setattr("treering.schedule.compare.make_policy", lambda name: Curious())
+    right, wrong = (compare(entrants(1, [ONE_STEP_OFF]), [case(factor=factor)])[0] for factor in (1.0, 3.0))
+    assert right == wrong
+    assert told == [(0, 1.1)] * 4 + [(1, 1.1)] * 4 + [(0, pytest.approx(3.3))] * 4 + [(1, pytest.approx(3.3))] * 4
+
+
+def test_each_run_is_announced():
+    told = []
+    compare(entrants(1, ["longest_first"]), [case(0), case(1)], told.append)
+    assert told == [SYNC, "longest_first"] * 2
+
+
+def test_training_takes_its_share_of_the_mean_steps_work():
+    trace, cluster, _ = case()
+    # The best batch is all 8 slots: 1.8 s for 8 tokens.
+    work = sum(int(step.lengths.sum()) for step in trace.steps) / 4 * 1.8 / 8 / 4
+    trained = with_training(cluster, trace, 0.07)
+    assert trained.latency.training_s == pytest.approx(0.07 * work)
+    assert trained.latency.token_s(8).tolist() == cluster.latency.token_s(8).tolist()
+
+
+def test_a_scaled_belief_leaves_training_and_loading_as_they_are():
+    latency = linear_latency(step_s=1.0, row_s=0.1, prefill_s=0.01, load_s=3.0, training_s=30.0)
+    cluster = replace(case()[1], latency=latency)
+    believed = with_decode_scaled(cluster, 2.0).latency
+    assert believed.token_s(4).tolist() == pytest.approx((2.0 * latency.token_s(4)).tolist())
+    assert (believed.prefill_s, believed.load_s, believed.training_s) == (0.02, 3.0, 30.0)

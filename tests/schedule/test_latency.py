@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+
+from treering.errors import InputError
+from treering.schedule.latency import Latency, linear_latency
+
+
+def test_a_linear_step_grows_by_each_row():
+    assert linear_latency(step_s=20, row_s=0.05).token_s(64)[[1, 2, 64]].tolist() == pytest.approx([20.05, 20.1, 23.2])
+
+
+def test_no_rows_take_no_time():
+    assert linear_latency(step_s=20, row_s=0.05).token_s(3)[0] == 0
+    assert linear_latency(step_s=20, row_s=0.05).token_s(3).shape == (4,)
+
+
+def test_steps_are_linear_between_measured_rows_flat_before_and_go_on_behind():
+    latency = Latency(num_rows=[2, 4, 8], decode_s=[10.0, 11.0, 15.0])
+    assert latency.token_s(10).tolist() == [0, 10, 10, 10.5, 11, 12, 13, 14, 15, 16, 17]
+
+
+def test_speculation_divides_a_step_by_the_tokens_it_gains():
+    latency = Latency(num_rows=[0, 2, 4], decode_s=[8.0, 8.0, 12.0], tokens_per_step=[4, 4, 1])
+    # 3 rows take 10 s and gain 2.5 tokens each; beyond what was measured the gain stays, and the time grows.
+    assert latency.token_s(5).tolist() == [0, 2, 2, 4, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"),
+    [([1], [1.0]), ([1, 2], [1.0]), ([2, 1], [1.0, 2.0]), ([1, 1], [1.0, 2.0]), ([-1, 2], [1.0, 2.0])],
+)
+def test_rows_that_do_not_rise_or_lack_a_time_are_refused(rows, seconds):
+    with pytest.raises(InputError, match="at least two numbers of rows"):
+        Latency(num_rows=rows, decode_s=seconds)
+
+
+@pytest.mark.parametrize("seconds", [[0.0, 1.0], [2.0, 1.0], [1.0, np.nan], [1.0, np.inf]])
+def test_steps_that_take_no_time_or_less_with_more_rows_are_refused(seconds):
+    with pytest.raises(InputError, match="a decode step takes time"):
+        Latency(num_rows=[1, 2], decode_s=seconds)
+
+
+@pytest.mark.parametrize("gains", [[0.5, 1.0], [1.0], [1.0, np.nan]])
+def test_speculation_that_loses_tokens_is_refused(gains):
+    with pytest.raises(InputError, match="at least one token a step"):
+        Latency(num_rows=[1, 2], decode_s=[1.0, 2.0], tokens_per_step=gains)
+
+
+@pytest.mark.parametrize("name", ["prefill_s", "load_s", "training_s"])
+@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
+def test_times_below_0_are_refused_by_name(name, seconds):
+    with pytest.raises(InputError, match=f"{name} is a time"):
+        linear_latency(step_s=1.0, row_s=0.0, **{name: seconds})

@@ -1,0 +1,104 @@
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.schedule.clusters import cluster, outlook, trace
+from treering.errors import ConfigError
+from treering.schedule.baselines import Fifo, PlanPolicy
+from treering.schedule.plans import Plan
+from treering.schedule.policies import POLICIES, RUN_POLICIES, make_policy
+from treering.schedule.simulation import simulate
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_has_the_name_that_it_is_made_by(name):
+    assert make_policy(name).name == name
+    assert make_policy(name) is not make_policy(name)
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest():
+    for wrong, near in (
+        ("histpipe", "histopipe"),
+        ("fifi", "fifo"),
+        ("longestfirst", "longest_first"),
+        ("?", "histopipe"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"got {wrong!r}; did you mean {near!r}?")):
+            make_policy(wrong)
+
+
+def test_policies_of_runs_are_all_but_the_one_that_changes_steps():
+    assert set(POLICIES) - set(RUN_POLICIES) == {"tail_batching"}
+
+
+@pytest.mark.parametrize("name", RUN_POLICIES)
+def test_policies_of_runs_place_each_step_s_own_rollouts(name):
+    run = trace([5, 1, 7], [2, 2], [9] * 6)
+    timeline = simulate(make_policy(name), run, workers=cluster(3, 2))
+    per_step = np.bincount(timeline.steps, weights=timeline.num_rollouts)[1:]
+    assert per_step.tolist() == [3, 2, 6]
+    where = cluster(3, 2)
+    assignment = make_policy(name).assign(outlook(where, [5.0, 1.0, 7.0, 3.0]))
+    assert assignment.workers.shape == (4,)
+    assert sorted(assignment.order) == [0, 1, 2, 3]
+
+
+def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
+    where, lengths = cluster(4, 2), np.arange(1.0, 103.0)
+    shares = [Fifo().assign(outlook(where, lengths, step=step)) for step in (1, 2, 1)]
+    for share in shares:
+        assert sorted(np.bincount(share.workers).tolist()) == [25, 25, 26, 26]
+        assert share.order.tolist() == list(range(102))
+        assert share.stealing == "off"
+    assert shares[0].workers.tolist() == shares[2].workers.tolist() != shares[1].workers.tolist()
+    # Predictions have no part in it; the seed has.
+    flat = Fifo().assign(outlook(where, np.ones(102)))
+    assert flat.workers.tolist() == shares[0].workers.tolist()
+    assert Fifo(seed=1).assign(outlook(where, lengths)).workers.tolist() != shares[0].workers.tolist()
+
+
+def test_work_stealing_is_fifo_that_steals():
+    where, lengths = cluster(4, 2), np.arange(1.0, 30.0)
+    stealing = make_policy("work_stealing").assign(outlook(where, lengths))
+    assert stealing.stealing == "queued"
+    assert stealing.workers.tolist() == make_policy("fifo").assign(outlook(where, lengths)).workers.tolist()
+
+
+def test_a_plan_takes_no_more_turns_than_there_are_workers():
+    policy = PlanPolicy(Plan(name="turns", num_turns=5))
+    for step in (1, 2, 3):
+        workers = policy.assign(outlook(cluster(2, 2), [3.0, 4.0], step=step)).workers
+        assert set(workers.tolist()) == {step % 2}
+
+
+def test_halves_take_turns_and_the_others_do_not():
+    where = cluster(4, 2)
+    used = {}
+    for name in RUN_POLICIES:
+        policy = make_policy(name)
+        if name != "histopipe":
+            used[name] = [len(set(policy.assign(outlook(where, np.arange(1.0, 20.0), step=k)).workers)) for k in (1, 2)]
+    assert used.pop("halves") == [2, 2]
+    assert all(counts == [4, 4] for counts in used.values())
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("rebalancing", ["none", "queued", "running"])
+def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):
+    where = replace(cluster(4, 4, row_s=0.05), rebalancing=rebalancing)
+    assignment = make_policy(name).assign(outlook(where, np.geomspace(10, 900, 64)))
+    assert assignment.stealing == "off" or rebalancing != "none"
+    assert assignment.moving == "off" or rebalancing == "running"
+
+
+@pytest.mark.parametrize(("rebalancing", "num_stolen"), [("none", 0), ("queued", 1)])
+def test_what_may_not_move_does_not(rebalancing, num_stolen):
+    """Shares of [9, 9, 1] and [1, 1, 1]: the second worker takes a 9, which ends at 12."""
+    where = replace(cluster(2, 1), rebalancing=rebalancing)
+    policy = PlanPolicy(Plan(name="steals", stealing="queued"))
+    run = trace([9, 1, 9, 1, 1, 1], predicted=[[10, 10, 10, 10, 10, 10]])
+    timeline = simulate(policy, run, workers=where)
+    assert timeline.num_stolen == num_stolen
+    assert timeline.sampled_s.tolist() == ([12] if num_stolen else [19])
