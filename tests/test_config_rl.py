@@ -108,6 +108,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
         (["rl.clip=[2.0, 0.2]"], "rl.clip.0: expected less than or equal to 1"),
         (["sampling.top_p=0"], "sampling.top_p: expected greater than 0"),
         (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
+        (["rl.staleness=1"], "rl.staleness is 1 without any; set runtime.workers=1 or more"),
+        (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),
         (["task.kind=chess"], "task.kind: expected 'sums', 'calculator' or 'prompts', got 'chess'"),
     ],
 )

@@ -4,22 +4,22 @@ Translates nothing (`train_settings`) and shows nothing but sentences and steps;
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import locate, search_places
-from treering.cli.models import build_model
 from treering.cli.progress import StepProgress
 from treering.cli.run_folder import open_sinks, told_on, write_settings
-from treering.cli.settings import compute_options, count_steps, optim_options
+from treering.cli.settings import compute_options, count_steps
 from treering.cli.sharing import with_costs
+from treering.cli.train_loop import make_loop, make_model
 from treering.cli.train_progress import RlProgress
-from treering.cli.train_settings import engine_factory, identity, make_drafting, rl_options
+from treering.cli.train_settings import identity
 from treering.cli.train_summary import TrainSummary, totals
 from treering.cli.train_task import TaskSource, load_task
 from treering.cli.train_warmup import warm_up
@@ -28,6 +28,7 @@ from treering.metrics import Metrics
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
+from treering.runtime.pipeline import PipelineLoop
 from treering.train.batches import StepPlan
 from treering.train.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.compute import ComputeOptions, num_threads
@@ -35,6 +36,9 @@ from treering.train.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 
 HISTORY_FOLDER = "history"
 ROLLOUTS_FOLDER = "rollouts"
+
+
+Loop: TypeAlias = RlLoop | PipelineLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +56,7 @@ class OpenRun:
 
     config: RlConfig
     source: TaskSource
-    loop: RlLoop
+    loop: Loop
     opened: Opened
     num_steps: int
     steps: Iterator[RlStepReport]
@@ -75,6 +79,7 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
         num_steps=last_step,
         total=totals(reports),
         checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+        account=run.loop.account.as_dict() if isinstance(run.loop, PipelineLoop) else None,
     )
 
 
@@ -84,17 +89,9 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
     # Its bars for files of a second would flicker through ours.
     transformers_logging.disable_progress_bar()
     source = load_task(config.task, beside=beside)
-    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
-    model = build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
+    model = make_model(config, beside, source)
     num_steps = _count_steps(config, source)
-    loop = RlLoop(
-        model,
-        source.task,
-        engine_factory(config, model, source),
-        optim=optim_options(config.optim, num_steps),
-        options=rl_options(config, source, _compute(config, model)),
-        drafting=make_drafting(config),
-    )
+    loop = make_loop(config, beside, source, model, compute=_compute(config, model), num_steps=num_steps)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, source, model),
@@ -102,13 +99,16 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
         tokenizer=source.tokenizer,
         hints=config.run.dir / HISTORY_FOLDER,
     )
-    with told_on(console):
-        opened = open_run(config.run.dir, loop, checkpoints)
-    write_settings(config, config.run)
-    _announce(console, config, source, model, opened, num_steps)
-    if opened.step == 0:
-        warm_up(config, model, console)
-    with Metrics(open_sinks(config.run, opened)) as metrics:
+    with ExitStack() as stack:
+        if isinstance(loop, PipelineLoop):
+            stack.enter_context(loop)
+        with told_on(console):
+            opened = open_run(config.run.dir, loop, checkpoints)
+        write_settings(config, config.run)
+        _announce(console, config, source, model, opened, num_steps)
+        if opened.step == 0:
+            warm_up(config, model, console)
+        metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
         steps = run_steps(
             loop,
             num_steps=num_steps,
@@ -131,7 +131,7 @@ def _count_steps(config: RlConfig, source: TaskSource) -> int:
     return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
 
 
-def _rollout_log(config: RlConfig, loop: RlLoop, opened: Opened) -> Callable[[RlStepReport], None] | None:
+def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], None] | None:
     if config.run.rollouts == "off":
         return None
     log = RolloutLog(config.run.dir / ROLLOUTS_FOLDER, resume_step=opened.resume_step)

@@ -3,6 +3,8 @@
 Knows both spellings of every setting. Reads no file and builds no model.
 """
 
+import os
+
 from transformers import PreTrainedModel
 
 from treering.cli.settings import (
@@ -32,6 +34,9 @@ _FREE_TO_CHANGE = frozenset(
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
+SHARED_HISTORY_FOLDER = "history-shared"
+"""In the run folder: what rollout workers read."""
+
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
     """The loop's record."""
@@ -59,10 +64,11 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
-    """The run's memory; None where drafts are off."""
+    """The run's memory, in a folder where other processes read it; None where drafts are off."""
     if config.history.drafts == "off":
         return None
-    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})))
+    folder = config.run.dir / SHARED_HISTORY_FOLDER if config.runtime.workers else None
+    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
@@ -89,12 +95,19 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
             seed=engine.seed,
             version=version,
             decode=source.decode,
-            num_threads=engine.num_threads,
+            num_threads=_engine_threads(config),
             backend=engine.backend,
             costs="none" if is_fixed else "measured",
         )
 
     return make_engine
+
+
+def _engine_threads(config: RlConfig) -> int | None:
+    """Threads of one engine: where workers and a trainer share the machine, its own part unless the user says so."""
+    if config.engine.num_threads is not None or config.runtime.workers == 0:
+        return config.engine.num_threads
+    return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
 
 
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
@@ -126,6 +139,9 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
     Length, with a constant rate, is no part of it: a finished run may be trained on with a larger num_steps.
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
+    if config.rl.staleness == 0:
+        # As in runs that began before there was any.
+        free |= {"staleness"}
     return {
         **model_identity(config.model, model),
         "task": source.digest,

@@ -3,7 +3,7 @@
 Knows step reports. Knows nothing of how they came about.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -60,6 +60,8 @@ class TrainSummary:
     total: Totals
     checkpoint: str
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+    account: Mapping[str, int] | None = None
+    """What became of every rollout of the whole run, see `treering.runtime.account`; None without processes."""
 
 
 def totals(reports: Sequence[RlStepReport]) -> Totals:
@@ -115,6 +117,7 @@ def as_table(summary: TrainSummary) -> Table:
         "drafted tokens": f"{total.num_drafted:,}, accepted {total.acceptance:.0%}",
         "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
         "sharing": f"{total.sharing:.3f}",
+        **_account_rows(summary.account),
         "checkpoint": summary.checkpoint,
     }
     table.add_column()
@@ -122,6 +125,20 @@ def as_table(summary: TrainSummary) -> Table:
     for name, cell in rows.items():
         table.add_row(name, cell)
     return table
+
+
+def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
+    """Where every scheduled rollout went, and which processes died on the way."""
+    if account is None:
+        return {}
+    left_out = {"of one reward": "without_variance", "without reward": "reward_errors", "empty": "empty"}
+    ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
+    deaths = (
+        f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
+        f"{account['judge_deaths'] + account['judges_stopped']} judges ({account['judged_again']:,} judged again), "
+        f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
+    )
+    return {"account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}", "deaths": deaths}
 
 
 def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:

@@ -16,6 +16,7 @@ from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
+from treering.config.runtime import Lengths, RuntimeConfig, Schedule
 from treering.config.values import Count, FilePath, NonNegative, Positive, Seed
 from treering.errors import ConfigError
 
@@ -90,6 +91,11 @@ class LoopConfig(Config):
         default=None, description="Threads while training on the CPU; none: as many as torch takes."
     )
     seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the prompts.")
+    staleness: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Step k is sampled by the weights after step k - 1 - staleness: from 1 on, steps are sampled while "
+        "those before are trained. Needs runtime.workers.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -198,6 +204,15 @@ class RlConfig(Config):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
+    schedule: Schedule = Field(
+        default="histopipe", description="With workers: which rollouts run where, and in which order."
+    )
+    lengths: Lengths = Field(
+        default="median",
+        description="With workers: how the length of rollouts is predicted from the prompt's earlier ones. median: of "
+        "the latest. ema: a moving mean of medians. quantile: 0.75 of the latest two epochs.",
+    )
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
@@ -206,6 +221,24 @@ class RlConfig(Config):
             raise ConfigError(
                 'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
                 "from a model that `treering sft` has trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.rl.staleness > 0 and self.runtime.workers == 0:
+            raise ConfigError(
+                f"steps overlap in processes of their own, and rl.staleness is {self.rl.staleness} without any; set "
+                "runtime.workers=1 or more, or rl.staleness=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stealing(self) -> Self:
+        if self.schedule == "work_stealing" and self.runtime.rebalance == "none":
+            raise ConfigError(
+                'schedule = "work_stealing" moves rollouts that wait, and runtime.rebalance = "none" lets none move; '
+                'set runtime.rebalance = "queued", or another schedule'
             )
         return self
 

@@ -1,12 +1,13 @@
 """Collection: the groups of a step from an engine, turn by turn, with their rewards.
 
-Knows the order of turns and what becomes of rollouts that are empty, over-long or without a reward. Knows nothing of
-training. Results depend on prompts and samples, never on the order in which rollouts finish.
+Knows the order of turns and what becomes of rollouts that are empty, over-long or without a reward; what a task says of
+one is `judging`'s. Knows nothing of training. Results depend on prompts and samples, never on the order in which
+rollouts finish.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,8 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.task import Prompt, Task, checked_observation, checked_reward
+from treering.rl.judging import Verdict, judge
+from treering.rl.task import Prompt, Task
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
@@ -25,8 +27,6 @@ by_sample: the first of every group, then the second, so that those that finish 
 
 NUM_MESSAGES = 5
 """Messages of reward errors that are kept."""
-
-_MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,41 +115,50 @@ def collect(
     Example: with group_size=2 and max_turns=1, prompts a and b give the groups (a0, a1) and (b0, b1), however they
     finish.
     """
-    if group_size < 1 or max_turns < 1:
-        raise ConfigError(f"group_size and max_turns are at least 1, got {group_size} and {max_turns}; raise them")
     if engine.num_unfinished > 0:
         raise StateError(
             f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
         )
-    run = _Collection(task, prompts, draws, sampling, max_turns)
-    requests = run.requests(group_size, order)
+    run = Collection(prompts, draws, group_size=group_size, sampling=sampling, max_turns=max_turns)
+    requests = run.requests(order)
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
             for rollout in engine.step():
-                following = run.take(rollout, on_finished)
+                is_last_turn, prompt = run.note_turn(rollout), run.prompt_of(rollout)
+                verdict = judge(task, prompt, rollout, is_last_turn=is_last_turn, max_tokens=sampling.max_tokens)
+                following = run.take(verdict)
                 if following is not None:
                     engine.submit([following])
+                elif on_finished is not None:
+                    on_finished(verdict.rollout)
     except BaseException:
         engine.abort([request.key for request in requests])
         raise
     return run.result()
 
 
-class _Collection:
-    """What has come out of the engine so far."""
+class Collection:
+    """The rollouts of a step as they come in, from whichever engine and in whichever order.
+
+    Example: with 2 prompts in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as verdicts are taken.
+    """
 
     def __init__(
         self,
-        task: Task,
         prompts: Sequence[Prompt],
         draws: Mapping[PromptId, int],
+        *,
+        group_size: int,
         sampling: Sampling,
         max_turns: int,
     ) -> None:
-        self._task = task
+        """See `collect`, whose rules these are."""
+        if group_size < 1 or max_turns < 1:
+            raise ConfigError(f"group_size and max_turns are at least 1, got {group_size} and {max_turns}; raise them")
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._draws = draws
+        self._group_size = group_size
         self._sampling = sampling
         self._max_turns = max_turns
         self._turns: Counter[RolloutKey] = Counter()
@@ -157,33 +166,48 @@ class _Collection:
         self._errors: dict[RolloutKey, str] = {}
         self._num_empty = 0
         self._num_overlong = 0
+        self._num_over = 0
         if len(self._prompts) < len(prompts):
             twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
             raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
 
-    def requests(self, group_size: int, order: Order) -> list[Request]:
-        pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(group_size)]
+    @property
+    def num_open(self) -> int:
+        """Rollouts that are not over."""
+        return len(self._prompts) * self._group_size - self._num_over
+
+    def requests(self, order: Order = "by_prompt") -> list[Request]:
+        """The first turn of every rollout."""
+        pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(self._group_size)]
         if order == "by_sample":
             pairs.sort(key=lambda pair: pair[1])
         return [self._request((prompt_id, self._draws.get(prompt_id, 0), sample)) for prompt_id, sample in pairs]
 
-    def take(self, rollout: Rollout, on_finished: Callable[[Rollout], None] | None) -> Request | None:
-        """Takes what the engine gives; returns the request of the next turn, or None where the rollout is over."""
+    def prompt_of(self, rollout: Rollout) -> Prompt:
+        """What a rollout continues."""
+        return self._prompts[rollout.prompt_id]
+
+    def note_turn(self, rollout: Rollout) -> bool:
+        """Counts a turn that an engine has ended, once each; whether it was the last one that the rollout may have."""
         self._turns[rollout.key] += 1
-        try:
-            longer = self._observed(rollout)
-            if longer is not None and longer.num_tokens < self._sampling.max_tokens:
-                return self._request(rollout.key, so_far=longer)
-            rollout = rollout if longer is None else replace(rollout, finish_reason="length")
-            rollout = self._rewarded(rollout)
-        except Exception as error:
-            self._errors[rollout.key] = _message(rollout, error)
-        self._keep(rollout)
-        if on_finished is not None:
-            on_finished(rollout)
+        return self._turns[rollout.key] == self._max_turns
+
+    def take(self, verdict: Verdict) -> Request | None:
+        """Takes the verdict on a turn; returns the request of the next one, or None where the rollout is over."""
+        rollout = verdict.rollout
+        if verdict.goes_on:
+            return self._request(rollout.key, so_far=rollout)
+        self._num_over += 1
+        self._num_empty += rollout.num_tokens == 0
+        self._num_overlong += rollout.finish_reason == "length"
+        if verdict.error is not None:
+            self._errors[rollout.key] = verdict.error
+        if rollout.reward is not None:
+            self._kept[rollout.key] = rollout
         return None
 
     def result(self) -> Collected:
+        """The groups, in the order of prompts and samples."""
         errors = [self._errors[key] for key in self._in_order(self._errors)]
         kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         for key in self._in_order(self._kept):
@@ -211,29 +235,3 @@ class _Collection:
             sample=sample,
             so_far=so_far,
         )
-
-    def _observed(self, rollout: Rollout) -> Rollout | None:
-        """The rollout with the task's answer behind it, or None where it is over."""
-        if rollout.finish_reason != "stop" or rollout.num_tokens == 0:
-            return None
-        if self._turns[rollout.key] == self._max_turns:
-            return None
-        answer = self._task.observe(self._prompts[rollout.prompt_id], rollout)
-        return None if answer is None else rollout.observe(checked_observation(answer, self._task.vocab_size))
-
-    def _rewarded(self, rollout: Rollout) -> Rollout:
-        if rollout.num_tokens == 0:
-            return rollout
-        reward = self._task.reward(self._prompts[rollout.prompt_id], rollout)
-        return replace(rollout, reward=checked_reward(reward))
-
-    def _keep(self, rollout: Rollout) -> None:
-        self._num_empty += rollout.num_tokens == 0
-        self._num_overlong += rollout.finish_reason == "length"
-        if rollout.reward is not None:
-            self._kept[rollout.key] = rollout
-
-
-def _message(rollout: Rollout, error: Exception) -> str:
-    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
-    return text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."

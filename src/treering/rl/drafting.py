@@ -17,7 +17,9 @@ from treering.errors import InputError
 from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.features import SOURCES, Source
+from treering.history.index import MARKER
 from treering.history.settings import Policy, Shape
+from treering.history.snapshot import SnapshotSource
 from treering.history.store import HistoryStore
 from treering.types import PromptId
 
@@ -46,12 +48,18 @@ class Drafting:
     Example: after `drafting.add(rollout)` and `drafting.publish()` an engine with `drafting.drafter` drafts from it.
     """
 
-    def __init__(self, options: DraftOptions | None = None) -> None:
-        self._options = options or DraftOptions()
+    def __init__(self, options: DraftOptions | None = None, folder: Path | None = None) -> None:
+        """`folder`: where other processes read what is published; a history that is there is dropped. None: nowhere.
+
+        Raises:
+            StateError: another process writes there, or it is no folder.
+        """
+        self.options = options or DraftOptions()
+        self.folder = folder
         self._new: set[PromptId] = set()
         self._num_unpublished = self._num_published = 0
-        self.store = HistoryStore(max_bytes=self._options.max_bytes, max_epochs=self._options.max_epochs)
-        self.drafter = self._make_drafter()
+        self.store = self._open_store()
+        self.drafter = make_drafter(self.store, self.options)
 
     def add(self, rollout: Rollout) -> None:
         """Remembers a rollout that is finished; where its prompt had no history, its siblings soon draft from it."""
@@ -63,7 +71,7 @@ class Drafting:
             self._new.add(rollout.prompt_id)
             self._num_unpublished += 1
         # Doubling, so that all these indexes together cost about twice the last one.
-        if self._num_unpublished >= max(self._options.publish_new_after, self._num_published):
+        if self._num_unpublished >= max(self.options.publish_new_after, self._num_published):
             self.store.publish()
             self._num_published += self._num_unpublished
             self._num_unpublished = 0
@@ -92,10 +100,18 @@ class Drafting:
 
         The drafter is a new one, with the state of the old: engines that hold the old are to be made again.
         """
-        options, state = self._options, self.state()
-        self.store = HistoryStore.load(file, max_bytes=options.max_bytes, max_epochs=options.max_epochs)
-        self.drafter = self._make_drafter()
+        options, state = self.options, self.state()
+        saved = HistoryStore.load(file, max_bytes=options.max_bytes, max_epochs=options.max_epochs)
+        if self.folder is not None:
+            self.store.close()
+            saved = _copied(saved, self._open_store())
+        self.store = saved
+        self.drafter = make_drafter(self.store, options)
         self.load_state(state)
+
+    def close(self) -> None:
+        """Gives the folder free; what is published stays readable here."""
+        self.store.close()
 
     def state(self) -> dict[str, Tensor]:
         """What the drafter has learnt about its drafts, and what passes cost its engine, as tensors."""
@@ -116,13 +132,36 @@ class Drafting:
             return
         self.drafter.use_costs(known)
 
-    def _make_drafter(self) -> Drafter:
-        options = self._options
-        return Drafter(
-            self.store,
-            max_draft=options.max_draft,
-            min_acceptance=options.min_acceptance,
-            policy=options.policy,
-            shape=options.shape,
-            sources=options.sources,
-        )
+    def _open_store(self) -> HistoryStore:
+        if self.folder is not None:
+            # What an earlier run of the folder has left there is not this run's history.
+            HistoryStore(self.folder, max_bytes=1).close()
+        return HistoryStore(self.folder, max_bytes=self.options.max_bytes, max_epochs=self.options.max_epochs)
+
+
+def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
+    """A drafter that reads a store, or the folder of another process's store.
+
+    Example: two engines take two drafters of one store; each learns from its own rows.
+    """
+    return Drafter(
+        store,
+        max_draft=options.max_draft,
+        min_acceptance=options.min_acceptance,
+        policy=options.policy,
+        shape=options.shape,
+        sources=options.sources,
+    )
+
+
+def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
+    """The target with all that a store holds, published."""
+    source.publish()
+    for prompt_id, index in source.snapshot.items():
+        rewards = index.rewards_by_version()
+        for version, text in sorted(index.texts().items()):
+            rollouts = np.split(text, np.flatnonzero(text == MARKER)[1:])
+            for rollout, reward in zip(rollouts, rewards[version].tolist(), strict=True):
+                target.add(prompt_id, [rollout[1:]], version, None if np.isnan(reward) else [reward])
+    target.publish()
+    return target

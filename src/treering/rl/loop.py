@@ -16,19 +16,16 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.history.draft import Drafter
-from treering.rl.batch import RlBatch, make_rl_batch
 from treering.rl.collect import Collected, Order, collect
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.step_report import Phases, RlStepReport, rollout_report
 from treering.rl.task import Prompt, Task
+from treering.rl.trainer import Trainer
 from treering.rl.trajectories import as_trajectories
 from treering.train.batches import StepPlan
-from treering.train.compute import num_threads
 from treering.train.optim import OptimOptions
 from treering.train.resumable import Resumable
-from treering.train.router_losses import check_routers
-from treering.train.update import Update, Updater
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]
@@ -79,11 +76,10 @@ class RlLoop(Resumable[RlStepReport]):
         self._make_engine = make_engine
         self._options = options
         self._drafting = drafting
-        self._sampling = _with_stops(options.sampling, task)
-        _check_prompts(task)
+        self._sampling = with_stops(options.sampling, task)
+        check_prompts(task)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
-        check_routers(model, options.router_losses)
-        self._updater = Updater(model, optim, options.compute)
+        self._trainer = Trainer(model, optim, options)
         self._num_steps_done = 0
         self._version = 0
         self._draws: dict[PromptId, int] = {}
@@ -126,24 +122,24 @@ class RlLoop(Resumable[RlStepReport]):
         prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
         collected = self._collect(engine, prompts)
         sampled = time.perf_counter()
-        batch, update = self._train(step, collected)
-        trained = time.perf_counter()
-        self._hand_over(engine, has_moved=update is not None)
+        trained = self._trainer.train(step, collected.groups)
+        handed = time.perf_counter()
+        self._hand_over(engine, has_moved=trained.update is not None)
         self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
         self._num_steps_done, epoch = step, self.plan.epoch_of(step)
-        self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=batch.group_advantages)
+        self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=trained.group_advantages)
         ended = time.perf_counter()
         return RlStepReport(
             step=step,
             epoch=epoch,
             version=version,
             rollouts=rollout_report(
-                collected, num_zero_variance=batch.num_zero_variance, num_empty_groups=batch.num_empty_groups
+                collected, num_zero_variance=trained.num_zero_variance, num_empty_groups=trained.num_empty_groups
             ),
             engine=engine.stats.since(before),
-            update=update,
+            update=trained.update,
             phases=Phases(
-                rollout_s=sampled - started, train_s=trained - sampled, update_s=ended - trained, step_s=ended - started
+                rollout_s=sampled - started, train_s=handed - sampled, update_s=ended - handed, step_s=ended - started
             ),
         )
 
@@ -153,7 +149,7 @@ class RlLoop(Resumable[RlStepReport]):
             "num_steps_done": self._num_steps_done,
             "version": self._version,
             "draws": dict(self._draws),
-            "optimizer": self._updater.state(),
+            "optimizer": self._trainer.state(),
             "drafter": None if self._drafting is None else self._drafting.state(),
         }
 
@@ -163,7 +159,7 @@ class RlLoop(Resumable[RlStepReport]):
         Raises:
             StateError: the state is of a model with other parameters.
         """
-        self._updater.load_state(state["optimizer"])
+        self._trainer.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
         self._version = state["version"]
         self._draws = dict(state["draws"])
@@ -202,22 +198,6 @@ class RlLoop(Resumable[RlStepReport]):
             return "by_prompt"
         return "by_sample"
 
-    def _train(self, step: int, collected: Collected) -> tuple[RlBatch, Update | None]:
-        options = self._options
-        batch = make_rl_batch(collected.groups, estimator=options.estimator, layout=options.layout)
-        if batch.trees.num_tasks == 0:
-            return batch, None
-        objective = options.make_objective(batch)
-        with num_threads(options.num_train_threads):
-            update = self._updater.update(
-                step,
-                batch.trees,
-                objective,
-                temperature=self._sampling.temperature,
-                router_losses=options.router_losses,
-            )
-        return batch, update
-
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
             self._drafting.publish()
@@ -226,8 +206,11 @@ class RlLoop(Resumable[RlStepReport]):
             engine.update_weights(self._version)
 
 
-def _with_stops(sampling: Sampling, task: Task) -> Sampling:
-    """The sampling, ending at the task's stops as well."""
+def with_stops(sampling: Sampling, task: Task) -> Sampling:
+    """The sampling, ending at the task's stops as well.
+
+    Example: a sampling without stops and a task whose turns end with token 0 give `stop_tokens` (0,).
+    """
     return replace(
         sampling,
         stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
@@ -235,7 +218,14 @@ def _with_stops(sampling: Sampling, task: Task) -> Sampling:
     )
 
 
-def _check_prompts(task: Task) -> None:
+def check_prompts(task: Task) -> None:
+    """Refuses a task that gives a loop nothing to count by.
+
+    Raises:
+        InputError: no prompt, or two prompts of one id.
+
+    Example: prompts "a" and "b" are fine; "a" and "a" are refused.
+    """
     if not task.prompts:
         raise InputError("training needs at least one prompt, and the task has none; add some")
     seen: set[PromptId] = set()

@@ -76,6 +76,32 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What a step was in a run whose rollouts and training run side by side."""
+
+    trainer_wait_s: float
+    """In which the trainer had nothing to train, since its update before."""
+    bubble: float
+    """Share of the workers' time in this step in which they sampled nothing; 0 is best."""
+    staleness: int
+    """Steps between the weights that sampled it and those that it trained."""
+    num_stolen: int
+    """Rollouts that started on another worker than planned, because theirs was busy."""
+    num_resampled: int
+    """Rollouts that were started again, because their worker died."""
+
+    def values(self) -> dict[str, float]:
+        """The figures under the names of `treering.metrics`."""
+        return {
+            metrics.TRAINER_WAIT_S: self.trainer_wait_s,
+            metrics.BUBBLE: self.bubble,
+            metrics.STALENESS: self.staleness,
+            metrics.NUM_STOLEN: self.num_stolen,
+            metrics.NUM_RESAMPLED: self.num_resampled,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RlStepReport:
     """What one step did.
 
@@ -86,7 +112,8 @@ class RlStepReport:
         rollouts: what was sampled.
         engine: what the engine counted meanwhile.
         update: what was trained; None where no group taught anything, and the weights stayed.
-        phases: where the time went.
+        phases: where the time went; phases that ran side by side add up to more than the step.
+        overlap: figures of a run with processes of its own; None where everything happens in turn.
     """
 
     step: int
@@ -96,6 +123,7 @@ class RlStepReport:
     engine: EngineStats
     update: Update | None
     phases: Phases
+    overlap: Overlap | None = None
 
     @property
     def sampled_per_s(self) -> float:
@@ -117,7 +145,8 @@ class RlStepReport:
             metrics.UPDATE_S: self.phases.update_s,
             metrics.SAMPLED_PER_S: self.sampled_per_s,
         }
-        return own | self.rollouts.values() | ({} if self.update is None else self.update.values())
+        optional = (part.values() for part in (self.update, self.overlap) if part is not None)
+        return own | self.rollouts.values() | {name: value for part in optional for name, value in part.items()}
 
 
 def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_groups: int) -> RolloutReport:

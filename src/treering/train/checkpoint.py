@@ -77,7 +77,7 @@ class CheckpointStore:
 
         def fill(draft: Path) -> None:
             model.save_pretrained(draft)
-            torch.save({"loop": loop.state(), "random": _random_state()}, draft / STATE_FILE)
+            torch.save({"loop": loop.state(), "random": random_state()}, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
 
         # First, so that a whole checkpoint has its hints whenever this process is killed.
@@ -181,7 +181,7 @@ def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
     state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
     _load_weights(loop.model, checkpoint)
     loop.load_state(state["loop"])
-    _set_random_state(state["random"])
+    set_random_state(state["random"])
 
 
 def _load_weights(model: nn.Module, checkpoint: Path) -> None:
@@ -217,12 +217,14 @@ def _copy_tokenizer(tokenizer: Path | None, draft: Path) -> None:
             shutil.copyfile(source, draft / name)
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Torch's random state on every device, as tensors."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Goes on from a `random_state`."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

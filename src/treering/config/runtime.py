@@ -1,0 +1,39 @@
+"""The [runtime] section, the schedule and the prediction of lengths: what `treering train` does with processes.
+
+This file knows the settings; it refuses to start anything, and to import torch. What they say changes how long a run
+takes, never what it learns.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from treering.config.load import Config
+from treering.config.values import Positive
+
+Schedule = Literal[
+    "fifo", "work_stealing", "longest_first", "equal_groups", "two_tier", "equal_work", "halves", "histopipe"
+]
+"""Policies of `treering.schedule` that a run can have."""
+
+Lengths = Literal["median", "ema", "quantile"]
+"""Predictors of `treering.schedule.lengths`."""
+
+
+class RuntimeConfig(Config):
+    """The processes of a run."""
+
+    workers: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Rollout workers, each a process, beside a trainer and a judge for rewards. 0: everything in this "
+        "process, one thing after another (off-switch).",
+    )
+    reward_time_limit_s: Positive = Field(
+        default=60.0,
+        description="With workers: seconds that a reward or an answer may take; a rollout beyond is left out.",
+    )
+    rebalance: Literal["none", "queued"] = Field(
+        default="queued",
+        description="With workers: what may go to another worker than planned. queued: rollouts that have not started. "
+        "none: nothing, so that which rollouts run side by side depends on no clock.",
+    )

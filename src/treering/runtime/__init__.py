@@ -1,0 +1,1 @@
+"""The runtime: a loop whose rollout workers, rewards and training are processes of one machine."""

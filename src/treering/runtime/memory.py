@@ -1,0 +1,46 @@
+"""Memory that processes share: a file without a name, handed to children as a descriptor.
+
+Knows bytes. A name in /dev/shm would outlive a killed run, and containers often give that folder 64 MB; a file that
+nobody can find again goes with the last process that has it open, whichever way they end.
+"""
+
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+from typing import Any
+
+
+class SharedMemory:
+    """Bytes that this process and its children read and write, all zero at first.
+
+    It can be pickled only as an argument of a process that is being spawned.
+
+    Example: `SharedMemory(64).view[:2] = b"ab"` is read as b"ab" by a child that was given the object.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Makes room for `num_bytes`, at least 1; pages are taken when they are first written."""
+        self._fd = _nameless_file()
+        os.ftruncate(self._fd, num_bytes)
+        self.view = mmap.mmap(self._fd, num_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fd": reduction.DupFd(self._fd), "num_bytes": len(self.view)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fd = state["fd"].detach()
+        self.view = mmap.mmap(self._fd, state["num_bytes"])
+
+    def close(self) -> None:
+        """Lets go of the file; `view` stays readable here for as long as somebody holds it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("treering-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,141 @@
+"""Where each step's rollouts run: a policy and a predictor, asked and told in the order of steps.
+
+Knows steps, prompts and lengths. Knows nothing of processes. What it decides changes speed, never a rollout; it is part
+of a checkpoint all the same, because which rollouts run side by side decides how their sums are rounded.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.schedule.cluster import Cluster
+from treering.schedule.lengths import LengthPredictor
+from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, Outlook, Policy
+from treering.schedule.simulation import NUM_FORECASTS, checked
+from treering.types import PromptId
+
+PromptsOf: TypeAlias = Callable[[int], NDArray[np.int64]]
+"""Gives the numbers of a step's prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Where one step's rollouts run, prompts in order, then samples."""
+
+    step: int
+    assignment: Assignment
+    predicted: NDArray[np.float64]
+    """float64 [R]: lengths, as the policy was told."""
+
+
+class Planner:
+    """Plans steps one after another, each once the steps that it may know of are told.
+
+    Example: at staleness 1 `plan(1)`, `plan(2)`, `tell(1, ...)`, `plan(3)`, `tell(2, ...)`, `plan(4)`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        predictor: LengthPredictor,
+        cluster: Cluster,
+        *,
+        prompt_ids: Sequence[PromptId],
+        prompts_of: PromptsOf,
+        group_size: int,
+        num_steps: int,
+    ) -> None:
+        """`prompt_ids`: of all prompts, by number; `num_steps`: of the run, beyond which nothing is foreseen."""
+        self._policy = policy
+        self._predictor = predictor
+        self._cluster = cluster
+        self._prompt_ids = prompt_ids
+        self._prompts_of = prompts_of
+        self._group_size = group_size
+        self._num_steps = num_steps
+        self._plans: dict[int, Plan] = {}
+        self._told: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
+
+    def plan(self, step: int) -> Plan:
+        """The plan of a step, made when it is first asked for.
+
+        Raises:
+            InputError: the policy names workers that are not there.
+        """
+        if step not in self._plans:
+            last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
+            forecasts = tuple(self._forecast(later) for later in range(step, last + 1))
+            assignment = self._policy.assign(Outlook(step=step, cluster=self._cluster, forecasts=forecasts))
+            checked(assignment, forecasts[0].num_rollouts, self._cluster.num_workers)
+            self._plans[step] = Plan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
+        return self._plans[step]
+
+    def tell(self, step: int, lengths: NDArray[np.int64]) -> None:
+        """Takes what the rollouts of a planned step came to be: int64 [R] >= 1."""
+        plan = self._plans.pop(step)
+        self._told.append((step, plan.predicted, lengths))
+        self._policy.learn(step, plan.predicted, lengths)
+        groups = lengths.reshape(-1, self._group_size)
+        for number, group in zip(self._prompts_of(step).tolist(), groups, strict=True):
+            self._predictor.observe(self._prompt_ids[number], group)
+
+    def state(self) -> dict[str, Any]:
+        """Plans that are made and not told, what the policy was told of late, and what the predictor knows."""
+        return {
+            "made_for": self._made_for(),
+            "plans": [_as_state(plan) for plan in self._plans.values()],
+            "told": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._told],
+            "policy": self._policy.state(),
+            "lengths": self._predictor.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`; plans for another policy or cluster are made anew, and lengths learnt anew."""
+        self._plans = {}
+        if list(state["made_for"]) == self._made_for():
+            self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}
+            self._policy.load_state(state["policy"])
+        self._told.clear()
+        for step, predicted, lengths in state["told"]:
+            self._told.append((step, predicted.numpy().copy(), lengths.numpy().copy()))
+            self._policy.learn(*self._told[-1])
+        try:
+            self._predictor.load_state(state["lengths"])
+        except InputError as error:
+            warnings.warn(f"lengths are learnt anew, because those of the checkpoint differ: {error}", stacklevel=2)
+
+    def _forecast(self, step: int) -> Forecast:
+        numbers = self._prompts_of(step).tolist()
+        lengths = self._predictor.predict([self._prompt_ids[number] for number in numbers], self._group_size)
+        return Forecast(lengths=lengths, prompts=np.repeat(self._prompts_of(step), self._group_size))
+
+    def _made_for(self) -> list[Any]:
+        cluster = self._cluster
+        return [self._policy.name, cluster.num_workers, cluster.num_slots, cluster.staleness, cluster.rebalancing]
+
+
+def _as_state(plan: Plan) -> dict[str, Any]:
+    assignment = {field.name: getattr(plan.assignment, field.name) for field in fields(plan.assignment)}
+    return {
+        "step": plan.step,
+        "predicted": torch.from_numpy(plan.predicted.copy()),
+        "assignment": {
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in assignment.items()
+        },
+    }
+
+
+def _from_state(state: Mapping[str, Any]) -> Plan:
+    assignment: dict[str, Any] = {
+        name: value.numpy().copy() if isinstance(value, torch.Tensor) else value
+        for name, value in state["assignment"].items()
+    }
+    return Plan(step=state["step"], assignment=Assignment(**assignment), predicted=state["predicted"].numpy().copy())

@@ -1,0 +1,108 @@
+"""A rollout worker: an engine in a process, which samples what the controller sends with the weights that it names.
+
+Knows one step at a time. Knows nothing of other workers, rewards and training, and keeps nothing that matters: what it
+was sampling when it dies is sampled again, with the same tokens.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from treering.engine.protocol import Engine, EngineStats
+from treering.history.draft import Drafter
+from treering.history.reader import HistoryReader
+from treering.rl.drafting import DraftOptions, make_drafter
+from treering.runtime.child import Port, Ready
+from treering.runtime.memory import SharedMemory
+from treering.runtime.messages import Begin, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.ring import WeightRing
+
+
+def work(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
+    """The role of a rollout worker."""
+    worker = _Worker(settings, memory)
+    port.send(Ready())
+    while True:
+        messages = port.take_ready() if worker.is_busy else [port.take()]
+        for message in messages:
+            worker.do(message)
+        sampled = worker.advance()
+        if sampled is not None:
+            port.send(sampled)
+
+
+class _Memory:
+    """The history of the controller's store, and the drafter that reads it."""
+
+    def __init__(self, folder: Path, options: DraftOptions) -> None:
+        self._reader = HistoryReader(folder)
+        self.drafter = make_drafter(self._reader, options)
+
+    def begin(self) -> None:
+        """Starts a step: what is published is seen, and whether drafts pay is found out anew."""
+        self._reader.refresh()
+        self.drafter.load_state(self.drafter.state())
+
+    def refresh(self) -> None:
+        self._reader.refresh()
+
+
+class _Worker:
+    """The engine and what it was told."""
+
+    def __init__(self, settings: WorkerSettings, memory: SharedMemory) -> None:
+        self._recipe = settings.recipe
+        self._model = settings.recipe.make_model()
+        self._ring = WeightRing(self._model, settings.num_slots, memory)
+        self._memory = None if settings.history is None else _Memory(settings.history, settings.drafts)
+        self._engine: Engine | None = None
+        self._step = 0
+        self._before = EngineStats()
+        self._busy_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._engine is not None and self._engine.num_unfinished > 0
+
+    def do(self, message: Any) -> None:
+        started = time.perf_counter()
+        if isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, Sample):
+            assert self._engine is not None, "a step begins before its requests come"
+            self._engine.submit(message.requests)
+        elif isinstance(message, Refresh) and self._memory is not None:
+            self._memory.refresh()
+        self._busy_s += time.perf_counter() - started
+
+    def advance(self) -> Sampled | None:
+        """One pass of the engine; a message where rollouts have ended."""
+        if self._engine is None or not self.is_busy:
+            return None
+        started = time.perf_counter()
+        rollouts = self._engine.step()
+        self._busy_s += time.perf_counter() - started
+        if not rollouts:
+            return None
+        busy_s, self._busy_s = self._busy_s, 0.0
+        before, self._before = self._before, self._engine.stats
+        return Sampled(step=self._step, rollouts=rollouts, stats=self._before.since(before), busy_s=busy_s)
+
+    def _begin(self, message: Begin) -> None:
+        self._step = message.step
+        if self._memory is not None:
+            self._memory.begin()
+        if self._engine is not None and self._engine.version == message.label:
+            # Nothing was learnt since, but what an engine keeps of the step before would change how sums are rounded.
+            self._engine = None
+        else:
+            self._ring.read(message.version, self._model)
+        if self._engine is not None:
+            self._engine.update_weights(message.label)
+            return
+        self._engine = self._recipe.make_engine(self._model, self._drafter, message.label)
+        self._before = self._engine.stats
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        return None if self._memory is None else self._memory.drafter

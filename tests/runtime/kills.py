@@ -1,0 +1,52 @@
+"""Kills at chosen moments, counted by what the controller hears, so that no clock has a part in them."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from treering.runtime.process import Seat
+
+
+@contextmanager
+def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
+    """A block in which SIGKILL meets a process after the n-th message that the controller has taken.
+
+    Args:
+        moments: n -> how the victim's name begins; of several the first that lives.
+
+    Yields:
+        The names of the dead, in order.
+    """
+    seats: dict[int, Seat] = {}
+    due = sorted(moments.items())
+    dead: list[str] = []
+    killed: set[int] = set()
+    receive, fill = Seat.receive, Seat.fill
+    count = 0
+
+    def filled(seat: Seat, settings: object) -> None:
+        fill(seat, settings)
+        seats[id(seat)] = seat
+
+    def received(seat: Seat) -> tuple[list[Any], bool]:
+        nonlocal count
+        messages, has_died = receive(seat)
+        for _ in messages:
+            count += 1
+            if due and count >= due[0][0]:
+                victim = next(each for each in seats.values() if each.name.startswith(due[0][1]) and each.pid)
+                # A process dies once: one that is dead and not yet replaced is met again at a later message.
+                if victim.pid is not None and victim.pid not in killed:
+                    os.kill(victim.pid, signal.SIGKILL)
+                    killed.add(victim.pid)
+                    dead.append(victim.name)
+                    del due[0]
+        return messages, has_died
+
+    Seat.receive, Seat.fill = received, filled  # type: ignore[method-assign]
+    try:
+        yield dead
+    finally:
+        Seat.receive, Seat.fill = receive, fill  # type: ignore[method-assign]

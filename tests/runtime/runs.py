@@ -1,0 +1,120 @@
+"""Recipes, policies and pipelined loops that tests of the runtime share."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from tests.models import build, build_float64
+from tests.rl.runs import PLAIN, TinyTask, options
+from treering.engine.torch_engine import TorchEngine
+from treering.history.draft import Drafter
+from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.task import Task
+from treering.runtime.pipeline import PipelineLoop
+from treering.schedule.cluster import Cluster, Rebalancing
+from treering.schedule.latency import linear_latency
+from treering.schedule.lengths import make_predictor
+from treering.schedule.policy import Assignment, Outlook, Policy
+
+MAX_BATCH = 3
+
+
+class Dealt(Policy):
+    """Rollouts dealt out one by one; with stealing where it is told so."""
+
+    def __init__(self, stealing: Literal["off", "queued"] = "off") -> None:
+        self._stealing = stealing
+
+    @property
+    def name(self) -> str:
+        return f"dealt {self._stealing}"
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        size = outlook.forecasts[0].num_rollouts
+        workers = (np.arange(size) + outlook.step) % outlook.cluster.num_workers
+        return Assignment(workers=workers, order=np.arange(size)[::-1], stealing=self._stealing)
+
+
+class Lopsided(Dealt):
+    """All on the first worker, but the last one."""
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        size = outlook.forecasts[0].num_rollouts
+        workers = np.zeros(size, np.int32)
+        workers[-1] = outlook.cluster.num_workers - 1
+        return Assignment(workers=workers, order=np.arange(size), stealing=self._stealing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyRecipe:
+    """What `tests.rl.runs.sampling_loop` is made of."""
+
+    dtype: Literal["float32", "float64"] = "float64"
+    task: Callable[[], Task] = TinyTask
+    family: str = "llama"
+
+    @property
+    def max_batch(self) -> int:
+        return MAX_BATCH
+
+    def make_model(self) -> nn.Module:
+        return build_float64(self.family) if self.dtype == "float64" else build(self.family)
+
+    def make_task(self) -> Task:
+        return self.task()
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
+        return TorchEngine(
+            model, drafter, max_batch=MAX_BATCH, max_tokens=200, version=version, num_threads=1, costs="none"
+        )
+
+
+class DeadlyEngines(TinyRecipe):
+    """No worker lives to have an engine."""
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().make_engine(model, drafter, version)
+
+
+def pipeline(
+    recipe: TinyRecipe | None = None,
+    *,
+    num_steps: int,
+    num_workers: int = 2,
+    staleness: int = 0,
+    policy: Policy | None = None,
+    history: Path | None = None,
+    drafting: Drafting | None = None,
+    reward_time_limit_s: float = 60.0,
+    rebalancing: Rebalancing = "queued",
+    **changes: object,
+) -> PipelineLoop:
+    """A loop over the recipe's task, two prompts a step in groups of four."""
+    recipe = recipe or TinyRecipe()
+    return PipelineLoop(
+        recipe.make_model(),
+        recipe.make_task(),
+        recipe,
+        optim=PLAIN,
+        options=options(**changes),
+        num_steps=num_steps,
+        cluster=Cluster(
+            num_workers=num_workers,
+            num_slots=MAX_BATCH,
+            max_tokens=12,
+            staleness=staleness,
+            latency=linear_latency(step_s=20.0, row_s=0.05),
+            rebalancing=rebalancing,
+        ),
+        policy=policy or Dealt(),
+        predictor=make_predictor("median", max_tokens=12),
+        drafting=drafting if history is None else Drafting(DraftOptions(min_acceptance=0.01), history),
+        reward_time_limit_s=reward_time_limit_s,
+    )

@@ -1,0 +1,201 @@
+"""A process that is killed costs time: no rollout is lost, none is trained twice, and no weight differs."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.killing import ROOT
+from tests.runtime import tasks
+from tests.runtime.kills import killing
+from tests.runtime.runs import DeadlyEngines, TinyRecipe, pipeline
+from tests.runtime.test_pipeline import Result, assert_same, run
+from treering.engine.request import Sampling
+from treering.errors import InputError, StateError
+from treering.runtime.account import Account
+
+NUM_STEPS = 6
+NUM_ROLLOUTS = 8 * 4 + 4 * 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Result:
+    with pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
+        return run(loop, NUM_STEPS)
+
+
+def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
+    """Whether every scheduled rollout was sampled, judged and trained once."""
+    counts = (account.scheduled, account.sampled, account.judged)
+    left_out = account.reward_errors + account.empty + account.without_variance
+    return counts == (num_rollouts,) * 3 and account.trained + left_out == num_rollouts
+
+
+@pytest.mark.parametrize("victim", ["rollout worker 0", "judge", "trainer"])
+def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
+    with killing({9: victim, 30: victim}) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
+        result = run(loop, NUM_STEPS)
+        account = loop.account
+    assert dead == [victim, victim]
+    assert_same(result, undisturbed)
+    assert is_complete(account)
+    deaths = (account.worker_deaths, account.judge_deaths, account.trainer_deaths)
+    assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "judge", "trainer"))
+
+
+def test_a_new_trainer_gets_to_the_very_weights_of_the_one_that_died() -> None:
+    results = []
+    for moments in ({}, {40: "trainer", 70: "trainer"}):
+        with killing(moments) as dead, pipeline(num_steps=NUM_STEPS, num_workers=1, staleness=1) as loop:
+            results.append(run(loop, NUM_STEPS)[0])
+            assert (loop.account.steps_trained_again > 0) == bool(moments)
+        assert len(dead) == len(moments)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_account() -> None:
+    num_steps = 18
+    generator = random.Random(7)
+    moments = dict.fromkeys(sorted(generator.sample(range(3, 200), 20)), "")
+    kinds = [generator.choice(["rollout worker 0", "rollout worker 1", "judge", "trainer"]) for _ in moments]
+    with pipeline(num_steps=num_steps, staleness=1) as loop:
+        expected = run(loop, num_steps)
+    with killing(dict(zip(moments, kinds, strict=True))) as dead, pipeline(num_steps=num_steps, staleness=1) as loop:
+        result = run(loop, num_steps)
+        account = loop.account
+    assert dead == kinds
+    assert_same(result, expected)
+    assert is_complete(account, 6 * 20)
+    assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
+    assert account.judge_deaths == kinds.count("judge")
+    assert account.trainer_deaths == kinds.count("trainer")
+    assert account.judges_stopped == 0
+
+
+def test_what_a_dead_worker_was_sampling_is_sampled_again() -> None:
+    with pipeline(num_steps=2, num_workers=1) as loop:
+        loop.step()
+        worker = loop.pids["rollout worker 0"]
+        os.kill(worker, signal.SIGKILL)
+        loop.step()
+        assert loop.pids["rollout worker 0"] != worker
+        assert loop.account.worker_deaths == 1
+        assert is_complete(loop.account, 16)
+
+
+def test_a_reward_over_its_time_costs_that_rollout_its_reward_and_nothing_else() -> None:
+    with pipeline(TinyRecipe(task=tasks.Slow), num_steps=1, reward_time_limit_s=1.0) as loop:
+        report = loop.step().rollouts
+        account = loop.account
+        judges = loop.pids
+    assert report.num_reward_errors == account.reward_errors == 2
+    assert account.judges_stopped == 2
+    assert account.judge_deaths == 0
+    assert report.num_rollouts == 6
+    assert all("runtime.reward_time_limit_s = 1 s" in message for message in report.reward_errors)
+    assert "TimeoutError" in report.reward_errors[0]
+    assert "judge" in judges
+    assert is_complete(account, 8)
+
+
+def test_a_rollout_that_ends_three_judges_is_left_out() -> None:
+    with pipeline(TinyRecipe(task=tasks.Deadly), num_steps=1) as loop:
+        report = loop.step().rollouts
+        account = loop.account
+    assert report.num_reward_errors == 2
+    assert account.judge_deaths == 6
+    assert all("ended the judge's process 3 times" in message for message in report.reward_errors)
+    assert is_complete(account, 8)
+
+
+def test_a_rollout_that_ends_one_judge_is_judged_again(tmp_path: Path) -> None:
+    recipe = TinyRecipe(task=partial(tasks.DeadlyOnce, str(tmp_path / "died")))
+    with pipeline(recipe, num_steps=1) as loop:
+        assert loop.step().rollouts.num_reward_errors == 0
+        assert loop.account.judge_deaths == 1
+        assert loop.account.judged_again >= 1
+        assert is_complete(loop.account, 8)
+
+
+def test_a_reward_that_raises_is_left_out_as_in_the_synchronous_loop() -> None:
+    with pipeline(TinyRecipe(task=tasks.Raising), num_steps=1) as loop:
+        report = loop.step().rollouts
+        assert report.num_reward_errors == loop.account.reward_errors == 2
+        assert "sample 3: ValueError: no number" in report.reward_errors[0]
+        assert loop.account.judge_deaths == 0
+
+
+def test_rewards_may_start_processes_of_their_own() -> None:
+    with pipeline(TinyRecipe(task=tasks.Starting), num_steps=1) as loop:
+        report = loop.step().rollouts
+    assert report.reward_errors == ()
+    assert report.num_rollouts == 8
+
+
+def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
+    with pipeline(num_steps=3, num_workers=1) as loop:
+        loop.step()
+        server = int(Path(f"/proc/{loop.pids['judge']}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        assert server != os.getpid()
+        os.kill(server, signal.SIGKILL)
+        loop.step()
+        loop.step()
+        assert is_complete(loop.account, 20)
+        # Nobody outlives it.
+        assert (loop.account.worker_deaths, loop.account.judge_deaths, loop.account.trainer_deaths) == (1, 1, 1)
+
+
+def test_an_error_in_a_child_is_raised_here_with_its_type_and_text() -> None:
+    with pipeline(num_steps=1, sampling=Sampling(max_tokens=500)) as loop:
+        with pytest.raises(InputError, match="500") as caught:
+            loop.step()
+        assert "raised in a child process" in caught.value.__notes__[0]
+        assert loop.pids == {}
+        with pytest.raises(StateError, match="is over"):
+            loop.step()
+
+
+def test_a_process_that_cannot_live_is_given_up() -> None:
+    with pytest.raises(StateError, match=r"rollout worker 0 died 5 times in a row.*signal SIGKILL"):
+        pipeline(DeadlyEngines(), num_steps=1, num_workers=1).step()
+
+
+def test_processes_end_with_the_loop() -> None:
+    with pipeline(num_steps=2) as loop:
+        loop.step()
+        pids = loop.pids
+        assert sorted(pids) == ["judge", "rollout worker 0", "rollout worker 1", "trainer"]
+        assert all(lives(pid) for pid in pids.values())
+    assert not any(lives(pid) for pid in pids.values())
+
+
+@pytest.mark.slow
+def test_processes_end_with_a_controller_that_is_killed() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-m", "tests.runtime.controller"]
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        pids = [int(pid) for pid in controller.stdout.readline().split()]
+        assert len(pids) == 4
+        assert all(lives(pid) for pid in pids)
+        controller.kill()
+        deadline = time.monotonic() + 60
+        while any(lives(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(lives(pid) for pid in pids)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs: one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

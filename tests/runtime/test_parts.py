@@ -1,0 +1,178 @@
+"""The parts of the controller that need no process: accounts, queues and plans."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.rl.runs import SAMPLING, TinyTask
+from tests.runtime.runs import Dealt
+from treering.errors import StateError
+from treering.rl.collect import Collection
+from treering.rl.judging import Verdict
+from treering.runtime.account import Account
+from treering.runtime.planning import Plan, Planner
+from treering.runtime.step_run import StepRun
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import linear_latency
+from treering.schedule.lengths import MedianLengths
+from treering.schedule.policy import Assignment, Outlook
+
+
+def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
+    latency = linear_latency(step_s=1.0, row_s=0.1)
+    return Cluster(num_workers=num_workers, num_slots=4, max_tokens=12, staleness=staleness, latency=latency)
+
+
+def step_run(workers: list[int], **changes: object) -> StepRun:
+    """A step of two groups of four."""
+    assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    plan = Plan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
+    return StepRun(plan, collection, version=0, num_workers=2)
+
+
+def names(requests: list) -> list[int]:
+    return [4 * int(request.prompt_id[1]) + request.sample for request in requests]
+
+
+def test_an_account_adds_up_or_is_refused() -> None:
+    counts = Account(scheduled=8, sampled=8, judged=8, trained=4, without_variance=2, reward_errors=1, empty=1)
+    counts.check(1)
+    for name in ("scheduled", "sampled", "judged", "trained", "without_variance", "reward_errors", "empty"):
+        for change in (-1, 1):
+            wrong = replace(counts, **{name: getattr(counts, name) + change})
+            with pytest.raises(StateError, match="step 3"):
+                wrong.check(3)
+    total = Account(worker_deaths=2)
+    total.add(counts)
+    total.add(counts)
+    assert (total.trained, total.worker_deaths, total.as_dict()["scheduled"]) == (8, 2, 16)
+
+
+def test_without_stealing_a_share_goes_out_at_once_in_the_planned_order() -> None:
+    run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
+    assert names(run.take(0, num_running=0, max_batch=2)) == [6, 5, 4, 2, 1, 0]
+    assert not run.has_work(0)
+    assert names(run.take(1, num_running=0, max_batch=2)) == [7, 3]
+    assert run.account.stolen == 0
+
+
+def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_is_robbed() -> None:
+    run = step_run([0, 0, 0, 1, 0, 0, 0, 1], stealing="queued")
+    assert names(run.take(0, num_running=0, max_batch=4)) == [6, 5, 4, 2, 1]
+    assert names(run.take(1, num_running=0, max_batch=4)) == [7, 3, 0]
+    assert run.account.stolen == 1
+    assert names(run.take(1, num_running=3, max_batch=4)) == []
+
+
+def test_a_worker_without_a_share_steals_nothing() -> None:
+    run = step_run([0] * 8, stealing="queued")
+    assert not run.has_work(1)
+    assert run.take(1, num_running=0, max_batch=4) == []
+
+
+def test_what_a_dead_worker_leaves_is_for_everybody_with_room() -> None:
+    run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
+    lost = run.take(0, num_running=0, max_batch=2)
+    run.put_back(lost)
+    run.release(1)
+    assert run.account.sampled_again == 6
+    assert run.has_work(1)
+    assert names(run.take(1, num_running=1, max_batch=4)) == [6, 5, 4]
+    assert names(run.take(0, num_running=0, max_batch=8)) == [2, 1, 0, 7, 3]
+
+
+def test_a_step_is_whole_after_its_last_verdict() -> None:
+    run = step_run([0] * 8)
+    for number, request in enumerate(run.take(0, num_running=0, max_batch=8)):
+        assert not run.is_whole
+        rollout = replace(
+            request.unstarted(),
+            **{
+                name: np.zeros(number, dtype)
+                for name, dtype in (
+                    ("tokens", np.int32),
+                    ("logprobs", float),
+                    ("policy_logprobs", float),
+                    ("loss_mask", bool),
+                    ("versions", np.int32),
+                )
+            },
+        )
+        assert run.collection.take(Verdict(rollout=rollout)) is None
+        run.note_over(rollout)
+    assert run.is_whole
+    # The order is reversed: the last rollout was the first, without tokens, which counts as one.
+    assert run.lengths.tolist() == [7, 6, 5, 4, 3, 2, 1, 1]
+    assert (run.account.sampled, run.account.judged) == (8, 8)
+
+
+class Watching(Dealt):
+    """Notes what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, list[float]]] = []
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        self.seen.append(("asked", outlook.step, [float(f.lengths.sum()) for f in outlook.forecasts]))
+        return super().assign(outlook)
+
+    def learn(self, step: int, predicted: np.ndarray, lengths: np.ndarray) -> None:
+        self.seen.append(("told", step, lengths.tolist()))
+
+
+def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
+    return Planner(
+        policy,
+        MedianLengths(guess=10),
+        cluster(**changes),
+        prompt_ids=["a", "b", "c"],
+        prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),
+        group_size=2,
+        num_steps=num_steps,
+    )
+
+
+def test_a_policy_sees_four_steps_as_far_as_the_run_goes_and_what_was_told() -> None:
+    policy = Watching()
+    plans = planner(policy)
+    plans.plan(1)
+    plans.plan(2)
+    plans.plan(2)
+    plans.tell(1, np.array([4, 4, 6, 6]))
+    plans.plan(3)
+    assert policy.seen == [
+        ("asked", 1, [40.0] * 4),
+        ("asked", 2, [40.0] * 4),
+        ("told", 1, [4, 4, 6, 6]),
+        # a, b and the unknown c are predicted at 4, 6 and the median 5.
+        ("asked", 3, [22.0, 20.0, 18.0]),
+    ]
+
+
+def test_plans_go_on_as_they_were_made() -> None:
+    policies = Watching(), Watching(), Watching()
+    first = planner(policies[0])
+    for step in (1, 2):
+        first.plan(step)
+    first.tell(1, np.array([4, 4, 6, 6]))
+    second, other = planner(policies[1]), planner(policies[2], num_workers=3)
+    second.load_state(first.state())
+    other.load_state(first.state())
+    for each in (first, second, other):
+        each.plan(2)
+        each.plan(3)
+    assert policies[1].seen == policies[0].seen[2:]
+    assert [(kind, step) for kind, step, _ in policies[2].seen] == [("told", 1), ("asked", 2), ("asked", 3)]
+    np.testing.assert_array_equal(first.plan(2).assignment.workers, second.plan(2).assignment.workers)
+    assert other.plan(2).assignment.workers.max() == 2
+
+
+def test_lengths_of_another_predictor_cost_a_warning() -> None:
+    first, second = planner(Watching()), planner(Watching())
+    state = first.state() | {"lengths": {"name": "ema", "seen": [], "prompts": []}}
+    with pytest.warns(UserWarning, match="learnt anew"):
+        second.load_state(state)
+    assert second.plan(1).predicted.tolist() == [10.0] * 4

@@ -1,0 +1,184 @@
+"""Law 6: whatever the workers and the clock do, a run's rollouts and weights are those of one step after another."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import build_float64
+from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
+from tests.runtime import tasks
+from tests.runtime.runs import Dealt, Lopsided, TinyRecipe, pipeline
+from treering import metrics
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError, InputError, StateError
+from treering.rl.collect import collect
+from treering.rl.drafting import Drafting
+from treering.rl.loop import RlLoop, with_stops
+from treering.rl.trainer import Trainer
+from treering.runtime.pipeline import PipelineLoop
+from treering.train.batches import StepPlan
+
+CLOSE = 1e-8
+
+Result = tuple[dict[str, torch.Tensor], list[list[tuple[object, ...]]]]
+
+
+def rows_of(loop: PipelineLoop | RlLoop) -> list[tuple[object, ...]]:
+    """Prompt, sample, tokens, reward and version of the latest step's rollouts."""
+    return [(t.task_id, t.trial, t.tokens.tolist(), t.reward, t.version) for t in loop.latest]
+
+
+def run(loop: PipelineLoop | RlLoop, num_steps: int) -> Result:
+    """Weights after some steps, and the rollouts of each."""
+    rows = []
+    for _ in range(num_steps):
+        loop.step()
+        rows.append(rows_of(loop))
+    return {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}, rows
+
+
+def assert_same(actual: Result, expected: Result) -> None:
+    assert actual[1] == expected[1]
+    for name, tensor in expected[0].items():
+        assert (actual[0][name] - tensor).abs().max() <= CLOSE, name
+
+
+def stale(num_steps: int, staleness: int) -> Result:
+    """The rule written down: step k by the weights after step max(0, k - 1 - staleness), one step after another."""
+    model, task, chosen = build_float64("llama"), TinyTask(), options()
+    trainer = Trainer(model, PLAIN, chosen)
+    weights, rows = [copy.deepcopy(model.state_dict())], []
+    draws = dict.fromkeys((prompt.prompt_id for prompt in task.prompts), 0)
+    plan = StepPlan(num_tasks=5, trees_per_step=2, seed=0)
+    for step in range(1, num_steps + 1):
+        version = max(0, step - 1 - staleness)
+        sampler = build_float64("llama")
+        sampler.load_state_dict(weights[version])
+        engine = TorchEngine(sampler, max_batch=4, max_tokens=200, version=version, num_threads=1)
+        prompts = [task.prompts[i] for i in plan.tasks_of(step)]
+        sampling = with_stops(chosen.sampling, task)
+        collected = collect(engine, task, prompts, draws, group_size=4, sampling=sampling)
+        trainer.train(step, collected.groups)
+        weights.append(copy.deepcopy(model.state_dict()))
+        for prompt in prompts:
+            draws[prompt.prompt_id] += 1
+        rows.append(
+            [
+                (g.prompt.prompt_id, r.sample, [*g.prompt.tokens.tolist(), *r.tokens.tolist()], r.reward, version)
+                for g in collected.groups
+                for r in g.rollouts
+            ]
+        )
+    return weights[-1], rows
+
+
+@pytest.fixture(scope="module")
+def synchronous() -> Result:
+    return run(sampling_loop(build_float64("llama")), 5)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_on_policy_the_weights_are_those_of_the_synchronous_loop(synchronous: Result, num_workers: int) -> None:
+    with pipeline(num_steps=5, num_workers=num_workers) as loop:
+        assert_same(run(loop, 5), synchronous)
+        assert loop.version == loop.num_steps_done == 5
+
+
+@pytest.mark.parametrize(("staleness", "num_workers"), [(1, 1), (1, 3), (2, 2)])
+def test_stale_steps_are_sampled_wholly_by_the_version_of_the_rule(staleness: int, num_workers: int) -> None:
+    with pipeline(num_steps=6, num_workers=num_workers, staleness=staleness) as loop:
+        assert_same(run(loop, 6), stale(6, staleness))
+
+
+def test_reports_name_version_and_staleness_of_each_step() -> None:
+    with pipeline(num_steps=4, staleness=1) as loop:
+        reports = [loop.step() for _ in range(4)]
+    assert [report.version for report in reports] == [0, 0, 1, 2]
+    assert [report.overlap.staleness for report in reports if report.overlap is not None] == [0, 1, 1, 1]
+    for report in reports:
+        assert report.engine.num_sampled == report.rollouts.num_tokens > 0
+        assert report.phases.rollout_s > 0
+        assert report.phases.train_s > 0
+        values = report.values()
+        assert 0 <= values[metrics.BUBBLE] <= 1
+        assert values[metrics.TRAINER_WAIT_S] >= 0
+        assert values[metrics.STALENESS] in (0, 1)
+
+
+def test_stealing_moves_work_and_no_result(synchronous: Result) -> None:
+    with pipeline(num_steps=5, policy=Lopsided("queued"), staleness=0) as loop:
+        assert_same(run(loop, 5), synchronous)
+        assert loop.account.stolen > 0
+    with pipeline(num_steps=5, policy=Lopsided("off")) as loop:
+        assert_same(run(loop, 5), synchronous)
+        assert loop.account.stolen == 0
+
+
+def test_drafts_from_the_shared_history_change_nothing(synchronous: Result, tmp_path: Path) -> None:
+    with pipeline(num_steps=5, history=tmp_path / "history") as loop:
+        rows, engines = [], []
+        for _ in range(5):
+            engines.append(loop.step().engine)
+            rows.append(rows_of(loop))
+        assert_same((loop.model.state_dict(), rows), synchronous)
+    assert sum(engine.num_accepted for engine in engines) > 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rollouts_of_several_turns_go_on_wherever_there_is_room(staleness: int) -> None:
+    recipe = TinyRecipe(task=tasks.Answering)
+    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, policy=Dealt("queued")) as loop:
+        several = run(loop, 3)
+    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, num_workers=1) as loop:
+        assert_same(several, run(loop, 3))
+    if staleness == 0:
+        assert_same(several, run(answering(), 3))
+
+
+def answering() -> RlLoop:
+    recipe = TinyRecipe(task=tasks.Answering)
+    model = recipe.make_model()
+    return RlLoop(
+        model,
+        recipe.make_task(),
+        lambda drafter, version: recipe.make_engine(model, drafter, version),
+        optim=PLAIN,
+        options=options(max_turns=3),
+    )
+
+
+def test_steps_that_teach_nothing_keep_weights_and_version() -> None:
+    with pipeline(TinyRecipe(task=tasks.Constant), num_steps=3, staleness=1) as loop:
+        before = copy.deepcopy(loop.model.state_dict())
+        weights, rows = run(loop, 3)
+        assert (loop.version, loop.num_steps_done) == (0, 3)
+        # Five prompts in steps of 2, 2 and 1, and groups of four.
+        assert loop.account.without_variance == loop.account.scheduled == 20
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    assert {row[4] for step in rows for row in step} == {0}
+
+
+def test_what_cannot_be_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="give it a folder"):
+        pipeline(num_steps=1, drafting=Drafting())
+    with pytest.raises(ConfigError, match="reward_time_limit_s=0"):
+        pipeline(num_steps=1, reward_time_limit_s=0.0)
+    with pytest.raises(ConfigError, match="num_workers"):
+        pipeline(num_steps=1, num_workers=0)
+    with pytest.raises(InputError, match="at least one prompt"):
+        pipeline(TinyRecipe(task=partial(TinyTask, 0)), num_steps=1)
+
+
+def test_a_loop_ends_at_its_last_step_and_with_its_close() -> None:
+    with pipeline(num_steps=1) as loop:
+        loop.step()
+        with pytest.raises(StateError, match="all 1 steps are done"):
+            loop.step()
+        assert loop.account.scheduled == 8
+    fresh = pipeline(num_steps=1)
+    fresh.close()
+    with pytest.raises(StateError, match="is over"):
+        fresh.step()

@@ -1,0 +1,91 @@
+"""Law 8 with processes: a run that goes on from a checkpoint ends with bitwise the weights of one that was not left."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import build_float64
+from tests.rl.runs import sampling_loop, store
+from tests.runtime.runs import pipeline
+from tests.runtime.test_pipeline import CLOSE, rows_of
+from treering.errors import StateError
+from treering.metrics import JsonlSink, Metrics
+from treering.rl.loop import RlLoop
+from treering.runtime.pipeline import PipelineLoop
+from treering.schedule.policies import make_policy
+from treering.train.run import METRICS_FILE, open_run, run_steps
+
+NUM_STEPS = 6
+
+
+def train(loop: PipelineLoop | RlLoop, folder: Path, stop_after: int | None = None) -> list[list[tuple[object, ...]]]:
+    """Trains in a folder, going on with what is there; the rollouts of the steps of this call."""
+    checkpoints = store(folder)
+    opened = open_run(folder, loop, checkpoints)
+    rows = []
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        steps = run_steps(loop, num_steps=NUM_STEPS, save_every=1, checkpoints=checkpoints, metrics=metrics)
+        for report in steps:
+            rows.append(rows_of(loop))
+            if report.step == stop_after:
+                break
+    return rows
+
+
+def dealt_out(staleness: int) -> PipelineLoop:
+    return pipeline(num_steps=NUM_STEPS, staleness=staleness)
+
+
+def planned(staleness: int) -> PipelineLoop:
+    policy = make_policy("histopipe")
+    return pipeline(num_steps=NUM_STEPS, staleness=staleness, policy=policy, rebalancing="none")
+
+
+@pytest.mark.parametrize(("make", "staleness"), [(dealt_out, 2), (planned, 1)])
+def test_a_stale_run_goes_on_bit_by_bit(make: Callable[[int], PipelineLoop], staleness: int, tmp_path: Path) -> None:
+    with make(staleness) as whole:
+        expected = train(whole, tmp_path / "whole")
+    with make(staleness) as first:
+        rows = train(first, tmp_path / "stopped", stop_after=3)
+    with make(staleness) as second:
+        rows += train(second, tmp_path / "stopped")
+        assert second.num_steps_done == NUM_STEPS
+    assert rows == expected
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], tensor), name
+    # The account is that of the whole run, rollouts under way when it was left not among them.
+    assert second.account == whole.account
+
+
+def test_a_run_changes_between_one_process_and_several(tmp_path: Path) -> None:
+    expected = train(sampling_loop(build_float64("llama")), tmp_path / "plain")
+    rows = train(sampling_loop(build_float64("llama")), tmp_path / "mixed", stop_after=2)
+    with pipeline(num_steps=NUM_STEPS) as loop:
+        rows += train(loop, tmp_path / "mixed", stop_after=4)
+    last = sampling_loop(build_float64("llama"))
+    rows += train(last, tmp_path / "mixed")
+    assert rows == expected
+    plain = sampling_loop(build_float64("llama"))
+    open_run(tmp_path / "plain", plain, store(tmp_path / "plain"))
+    for name, tensor in plain.model.state_dict().items():
+        assert (last.model.state_dict()[name] - tensor).abs().max() <= CLOSE, name
+
+
+def test_weights_that_later_steps_are_sampled_with_must_be_there(tmp_path: Path) -> None:
+    train(sampling_loop(build_float64("llama")), tmp_path, stop_after=2)
+    with pipeline(num_steps=NUM_STEPS, staleness=1) as loop, pytest.raises(StateError, match=r"\[1\]"):
+        open_run(tmp_path, loop, store(tmp_path))
+
+
+def test_the_history_goes_on_with_the_run(tmp_path: Path) -> None:
+    for part in ("first", "second"):
+        with pipeline(num_steps=NUM_STEPS, history=tmp_path / part) as loop:
+            train(loop, tmp_path / "run", stop_after=4 if part == "first" else None)
+            assert loop._drafting is not None
+            sizes = {name: index.num_tokens for name, index in loop._drafting.store.snapshot.items()}
+        if part == "first":
+            saved = sizes
+    assert sizes.keys() == saved.keys()
+    assert sum(sizes.values()) > sum(saved.values()) > 0
