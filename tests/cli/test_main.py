@@ -1,6 +1,7 @@
 """The command line: what reaches each subcommand, and how a process ends."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from treering.cli.main import main
+from treering.cli.simulate_cases import SimulateOptions
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench"}
+SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench", "simulate"}
 NO_BENCH_OPTIONS = {"only": None, "full": False, "tokenizer": None, "file": None, "drafters": None} | dict.fromkeys(
     ["max_draft", "limit_tokens", "siblings", "cost", "batch"]
 )
@@ -95,6 +97,41 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             | NO_BENCH_OPTIONS
             | {"file": Path("a"), "limit_tokens": 0, "siblings": "before", "cost": Path("c"), "batch": 4},
         ),
+        (
+            ["simulate"],
+            {"options": SimulateOptions(), "policies": None, "timeline": None, "out": None, "json_output": False},
+        ),
+        (
+            shlex.split(
+                "simulate log --policies a,b --timeline t.html --out o --json --workers 3 --slots 4 --rollouts 5 "
+                "--steps 6 --staleness 2 --seeds 7 --lengths constant:8 --noise 0.9 --stability 0.1 --group-size 11 "
+                "--predictor ema --distort random --decode 1,2 --training 0.3 --prefill 0.4 --load 0.5 "
+                "--believed-latency 0.6"
+            ),
+            {"policies": "a,b", "timeline": Path("t.html"), "out": Path("o"), "json_output": True}
+            | {
+                "options": SimulateOptions(
+                    file=Path("log"),
+                    num_workers=3,
+                    num_slots=4,
+                    num_rollouts=5,
+                    num_steps=6,
+                    staleness=2,
+                    num_seeds=7,
+                    lengths="constant:8",
+                    noise=0.9,
+                    stability=0.1,
+                    group_size=11,
+                    predictor="ema",
+                    distort="random",
+                    decode="1,2",
+                    training=0.3,
+                    prefill_s=0.4,
+                    load_s=0.5,
+                    believed_latency=0.6,
+                )
+            },
+        ),
     ],
 )
 def test_a_subcommand_gets_its_arguments_by_name(
@@ -126,10 +163,11 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (["train"], "Missing argument 'CONFIG'"),
         (["demo", "--sed", "3"], "No such option: --sed"),
         (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
-        (["bench", "loop"], "'loop' is not one of"),
+        (["bench", "speed"], "'speed' is not one of"),
         (["inspekt"], "inspekt"),
+        (["simulate", "--workers", "0"], "Invalid value for '--workers'"),
+        (["simulate", "--distort", "none"], "'none' is not one of"),
         # These belong to parts of the library that are not there yet.
-        (["simulate"], "No such command 'simulate'"),
         (["report", "runs/a"], "No such command 'report'"),
         (["doctor", "runs/a"], "No such command 'doctor'"),
     ],
@@ -169,7 +207,7 @@ def test_help_names_every_subcommand(
 ) -> None:
     assert call(monkeypatch, *arguments) == 0
     out = capsys.readouterr().out
-    assert {name for name in [*SUBCOMMANDS, "simulate", "doctor"] if name in out} == SUBCOMMANDS
+    assert {name for name in [*SUBCOMMANDS, "report", "doctor"] if name in out} == SUBCOMMANDS
 
 
 @pytest.mark.parametrize("name", sorted(SUBCOMMANDS))

@@ -13,17 +13,23 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from treering.cli import bench_draft, bench_engine, bench_tree
+from treering.cli import bench_draft, bench_engine, bench_loop, bench_pipe, bench_tree
 from treering.cli.bench_progress import BenchProgress
 from treering.errors import InputError, UnsupportedError
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
-Name = Literal["tree", "draft", "engine"]
-_VIEWS: dict[Name, ModuleType] = {"tree": bench_tree, "draft": bench_draft, "engine": bench_engine}
+Name = Literal["tree", "draft", "engine", "pipe", "loop"]
+_VIEWS: dict[Name, ModuleType] = {
+    "tree": bench_tree,
+    "draft": bench_draft,
+    "engine": bench_engine,
+    "pipe": bench_pipe,
+    "loop": bench_loop,
+}
 _OWNERS: dict[str, tuple[Name, ...]] = {
     "FILE": ("draft",),
-    "--runs": ("tree", "engine"),
+    "--runs": ("tree", "engine", "pipe", "loop"),
     "--only": ("tree",),
     "--full": ("tree",),
     "--tokenizer": ("tree", "draft"),
@@ -59,7 +65,7 @@ def run(
         name: which one.
         json_output: one JSON object on stdout in place of the tables.
         out: file for the JSON.
-        runs: tree, engine: timed rounds; None is the benchmark's own number.
+        runs: all but draft: timed rounds; None is the benchmark's own number.
         only: tree: names of cases and sets with commas between them; None is all.
         full: tree: all tasks of every set in place of a sample.
         tokenizer: tree: folder of another tokenizer than the real-data folder's; draft: to render messages with.

@@ -1,0 +1,192 @@
+"""Claim: what the simulator predicts of a policy is what the runtime takes, within 15 %.
+
+`treering bench pipe` runs this: the demo's policy and task on the runtime with two workers, every policy at staleness 0
+and 1, runs in turns, wall time. What passes, loads and updates take, and how they slow each other down, is measured in
+the workers and the trainer of each round's fifo runs; the rest is the simulator's, from each run's own lengths. There
+is little to win: on two processors a worker each keeps both of them busy.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.engine_cases import OnProgress
+from benchmarks.loop import environment
+from benchmarks.loop_runs import RunSize, Start, Variant, configuration, count_differing, make_start
+from benchmarks.pipe_machine import Machine, fit_machine
+from benchmarks.pipe_prediction import Prediction, predict
+from benchmarks.pipe_runs import PipeRun, run_timed
+from benchmarks.timing import check_runs
+
+SEED = 0
+NUM_WORKERS = 2
+TARGET = 0.15
+"""Largest difference between prediction and measurement that the claim allows."""
+
+SIZE = RunSize(num_train_threads=1)
+"""One thread a process, so that processors are shared by processes alone."""
+
+POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "halves", "histopipe")
+"""The first is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """A run beside its prediction, from the latency of another one."""
+
+    measured: PipeRun
+    predicted: Prediction
+
+
+def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:
+    """The runs of a round: staleness 0, 1, and 1 with drafts; the first of each group gives its latency."""
+
+    def variant(policy: str, staleness: int, drafts: Any = "off") -> Variant:
+        return Variant(
+            name=f"{policy}-{staleness}-{drafts}",
+            layout="tree",
+            drafts=drafts,
+            workers=NUM_WORKERS,
+            schedule=policy,
+            staleness=staleness,
+        )
+
+    plain = [[variant(policy, staleness) for policy in policies] for staleness in (0, 1)]
+    return [*plain, [variant(policy, 1, "on") for policy in dict.fromkeys((policies[0], policies[-1]))]]
+
+
+def measure(
+    *,
+    num_runs: int = 3,
+    size: RunSize = SIZE,
+    start: Start | None = None,
+    policies: Sequence[str] = POLICIES,
+    on_progress: OnProgress = lambda words: None,
+) -> dict[str, Any]:
+    """The report, ready for JSON: "policies", "latency" as each group had it, "notes" and the "environment".
+
+    Args:
+        num_runs: rounds, each of which runs every policy.
+        size: of a run.
+        start: the policy that is trained; None trains the demo's.
+        policies: the first of which is measured.
+        on_progress: told what happens.
+
+    Raises:
+        InputError: fewer than one run.
+    """
+    check_runs(num_runs)
+    groups, first = variants(policies), size.steps_per_epoch
+    found: dict[str, list[Compared]] = {variant.name: [] for group in groups for variant in group}
+    machines: dict[str, Machine] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = start or make_start(folder / "start", size.num_prompts, seed=SEED, on_progress=on_progress)
+        for done in range(num_runs):
+            ran: dict[str, PipeRun] = {}
+            for variant in (variant for group in groups for variant in group):
+                on_progress(f"round {done + 1} of {num_runs}: {variant.name}")
+                run_dir = folder / f"{variant.name}-{done}"
+                ran[variant.name] = run_timed(
+                    configuration(start, size, variant, seed=SEED, run_dir=run_dir), first=first
+                )
+            seen = [ran[group[0].name].observed for group in groups]
+            for group, curve in zip(groups, seen, strict=True):
+                machine = fit_machine(curve, seen[:2], drafts=group[0].drafts == "on")
+                machines[group[0].name] = machine
+                for variant in group:
+                    own = ran[variant.name]
+                    predicted = predict(own.config, own.run.lengths(), machine, first=first)
+                    found[variant.name].append(Compared(measured=own, predicted=predicted))
+    rows = [_row(variant, found, group[0], size) for group in groups for variant in group]
+    return {
+        "policies": rows,
+        "latency": {name: _as_json(machine) for name, machine in machines.items()},
+        "target": TARGET,
+        "notes": _notes(rows),
+        "environment": environment(num_runs, size, start) | {"workers": NUM_WORKERS},
+    }
+
+
+def _row(variant: Variant, found: dict[str, list[Compared]], calibration: Variant, size: RunSize) -> dict[str, Any]:
+    first, own = size.steps_per_epoch, found[variant.name]
+    others = found[calibration.name]
+    step_s = [each.measured.run.step_s(first) for each in own]
+    reports = [report for each in own for report in each.measured.run.reports[first:]]
+    overlaps = [report.overlap for report in reports if report.overlap is not None]
+    return {
+        "policy": variant.schedule,
+        "staleness": variant.staleness,
+        "drafts": variant.drafts,
+        "is_calibration": variant == calibration,
+        "step_s": median(step_s),
+        "step_s_of_runs": step_s,
+        "median_step_s": median(each.measured.run.median_step_s(first) for each in own),
+        "predicted_step_s": median(each.predicted.step_s for each in own),
+        "ratio": median(each.predicted.step_s / seconds for each, seconds in zip(own, step_s, strict=True)),
+        "speedup": median(
+            other.measured.run.step_s(first) / seconds for other, seconds in zip(others, step_s, strict=True)
+        ),
+        "predicted_speedup": median(
+            other.predicted.step_s / each.predicted.step_s for other, each in zip(others, own, strict=True)
+        ),
+        "bubble": sum(overlap.bubble for overlap in overlaps) / len(overlaps),
+        "predicted_bubble": median(each.predicted.bubble for each in own),
+        "tokens_per_step": sum(each.engine.num_sampled for each in reports)
+        / sum(each.engine.num_rows for each in reports),
+        "num_stolen": sum(overlap.num_stolen for overlap in overlaps) // len(own),
+        "num_differing": count_differing(own[0].measured.run, others[0].measured.run),
+        "num_rollouts": sum(len(step) for step in own[0].measured.run.latest),
+    }
+
+
+def _as_json(machine: Machine) -> dict[str, Any]:
+    """What was measured in the last round; every round has its own."""
+    alone = machine.alone
+    return {
+        "num_rows": alone.num_rows.tolist(),
+        "decode_s": alone.decode_s.tolist(),
+        "tokens_per_step": None if alone.tokens_per_step is None else alone.tokens_per_step.tolist(),
+        "factors_beside": machine.factors.tolist(),
+        "prefill_s_per_rollout": alone.prefill_s,
+        "load_s": alone.load_s,
+        "training_s": alone.training_s,
+        "training_s_per_busy_worker": machine.update_s,
+    }
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cores = os.cpu_count() or 1
+    notes = [
+        f"the first policy of each group, {rows[0]['policy']}, is where passes, loads and updates were timed, so its "
+        "ratio says how well the simulator adds them up; those of the others are predictions",
+        f"{NUM_WORKERS} workers, a trainer, a judge and a controller share {cores} processors, and a worker keeps one "
+        "busy with matrix products whatever the policy: a policy saves only what stood idle, and at staleness 1 "
+        "training takes processors from the workers (latency.factors_beside)",
+        "running rollouts stay on their workers here; the simulator was told so",
+    ]
+    missed = [row for row in rows if abs(row["ratio"] - 1.0) > TARGET]
+    names = ", ".join(f"{_name(row)} ({row['ratio']:.2f})" for row in missed)
+    notes.append(
+        f"predicted within {TARGET:.0%}: {len(rows) - len(missed)} of {len(rows)}" + (f"; not {names}" if names else "")
+    )
+    slower = [_name(row) for row in rows if row["speedup"] < 1.0]
+    if slower:
+        notes.append(f"slower than {rows[0]['policy']} at the same staleness: {', '.join(slower)}")
+    differing = [
+        f"{_name(row)} {row['num_differing']} of {row['num_rollouts']}" for row in rows if row["num_differing"]
+    ]
+    if differing:
+        notes.append(
+            f"rollouts with other tokens than {rows[0]['policy']}'s: {', '.join(differing)}; batches are summed in "
+            "another order in float32, so weights differ in the last digit, and a near-tie may fall otherwise"
+        )
+    return notes
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['policy']} at staleness {row['staleness']}" + (" with drafts" if row["drafts"] == "on" else "")
