@@ -14,12 +14,13 @@ import pytest
 from tests.models import build
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("tree", "history", "attention", "model", "train", "engine", "rl")
+ROOMS = ("tree", "history", "schedule", "attention", "model", "train", "engine", "rl")
 DOCUMENTS = (
     "README.md",
     "docs/tree.md",
     "docs/objectives.md",
     "docs/history.md",
+    "docs/schedule.md",
     "docs/engine.md",
     "docs/rl.md",
     "docs/moe.md",

@@ -15,7 +15,8 @@ import typer
 from typer.exceptions import TyperException
 
 import treering
-from treering.errors import TreeringError
+from treering.cli.simulate_command import simulate
+from treering.errors import ConfigError, TreeringError
 
 EXIT_BAD_INPUT = 2
 
@@ -25,7 +26,8 @@ app = typer.Typer(
 
     Start with `treering inspect FILES` to see what your trajectories share, and how much faster a tree can train at
     best. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy on rollouts of its own,
-    with rewards. `treering demo` shows both on a small model in a few minutes.
+    with rewards. `treering demo` shows both on a small model in a few minutes, and `treering simulate` says what
+    scheduling rollouts by their lengths would gain.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,
@@ -81,26 +83,59 @@ def inspect(
         Path | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder; needed for messages.")
     ] = None,
     model_shape: Annotated[
-        str, typer.Option(metavar="NAME", help="Model whose FLOPs are counted, such as qwen3-8b.")
-    ] = "qwen3-8b",
+        str | None, typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.")
+    ] = None,
     template: Annotated[
         Literal["plain", "hf"], typer.Option(help="How messages become text: plain, or the tokenizer's template.")
     ] = "plain",
     why: Annotated[
         bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
     ] = False,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Measure instead whether earlier epochs foretell rollouts, with controls. FILES is the folder of a "
+            "`treering train` run, or files whose lines have an epoch.",
+        ),
+    ] = False,
+    groups: Annotated[int | None, typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.")] = None,
+    max_rollouts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="history: a sample of whole prompts, the same ones in every epoch."),
+    ] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what trajectories share, and the best speedup that training them as trees can give.
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
+
+    Example: treering inspect --history runs/sums
     """
+    if history:
+        from treering.cli.inspect_history import run as run_history
+
+        if why:
+            raise ConfigError("--why looks for lost sharing, and --history at epochs; ask for one of them at a time")
+        if model_shape is not None:
+            raise ConfigError("--history counts tokens and no FLOPs; leave --model-shape out")
+        run_history(
+            paths=files,
+            tokenizer=tokenizer,
+            template=template,
+            num_groups=groups or 8,
+            max_rollouts=max_rollouts,
+            json_output=json_output,
+        )
+        return
     from treering.cli.inspect import run
 
+    if groups is not None or max_rollouts is not None:
+        raise ConfigError("--groups and --max-rollouts say how history is measured; add --history, or leave them out")
     run(
         files=files,
         tokenizer=tokenizer,
-        model_shape=model_shape,
+        model_shape=model_shape or "qwen3-8b",
         template=template,
         json_output=json_output,
         num_causes=10 if why else 0,
@@ -165,13 +200,17 @@ def demo(
     run(out=out, seed=seed, json_output=json_output)
 
 
+app.command()(simulate)
+
+
 @app.command()
 def bench(
     name: Annotated[
-        Literal["tree", "draft", "engine"],
+        Literal["tree", "draft", "engine", "pipe", "loop"],
         typer.Argument(
             help="tree: the tree step against separate flat sequences. draft: recorded rollouts replayed with every "
-            "drafter. engine: rollouts with drafts, without, and by generate."
+            "drafter. engine: rollouts with drafts, without, and by generate. pipe: every policy on worker processes "
+            "beside the simulator's prediction. loop: the plain loop, each part alone, and all together."
         ),
     ],
     file: Annotated[
@@ -180,7 +219,9 @@ def bench(
     runs: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="tree, engine: timed runs per case; 5, and 1 to 3 for sets. Medians are reported."
+            metavar="N",
+            min=1,
+            help="tree, engine: timed runs per case; 5, and 1 to 3 for sets. pipe, loop: 3. Medians are reported.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
