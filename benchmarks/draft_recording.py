@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
 from treering.errors import InputError
+from treering.history.recorded import sampled_runs
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -81,7 +81,7 @@ def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajec
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     is_sampled = np.concatenate([one.loss_mask for _, one in kept])
     numbers: dict[object, int] = {}
-    run_ends, nexts = _runs(is_sampled, offsets)
+    run_ends, nexts = sampled_runs(is_sampled, offsets)
     return Recording(
         tokens=np.concatenate([one.tokens for _, one in kept]).astype(np.int32),
         is_sampled=is_sampled,
@@ -133,21 +133,3 @@ def _generations(trajectories: Sequence[Trajectory]) -> Int64Array:
         if all(value is not None for value in values):
             return np.array(values, np.int64)
     return np.zeros(len(trajectories), np.int64)
-
-
-@njit(cache=True)
-def _runs(is_sampled: NDArray[np.bool_], offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """`run_ends` and `nexts`, backwards through each rollout."""
-    run_ends = np.empty(is_sampled.size, np.int64)
-    nexts = np.empty(is_sampled.size + 1, np.int64)
-    nexts[is_sampled.size] = is_sampled.size
-    for rollout in range(offsets.size - 1):
-        run_end = following = offsets[rollout + 1]
-        for place in range(offsets[rollout + 1] - 1, offsets[rollout] - 1, -1):
-            if is_sampled[place]:
-                following = place
-            else:
-                run_end = place
-            run_ends[place] = run_end if is_sampled[place] else place
-            nexts[place] = following
-    return run_ends, nexts

@@ -13,11 +13,11 @@ from itertools import compress
 from typing import Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from benchmarks.draft_histories import Plan
 from benchmarks.draft_recording import Recording
+from treering.history import replay
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -115,7 +115,8 @@ def agreement(
 
     Example: where 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted, the last one is number 2.
     """
-    return _agreement(recording.tokens, recording.run_ends, places, tokens, offsets, parents)
+    accepted, leaves = replay.agreement(recording.tokens, recording.run_ends, places, tokens, offsets, parents)
+    return accepted, leaves
 
 
 def emitted(recording: Recording, places: Int64Array, accepted: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
@@ -150,25 +151,3 @@ def add_steps(tally: Tally, num_emitted: Int64Array, accepted: Int64Array, num_d
 
 def _as_chain(tokens: Int32Array) -> tuple[Int64Array, Int32Array]:
     return np.array([0, tokens.size], np.int64), np.arange(-1, tokens.size - 1, dtype=np.int32)
-
-
-@njit(cache=True)
-def _agreement(
-    recorded: Int32Array,
-    run_ends: Int64Array,
-    places: Int64Array,
-    tokens: Int32Array,
-    offsets: Int64Array,
-    parents: Int32Array,
-) -> tuple[Int64Array, Int64Array]:
-    accepted = np.zeros(places.size, np.int64)
-    leaves = np.full(places.size, -1, np.int64)
-    for b in range(places.size):
-        place, end = places[b], run_ends[places[b]]
-        # One pass is enough: a child stands behind its parent.
-        for i in range(offsets[b], offsets[b + 1]):
-            if place < end and parents[i] == leaves[b] and tokens[i] == recorded[place]:
-                leaves[b] = i - offsets[b]
-                accepted[b] += 1
-                place += 1
-    return accepted, leaves

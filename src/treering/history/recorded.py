@@ -69,7 +69,7 @@ class Recorded:
         # Where each token that is kept stood before.
         places = np.repeat(begins - offsets[:-1], ends - begins) + np.arange(offsets[-1])
         is_sampled = self.run_ends[places] > places
-        run_ends, nexts = _runs(is_sampled, offsets)
+        run_ends, nexts = sampled_runs(is_sampled, offsets)
         return Recorded(
             prompt_ids=self.prompt_ids,
             tokens=self.tokens[places],
@@ -103,7 +103,7 @@ def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajec
     has_steps = all(one.step is not None for one, _ in kept)
     kept.sort(key=lambda pair: (pair[0].epoch, pair[0].step if has_steps else 0))
     offsets = np.concatenate([[0], np.cumsum([one.tokens.size for _, one in kept])]).astype(np.int64)
-    run_ends, nexts = _runs(np.concatenate([one.loss_mask for _, one in kept]), offsets)
+    run_ends, nexts = sampled_runs(np.concatenate([one.loss_mask for _, one in kept]), offsets)
     numbers: dict[PromptId, int] = {}
     prompts = [numbers.setdefault(one.task_id, len(numbers)) for one, _ in kept]
     return Recorded(
@@ -176,8 +176,13 @@ def lengths_before(recorded: Recorded, epoch: int) -> tuple[NDArray[np.float64],
 
 
 @njit(cache=True)
-def _runs(is_sampled: NDArray[np.bool_], offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """`run_ends` and `nexts`, backwards through each rollout."""
+def sampled_runs(is_sampled: NDArray[np.bool_], offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Where the sampled runs of rollouts end: `Recorded.run_ends` and `Recorded.nexts`.
+
+    Args:
+        is_sampled: bool [N].
+        offsets: int64 [R + 1], where each rollout begins.
+    """
     run_ends = np.empty(is_sampled.size, np.int64)
     nexts = np.empty(is_sampled.size + 1, np.int64)
     nexts[is_sampled.size] = is_sampled.size

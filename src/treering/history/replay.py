@@ -186,7 +186,7 @@ def confirmed(recorded: Recorded, places: Int64Array, drafts: Drafts) -> tuple[I
 
     Example: where 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted, the last one is number 2.
     """
-    accepted, leaves = _confirmed(
+    accepted, leaves = agreement(
         recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
     )
     return accepted, leaves
@@ -215,7 +215,7 @@ def _known(rewards: NDArray[np.float64]) -> Sequence[float] | None:
 
 
 @njit(cache=True)
-def _confirmed(
+def agreement(
     recorded: Int32Array,
     run_ends: Int64Array,
     places: Int64Array,
@@ -223,6 +223,7 @@ def _confirmed(
     offsets: Int64Array,
     parents: Int32Array,
 ) -> tuple[Int64Array, Int64Array]:
+    """`confirmed` of flat arrays: those of a recording, int64 [B] places, and drafts as `Drafts` has them."""
     accepted = np.zeros(places.size, np.int64)
     leaves = np.full(places.size, -1, np.int64)
     for b in range(places.size):
