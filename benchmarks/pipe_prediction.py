@@ -13,16 +13,13 @@ from benchmarks.loop_runs import prompts_of_step
 from benchmarks.pipe_machine import Machine
 from treering.config import RlConfig
 from treering.schedule.cluster import Cluster
-from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.latency import STANDARD, Latency
 from treering.schedule.lengths import make_predictor
 from treering.schedule.policies import make_policy
 from treering.schedule.policy import Forecast
 from treering.schedule.simulation import simulate
 from treering.schedule.timeline import Timeline
 from treering.schedule.trace import Trace, TraceStep
-
-BELIEVED = linear_latency(step_s=20.0, row_s=0.05)
-"""What `treering train` tells its policies, in whatever unit."""
 
 _NUM_ROUNDS = 10
 
@@ -36,7 +33,7 @@ class Prediction:
     """Share of the workers' time in which they sample nothing."""
 
 
-def cluster_of(config: RlConfig, latency: Latency = BELIEVED) -> Cluster:
+def cluster_of(config: RlConfig, latency: Latency = STANDARD) -> Cluster:
     """The workers of a configuration."""
     return Cluster(
         num_workers=config.runtime.workers,

@@ -210,3 +210,15 @@ def test_the_same_step_runs_the_same_way_twice():
     one, other = (run_step(np.zeros(3), work, rules) for _ in range(2))
     assert one.finished.tolist() == other.finished.tolist()
     assert (one.num_stolen, one.num_moved) == (other.num_stolen, other.num_moved)
+
+
+def test_a_rollout_moves_with_tails_a_few_times_and_then_stays():
+    """Worker k has 20 rollouts of 100 (k + 1) tokens; one of worker 0 is long, and every tail would take it along."""
+    queues = [list(range(20 * k, 20 * (k + 1))) for k in range(8)]
+    lengths = [100 * (k + 1) for k in range(8) for _ in range(20)]
+    lengths[0] = 5000
+    work = work_of(queues, lengths)
+    outcome = run_step(np.zeros(8), work, rules_of([0.0, *[1.0] * 40], max_tokens=6000, moving=GATHERING))
+    assert outcome.num_moved == MAX_MOVES
+    assert outcome.counts.tolist() == [19, 20, 20, 20, 21, 20, 20, 20]
+    assert outcome.finished[0] == 5000

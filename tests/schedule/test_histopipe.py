@@ -151,3 +151,17 @@ def test_another_object_goes_on_with_a_state_and_the_latest_steps():
     found += [assigned(resumed, step) for step in range(6, 10)]
     assert found == expected
     assert resumed.choices == whole.choices[5:]
+
+
+def test_between_searches_a_loaded_plan_is_kept(monkeypatch):
+    run, where, _ = case(64, 8, 3, num_workers=4, num_steps=9)
+    left, resumed = HistoPipe(), HistoPipe()
+    left.assign(Outlook(step=1, cluster=where, forecasts=(run.steps[0].forecast,)))
+    resumed.load_state(left.state())
+
+    def search(*_):
+        raise AssertionError("no search is due")
+
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
+    second = Outlook(step=2, cluster=where, forecasts=(run.steps[1].forecast,))
+    assert resumed.assign(second).workers.tolist() == left.assign(second).workers.tolist()

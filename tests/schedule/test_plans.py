@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -125,3 +127,10 @@ def test_stealing_and_moving_are_passed_on():
 def test_a_plan_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="a plan takes turns"):
         Plan(name="wrong", **wrong)
+
+
+@pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "gathering")])
+def test_a_plan_moves_no_running_rollout_where_workers_cannot(rebalancing, expected):
+    where = replace(cluster(2, 4), rebalancing=rebalancing)
+    plan = Plan(name="gathers", stealing="queued", moving="gathering")
+    assert place(plan, np.array([4.0, 2.0]), np.arange(2), step=1, cluster=where).moving == expected

@@ -9,6 +9,7 @@ from tests.schedule import small_optimum
 from tests.schedule.clusters import cluster, forecast, trace
 from treering.errors import InputError
 from treering.schedule.bounds import with_training, work_s
+from treering.schedule.cluster import Cluster
 from treering.schedule.histopipe import HistoPipe
 from treering.schedule.latency import linear_latency
 from treering.schedule.policies import POLICIES, make_policy
@@ -224,3 +225,21 @@ def test_runs_at_the_edge(name, lengths, num_workers, num_slots):
         timeline = simulate(make_policy(name), run, workers=cluster(num_workers, num_slots, staleness=staleness))
         assert timeline.num_rollouts.sum() == 2 * len(lengths)
         assert timeline.bound_s <= timeline.makespan_s
+
+
+def test_a_number_of_workers_stands_for_so_many_standard_ones():
+    run = trace([400] * 512, [400] * 512, max_tokens=400)
+    latency = linear_latency(step_s=20.0, row_s=0.05)
+    # Two workers of 128 slots at 26.4 s a step: an update takes 7 % of 512 x 400 tokens at 26.4 / 128 s, halved.
+    training_s = 0.07 * 512 * 400 * 26.4 / 128 / 2
+    spelt_out = Cluster(
+        num_workers=2,
+        num_slots=128,
+        max_tokens=400,
+        staleness=1,
+        latency=replace(latency, training_s=training_s),
+    )
+    one, other = (simulate(make_policy("fifo"), run, workers=workers) for workers in (2, spelt_out))
+    assert one.makespan_s == pytest.approx(other.makespan_s, rel=1e-12)
+    # Each worker runs 256 rollouts a step in two waves, both steps one after another, and trains the second alone.
+    assert one.makespan_s == pytest.approx(4 * 400 * 26.4 + training_s, rel=1e-12)

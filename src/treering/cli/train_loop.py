@@ -22,13 +22,10 @@ from treering.rl.loop import RlLoop
 from treering.rl.task import Task
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
+from treering.schedule.latency import STANDARD
 from treering.schedule.lengths import make_predictor
 from treering.schedule.policies import make_policy
 from treering.train.compute import ComputeOptions
-
-_LATENCY = linear_latency(step_s=20.0, row_s=0.05)
-"""What policies are told: their plans depend on how a step grows with its rows, and not on the unit."""
 
 
 class TrainRecipe:
@@ -97,7 +94,7 @@ def make_loop(
             num_slots=config.engine.max_batch,
             max_tokens=config.sampling.max_tokens,
             staleness=config.rl.staleness,
-            latency=_LATENCY,
+            latency=STANDARD,
             rebalancing=config.runtime.rebalance,
         ),
         policy=make_policy(config.schedule),

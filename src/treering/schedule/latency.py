@@ -87,3 +87,7 @@ def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[
     inside = np.interp(rows, known, seconds)
     slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
     return np.where(rows > known[-1], seconds[-1] + slope * (rows - known[-1]), inside)
+
+
+STANDARD = linear_latency(step_s=20.0, row_s=0.05)
+"""What stands in where nothing was measured: plans depend on how a step grows with its rows, and not on the unit."""

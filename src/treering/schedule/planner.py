@@ -168,8 +168,12 @@ def _around(best: Plan | None, cluster: Cluster, width: int) -> list[Plan]:
     shares = [round(best.long_share * (1 + 0.15 * change), 4) for change in (-width, 0, width)]
     counts = [best.num_long_workers + change for change in (-width, 0, width)]
     around = [_with_lanes(cluster, best.num_turns, share, count) for share in shares for count in counts]
-    moves = [replace(best, moving="faster")] if cluster.rebalancing == "running" else []
-    return [*chain.from_iterable(around), replace(best, stealing="queued"), *moves]
+    variants = []
+    if best.stealing == "off":
+        variants.append(replace(best, name=f"{best.name}, stealing", stealing="queued"))
+    if best.moving == "off" and cluster.rebalancing == "running":
+        variants.append(replace(best, name=f"{best.name}, moves", moving="faster"))
+    return [*chain.from_iterable(around), *variants]
 
 
 def rescaled(plan: Plan, num_workers: int, planned_for: int) -> Plan:

@@ -15,7 +15,7 @@ from treering.errors import InputError
 from treering.schedule.bounds import bound_s, with_training
 from treering.schedule.cluster import Cluster
 from treering.schedule.events import run_step
-from treering.schedule.latency import linear_latency
+from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, Outlook, Policy
 from treering.schedule.step_state import FASTER, FREEING, GATHERING, STAYS, Rules, Work
 from treering.schedule.tail_batching import TailBatching
@@ -74,7 +74,7 @@ def standard_cluster(trace: Trace, num_workers: int) -> Cluster:
         num_slots=128,
         max_tokens=trace.max_tokens,
         staleness=1,
-        latency=linear_latency(step_s=20.0, row_s=0.05),
+        latency=STANDARD,
     )
     return with_training(cluster, trace, 0.07)
 
