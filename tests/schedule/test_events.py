@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule import token_by_token
+from treering.schedule.destinations import FASTER, FREEING, GATHERING, STAYS
 from treering.schedule.events import run_step
 from treering.schedule.migration import MAX_MOVES
-from treering.schedule.step_state import FASTER, FREEING, GATHERING, STAYS, Rules, Work
+from treering.schedule.step_state import Rules, Work
 
 # Whole seconds, so that a sum and a product of them are the same float.
 SECONDS = st.integers(1, 5).map(float)

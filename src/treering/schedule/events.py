@@ -7,14 +7,13 @@ Knows queues and slots. Knows nothing of policies, of versions or of other steps
 
 from numba import njit
 
+from treering.schedule.destinations import GATHERING, STAYS
 from treering.schedule.heaps import pop
 from treering.schedule.moves import give_tail, is_check_due, move_outliers
 from treering.schedule.step_state import (
     EVENTS,
-    GATHERING,
     MOVED,
     QUEUED,
-    STAYS,
     STOLEN,
     Floats,
     Outcome,

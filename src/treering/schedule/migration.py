@@ -59,3 +59,42 @@ def saved_s(
     remaining = min(max(num_generated - belief, 0.25 * num_generated), max_tokens - num_generated)
     saved: float = remaining * (token_s[rows_here] - token_s[rows_there + 1]) - HYSTERESIS * prefill_s * num_context
     return saved
+
+
+@njit(cache=True)
+def likely_left(num_generated: float, belief: float, max_tokens: float) -> float:
+    """Tokens that a running rollout is taken to gain yet: what it was believed to have left, and a quarter at least.
+
+    Example: with 900 of 1,000 believed tokens 225, with 100 of them 900, with 900 of at most 1,000 no more than 100.
+    """
+    return min(max(belief - num_generated, 0.25 * num_generated), max_tokens - num_generated)
+
+
+@njit(cache=True)
+def freed_s(
+    num_left: float,
+    num_given: int,
+    rows_there: int,
+    token_s: NDArray[np.float64],
+    prefill_s: float,
+    num_context: float,
+) -> float:
+    """Seconds that a worker gets free by giving all that it runs, less what it costs where they go.
+
+    Args:
+        num_left: tokens that the longest of them is taken to gain yet.
+        num_given: how many they are.
+        rows_there: running rollouts where they go.
+        token_s: float64 [S + 1]: seconds a token by running rollouts.
+        prefill_s: seconds per prefilled token.
+        num_context: tokens to prefill there, of all together.
+
+    Returns:
+        Positive where it pays, `HYSTERESIS` included.
+
+    Example: with steps of 20 + 0.05 s a row, 2 rollouts with 1,000 tokens to go beside 30 others: 1,000 x 20.1 s get
+    free, and cost 1.25 x 1,000 x 0.1 s; prefilling 100,000 tokens for 0.1 s each would cost 12,500 s more.
+    """
+    slower_s = num_left * (token_s[rows_there + num_given] - token_s[rows_there])
+    freed: float = num_left * token_s[num_given] - HYSTERESIS * (prefill_s * num_context + slower_s)
+    return freed

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.schedule.bounds import bound_s, with_training
 from treering.schedule.cluster import Cluster
+from treering.schedule.destinations import FASTER, FREEING, GATHERING, STAYS
 from treering.schedule.events import run_step
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, Outlook, Policy
-from treering.schedule.step_state import FASTER, FREEING, GATHERING, STAYS, Rules, Work
+from treering.schedule.step_state import Rules, Work
 from treering.schedule.tail_batching import TailBatching
 from treering.schedule.timeline import Timeline
 from treering.schedule.trace import Trace, TraceStep

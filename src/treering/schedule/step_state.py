@@ -14,14 +14,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from treering.schedule.destinations import STAYS
 from treering.schedule.heaps import push
 from treering.schedule.migration import MAX_MOVES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-STAYS, FASTER, FREEING, GATHERING = 0, 1, 2, 3
-"""`Moving` as numbers."""
 
 EVENTS, QUEUED, STOLEN, MOVED = 0, 1, 2, 3
 """Places of `StepState.totals`: expected events, queued rollouts, stolen ones, moves."""
@@ -54,7 +52,7 @@ class Rules(NamedTuple):
     stealing: bool
     """Whether a worker without a queue takes from the longest one."""
     moving: int
-    """`STAYS`, `FASTER`, `FREEING` or `GATHERING`."""
+    """`destinations.STAYS`, `FASTER`, `FREEING` or `GATHERING`."""
 
 
 class Outcome(NamedTuple):
