@@ -53,6 +53,9 @@ class TimedEngine(Engine):
     def num_unfinished(self) -> int:
         return self._engine.num_unfinished
 
+    def progress(self) -> dict[RolloutKey, int]:
+        return self._engine.progress()
+
     def submit(self, requests: Iterable[Request]) -> None:
         self._engine.submit(requests)
 

@@ -38,7 +38,7 @@ def report(rollout_s: float, train_s: float, update_s: float, bubble: float | No
     )
     overlap = None
     if bubble is not None:
-        overlap = Overlap(trainer_wait_s=0.0, bubble=bubble, staleness=1, num_stolen=0, num_resampled=0)
+        overlap = Overlap(trainer_wait_s=0.0, bubble=bubble, staleness=1, num_stolen=0, num_moved=0, num_resampled=0)
     return RlStepReport(
         step=1,
         epoch=0,

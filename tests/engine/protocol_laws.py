@@ -107,6 +107,23 @@ def company_and_order_change_no_rollout(make: MakeEngine) -> None:
         assert_equal(together[request.key], run_alone(make, request))
 
 
+def progress_counts_the_tokens_of_what_runs(make: MakeEngine) -> None:
+    engine = make(max_batch=2)
+    before = run_alone(make, request_of(7, max_tokens=5))
+    requests = [request_of(7, so_far=before), request_of(0), request_of(1)]
+    assert engine.progress() == {}
+    engine.submit(requests)
+    assert engine.progress() == {}
+    engine.step()
+    found = engine.progress()
+    # Two run and one waits; taken out, they have what was said of them.
+    assert set(found) == {requests[0].key, requests[1].key}
+    assert {rollout.key: rollout.num_tokens for rollout in engine.abort(list(found))} == found
+    assert found[requests[0].key] >= 5
+    assert engine.progress() == {}
+    run_on(engine)
+
+
 def a_rollout_is_filled_up_to_max_tokens(make: MakeEngine) -> None:
     rollout = run_alone(make, request_of(0, max_tokens=7))
     assert (rollout.num_tokens, rollout.finish_reason) == (7, "length")
@@ -326,6 +343,7 @@ LAWS: list[Callable[[MakeEngine], None]] = [
     a_caller_that_stops_listening_leaves_nothing_behind,
     requests_come_from_any_iterable,
     company_and_order_change_no_rollout,
+    progress_counts_the_tokens_of_what_runs,
     a_rollout_is_filled_up_to_max_tokens,
     a_stop_token_ends_a_rollout_and_stays_its_last_token,
     a_stop_token_in_the_last_place_is_a_stop,

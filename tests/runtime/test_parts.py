@@ -29,7 +29,7 @@ def step_run(workers: list[int], **changes: object) -> StepRun:
     assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
     collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
     plan = Plan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
-    return StepRun(plan, collection, version=0, num_workers=2)
+    return StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
 
 
 def names(requests: list) -> list[int]:

@@ -19,6 +19,9 @@ Schedule = Literal[
 Lengths = Literal["median", "ema", "quantile"]
 """Predictors of `treering.schedule.lengths`."""
 
+Rebalancing = Literal["none", "queued", "running"]
+"""See `treering.schedule.cluster`."""
+
 
 class RuntimeConfig(Config):
     """The processes of a run."""
@@ -32,8 +35,9 @@ class RuntimeConfig(Config):
         default=60.0,
         description="With workers: seconds that a reward or an answer may take; a rollout beyond is left out.",
     )
-    rebalance: Literal["none", "queued"] = Field(
+    rebalance: Rebalancing = Field(
         default="queued",
         description="With workers: what may go to another worker than planned. queued: rollouts that have not started. "
-        "none: nothing, so that which rollouts run side by side depends on no clock.",
+        "running: those too that have, where that is worth reading their tokens again. none: nothing, so that which "
+        "rollouts run side by side depends on no clock.",
     )

@@ -71,6 +71,13 @@ class Engine(ABC):
         """Requests that were submitted and have not come out of a step."""
 
     @abstractmethod
+    def progress(self) -> dict[RolloutKey, int]:
+        """Tokens that each running rollout has, those of `so_far` included; requests that wait are left out.
+
+        Example: {("q", 0, 3): 17} after 17 tokens of the only one that runs.
+        """
+
+    @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, in order.
 

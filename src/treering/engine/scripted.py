@@ -59,6 +59,10 @@ class ScriptedEngine(Engine):
         """Requests that were submitted and have not come out of a step."""
         return len(self._waiting) + len(self._running) + len(self._finished)
 
+    def progress(self) -> dict[RolloutKey, int]:
+        """Tokens that each running rollout has, those of `so_far` included; requests that wait are left out."""
+        return {key: row.num_generated for key, row in self._running.items()}
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, in order.
 
@@ -162,11 +166,16 @@ class _Row:
         return self.request.prompt.size + self._before.num_tokens
 
     @property
+    def num_generated(self) -> int:
+        """Tokens behind the prompt."""
+        return self._before.num_tokens + self.num_written
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         sampling = self.request.sampling
         if self.num_written and int(self.script[self.num_written - 1]) in sampling.stop_tokens:
             return "stop"
-        if self._before.num_tokens + self.num_written >= sampling.max_tokens:
+        if self.num_generated >= sampling.max_tokens:
             return "length"
         return "stop" if self.num_written == self.script.size else None
 

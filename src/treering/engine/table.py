@@ -62,6 +62,14 @@ class Table:
             return _FIRST_CONTEXT
         return int((c.num_prompt[:num_rows] + c.limit[:num_rows]).mean()) // 2
 
+    def progress(self) -> dict[RolloutKey, int]:
+        """Tokens behind its prompt that each row has, by key."""
+        columns = self.columns
+        return {
+            request.key: int(columns.num_tokens[row] - columns.num_prompt[row])
+            for row, request in enumerate(self.requests)
+        }
+
     def rollout(self, row: int, reason: FinishReason) -> Rollout:
         """What a row has so far."""
         columns = self.columns

@@ -132,6 +132,10 @@ class TorchEngine(Engine):
         """Which decoder runs, and where: "fused on cpu" for instance, or "plain on cuda" and why."""
         return self._backend
 
+    def progress(self) -> dict[RolloutKey, int]:
+        """See `Engine.progress`."""
+        return self._table.progress()
+
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Engine.submit`; stop strings need `decode`."""
         requests = list(requests)

@@ -172,6 +172,16 @@ class Collection:
             raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
 
     @property
+    def group_size(self) -> int:
+        """Rollouts of a prompt."""
+        return self._group_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a rollout at most."""
+        return self._sampling.max_tokens
+
+    @property
     def num_open(self) -> int:
         """Rollouts that are not over."""
         return len(self._prompts) * self._group_size - self._num_over

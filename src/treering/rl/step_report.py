@@ -87,6 +87,8 @@ class Overlap:
     """Steps between the weights that sampled it and those that it trained."""
     num_stolen: int
     """Rollouts that started on another worker than planned, because theirs was busy."""
+    num_moved: int
+    """Times that a running rollout went on at another worker."""
     num_resampled: int
     """Rollouts that were started again, because their worker died."""
 
@@ -97,6 +99,7 @@ class Overlap:
             metrics.BUBBLE: self.bubble,
             metrics.STALENESS: self.staleness,
             metrics.NUM_STOLEN: self.num_stolen,
+            metrics.NUM_MOVED: self.num_moved,
             metrics.NUM_RESAMPLED: self.num_resampled,
         }
 

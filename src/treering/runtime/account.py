@@ -24,6 +24,8 @@ class Account:
     """Times that a rollout was started again because its worker had died."""
     stolen: int = 0
     """Rollouts that started on another worker than planned."""
+    moved: int = 0
+    """Times that a running rollout went on at another worker."""
     judged: int = 0
     """Rollouts with a final verdict."""
     judged_again: int = 0

@@ -47,6 +47,7 @@ def report_of(finished: Finished, *, epoch: int, step_s: float) -> RlStepReport:
             bubble=finished.bubble,
             staleness=run.step - 1 - run.version,
             num_stolen=run.account.stolen,
+            num_moved=run.account.moved,
             num_resampled=run.account.sampled_again,
         ),
     )

@@ -3,15 +3,16 @@
 Knows requests, versions and processes. Knows nothing of rewards, training and policies.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from treering.engine.request import Request
-from treering.engine.rollout import RolloutKey
+from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.account import Account
 from treering.runtime.memory import SharedMemory
-from treering.runtime.messages import Begin, Case, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.messages import Begin, Case, Give, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.moving import choose_move
 from treering.runtime.process import Context, Seat
 from treering.runtime.step_run import StepRun
 from treering.runtime.worker import work
@@ -30,6 +31,8 @@ class _Post:
     running: dict[RolloutKey, Request] = field(default_factory=dict)
     awaited: set[RolloutKey] = field(default_factory=set)
     """Rollouts that may come back from the judge for another turn."""
+    gives_to: int | None = None
+    """Worker that is to go on with what this one was asked to give up, until it has."""
 
 
 class Fleet:
@@ -94,9 +97,12 @@ class Fleet:
                 continue
             if post.step != run.step:
                 post.step = run.step
-                post.seat.send(Begin(step=run.step, version=run.version, label=labels[run.version]))
+                reports = run.moving != "off"
+                post.seat.send(Begin(step=run.step, version=run.version, label=labels[run.version], reports=reports))
             post.running.update((request.key, request) for request in requests)
             post.seat.send(Sample(requests=requests))
+        for run in runs.values():
+            self._move(run)
 
     def receive(self, runs: Runs) -> list[tuple[StepRun, Case]]:
         """Turns that have come from workers, each with its step; workers that have died are replaced.
@@ -137,6 +143,10 @@ class Fleet:
         run.note_stats(message.stats)
         self.busy_s += message.busy_s
         post.seat.note_progress()
+        for key, num_tokens in message.progress.items():
+            run.note_progress(key, num_tokens)
+        if message.given is not None:
+            self._hand_on(post, message.given, run)
         found = []
         for rollout in message.rollouts:
             del post.running[rollout.key]
@@ -145,6 +155,28 @@ class Fleet:
                 post.awaited.add(rollout.key)
             found.append((run, case))
         return found
+
+    def _move(self, run: StepRun) -> None:
+        """Asks a worker to give something up where that pays; one at a time in a step."""
+        posts = [post if post.step == run.step else None for post in self._posts]
+        if run.prices is None or any(post is not None and post.gives_to is not None for post in posts):
+            return
+        move = choose_move(run, run.prices, [() if post is None else tuple(post.running) for post in posts])
+        if move is not None:
+            source = self._posts[move.source]
+            source.gives_to = move.target
+            source.seat.send(Give(keys=move.keys))
+
+    def _hand_on(self, post: _Post, given: Sequence[Rollout], run: StepRun) -> None:
+        """Lets another worker go on with what one has given up; the same one, where that is in another step by now."""
+        assert post.gives_to is not None, "workers give what they are asked for"
+        target, post.gives_to = post.gives_to, None
+        if self._posts[target].step != run.step:
+            target = self._posts.index(post)
+        for rollout in given:
+            request = post.running.pop(rollout.key)
+            before = 0 if request.so_far is None else request.so_far.num_tokens
+            run.move(replace(request, so_far=rollout) if rollout.num_tokens > before else request, target)
 
     def _replace(self, number: int, post: _Post, runs: Runs) -> None:
         self._account.worker_deaths += 1

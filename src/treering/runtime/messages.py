@@ -4,7 +4,7 @@ Knows records only. All of them are pickled by `child` and `process`, never by t
 memory dies with the process that sent it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Begin:
     """Steps behind the weights: where the ring has them."""
     label: int
     """Updates behind the weights: what rollouts record."""
+    reports: bool
+    """Whether to say from time to time how far rollouts are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +50,13 @@ class Sample:
     """To a worker: requests of the step that it has begun."""
 
     requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Give:
+    """To a worker: take these rollouts out, for another one to go on with."""
+
+    keys: Sequence[RolloutKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +70,10 @@ class Sampled:
 
     step: int
     rollouts: Sequence[Rollout]
+    given: Sequence[Rollout] | None
+    """The answer to a `Give`: what was still running; None where there was none."""
+    progress: Mapping[RolloutKey, int]
+    """Tokens of what runs; empty where nobody asked for reports."""
     stats: EngineStats
     busy_s: float
 

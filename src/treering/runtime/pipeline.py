@@ -25,6 +25,7 @@ from treering.runtime.agenda import Agenda
 from treering.runtime.assembly import Beginning, Blueprint, start_crew
 from treering.runtime.crew import Crew, Finished
 from treering.runtime.finishing import report_of, settled
+from treering.runtime.moving import prices_of
 from treering.runtime.planning import Planner
 from treering.runtime.recipe import Recipe
 from treering.runtime.step_run import StepRun
@@ -262,7 +263,16 @@ class PipelineLoop(Resumable[RlStepReport]):
             collection = self._agenda.collection(step)
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
-            crew.open(StepRun(plan, collection, version=version, num_workers=self._cluster.num_workers))
+            crew.open(
+                StepRun(
+                    plan,
+                    collection,
+                    version=version,
+                    num_workers=self._cluster.num_workers,
+                    ratios=self._planner.ratios(),
+                    prices=prices_of(self._cluster) if self._cluster.rebalancing == "running" else None,
+                )
+            )
 
     def _take_over(self, crew: Crew, finished: Finished) -> None:
         """Makes a trained step the latest one: in the account, in what is learnt, in the weights here and elsewhere."""

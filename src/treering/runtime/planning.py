@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import NormalDist
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,11 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from treering.errors import InputError
+from treering.schedule.beliefs import PRIOR_SPREAD
 from treering.schedule.cluster import Cluster
 from treering.schedule.lengths import LengthPredictor
 from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, Outlook, Policy
 from treering.schedule.simulation import NUM_FORECASTS, checked
 from treering.types import PromptId
+
+_QUANTILES = (np.arange(32) + 0.5) / 32
+_GUESSED_RATIOS = np.exp(PRIOR_SPREAD * np.array([NormalDist().inv_cdf(share) for share in _QUANTILES]))
+"""Of lengths of which nothing is known."""
 
 PromptsOf: TypeAlias = Callable[[int], NDArray[np.int64]]
 """Gives the numbers of a step's prompts."""
@@ -85,6 +91,17 @@ class Planner:
         groups = lengths.reshape(-1, self._group_size)
         for number, group in zip(self._prompts_of(step).tolist(), groups, strict=True):
             self._predictor.observe(self._prompt_ids[number], group)
+
+    def ratios(self) -> NDArray[np.float64]:
+        """float64 [H]: real over predicted lengths of the latest steps, evenly spaced; a wide guess before the first.
+
+        Example: after a step that was predicted 10 tokens a rollout and had 5 to 20, they go from 0.5 to 2.
+        """
+        if not self._told:
+            return _GUESSED_RATIOS
+        ratios = np.concatenate([lengths / predicted for _, predicted, lengths in self._told])
+        spaced: NDArray[np.float64] = np.quantile(ratios, _QUANTILES)
+        return spaced
 
     def state(self) -> dict[str, Any]:
         """Plans that are made and not told, what the policy was told of late, and what the predictor knows."""

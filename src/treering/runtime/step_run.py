@@ -4,7 +4,7 @@ Knows requests and queues. Knows nothing of processes, of weights and of other s
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
-from treering.engine.rollout import Rollout
+from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Collection
 from treering.rl.step_report import total_stats
 from treering.runtime.account import Account
+from treering.runtime.expectations import Expectations
 from treering.runtime.planning import Plan
+from treering.schedule.destinations import Prices
+from treering.schedule.policy import Moving
 
 
 class StepRun:
@@ -28,8 +31,26 @@ class StepRun:
     Example: with 8 rollouts on 2 workers `take(0, ...)` gives the first worker's 4 in the planned order.
     """
 
-    def __init__(self, plan: Plan, collection: Collection, *, version: int, num_workers: int) -> None:
-        """`version`: steps behind the weights that sample it."""
+    def __init__(
+        self,
+        plan: Plan,
+        collection: Collection,
+        *,
+        version: int,
+        num_workers: int,
+        ratios: NDArray[np.float64],
+        prices: Prices | None = None,
+    ) -> None:
+        """Nothing has started.
+
+        Args:
+            plan: where its rollouts run.
+            collection: of them, none of which is there.
+            version: steps behind the weights that sample it.
+            num_workers: workers of the run.
+            ratios: float64 [H] > 0: real over predicted lengths of earlier rollouts.
+            prices: by which moves are judged; None moves nothing.
+        """
         self.step, self.version = plan.step, version
         self.collection = collection
         requests = collection.requests()
@@ -37,20 +58,32 @@ class StepRun:
         self.stats = EngineStats()
         self.started_s = self.ended_s = 0.0
         self._number = {request.key: number for number, request in enumerate(requests)}
-        beliefs = plan.assignment.beliefs
-        self._beliefs = plan.predicted if beliefs is None else beliefs
-        self._lengths = np.ones(len(requests), np.int64)
+        believed = plan.predicted if plan.assignment.beliefs is None else plan.assignment.beliefs
+        self._expectations = Expectations(
+            plan.predicted,
+            believed=believed,
+            group_size=collection.group_size,
+            ratios=ratios,
+            max_tokens=collection.max_tokens,
+        )
+        self.moving: Moving = plan.assignment.moving if prices is not None else "off"
+        self.prices = prices
+        self._moves: Counter[RolloutKey] = Counter()
+        self._started: set[RolloutKey] = set()
+        self._num_prompt_tokens = [request.prompt.size for request in requests]
         self._can_steal = plan.assignment.stealing == "queued"
         self._queues: list[deque[Request]] = [deque() for _ in range(num_workers)]
         for number in plan.assignment.order.tolist():
             self._queues[plan.assignment.workers[number]].append(requests[number])
-        self._shares = {worker for worker, queue in enumerate(self._queues) if queue}
+        self._sizes = [len(queue) for queue in self._queues]
+        self._reaches = np.zeros(num_workers)
+        np.maximum.at(self._reaches, plan.assignment.workers, believed)
         self._left_over: deque[Request] = deque()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [R]: tokens of the rollouts, prompts in order, then samples; 1 where there is none."""
-        return self._lengths
+        return np.maximum(self._expectations.lengths, 1)
 
     @property
     def is_whole(self) -> bool:
@@ -59,7 +92,7 @@ class StepRun:
 
     def has_work(self, worker: int) -> bool:
         """Whether a worker that runs nothing of this step finds something to start."""
-        can_steal = self._can_steal and worker in self._shares and any(self._queues)
+        can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
         return bool(self._queues[worker] or self._left_over or can_steal)
 
     def take(self, worker: int, *, num_running: int, max_batch: int) -> list[Request]:
@@ -71,7 +104,7 @@ class StepRun:
             taken.append(queue.popleft())
         while self._left_over and len(taken) < room:
             taken.append(self._left_over.popleft())
-        while self._can_steal and worker in self._shares and len(taken) < room and any(self._queues):
+        while self._can_steal and self._sizes[worker] > 0 and len(taken) < room and any(self._queues):
             taken.append(self._longest().popleft())
             self.account.stolen += 1
         if taken and self.started_s == 0.0:
@@ -81,6 +114,7 @@ class StepRun:
     def put_back(self, requests: Iterable[Request]) -> None:
         """Takes what a worker that died was running; whoever has room samples it again, with the same tokens."""
         lost = list(requests)
+        self._started.difference_update(request.key for request in lost)
         self._left_over.extend(lost)
         self.account.sampled_again += len(lost)
 
@@ -100,14 +134,63 @@ class StepRun:
         """Adds what an engine counted for this step."""
         self.stats = total_stats([self.stats, stats])
 
+    def note_progress(self, key: RolloutKey, num_tokens: int) -> None:
+        """Takes how far a running rollout is."""
+        self._started.add(key)
+        self._expectations.note_progress(self._number[key], num_tokens)
+
+    def move(self, request: Request, worker: int) -> None:
+        """Takes a rollout that a worker has given up, for another one, which starts it next."""
+        self._moves[request.key] += 1
+        self._started.discard(request.key)
+        self._queues[worker].appendleft(request)
+        self.account.moved += 1
+
     def note_over(self, rollout: Rollout) -> None:
-        """Takes the length of a rollout that is over."""
-        self._lengths[self._number[rollout.key]] = max(1, rollout.num_tokens)
+        """Takes the length of a rollout that is over, which tells something of its siblings."""
+        self._expectations.note_over(self._number[rollout.key], max(1, rollout.num_tokens))
         self.account.sampled += 1
         self.account.judged += 1
         if self.is_whole:
             self.ended_s = time.perf_counter()
 
+    def has_started(self, key: RolloutKey) -> bool:
+        """Whether a worker has said how far the rollout is since it got it."""
+        return key in self._started
+
+    def so_far(self, key: RolloutKey) -> int:
+        """Tokens that a running rollout was last said to have."""
+        return self._expectations.so_far(self._number[key])
+
+    def expected(self, key: RolloutKey) -> float:
+        """Length that a rollout is expected to reach."""
+        return float(self._expectations.expected[self._number[key]])
+
+    def num_moves(self, key: RolloutKey) -> int:
+        """Times that a rollout was moved."""
+        return self._moves[key]
+
+    def num_prompt_tokens(self, key: RolloutKey) -> int:
+        """Tokens of a rollout's prompt."""
+        return self._num_prompt_tokens[self._number[key]]
+
+    def share_size(self, worker: int) -> int:
+        """Rollouts that were planned for a worker."""
+        return self._sizes[worker]
+
+    def reach(self, worker: int) -> float:
+        """Longest length that was believed of a worker's share; 0 for an empty one."""
+        return float(self._reaches[worker])
+
+    def num_queued(self, worker: int) -> int:
+        """Rollouts that wait for a worker here."""
+        return len(self._queues[worker])
+
+    @property
+    def can_be_stolen(self) -> bool:
+        """Whether something waits that any worker may start."""
+        return bool(self._left_over) or (self._can_steal and any(self._queues))
+
     def _longest(self) -> deque[Request]:
         """The queue with the most predicted tokens."""
-        return max(self._queues, key=lambda queue: sum(self._beliefs[self._number[each.key]] for each in queue))
+        return max(self._queues, key=lambda queue: sum(self.expected(each.key) for each in queue))

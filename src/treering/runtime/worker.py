@@ -5,17 +5,22 @@ was sampling when it dies is sampled again, with the same tokens.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from treering.engine.protocol import Engine, EngineStats
+from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.draft import Drafter
 from treering.history.reader import HistoryReader
 from treering.rl.drafting import DraftOptions, make_drafter
 from treering.runtime.child import Port, Ready
 from treering.runtime.memory import SharedMemory
-from treering.runtime.messages import Begin, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.messages import Begin, Give, Refresh, Sample, Sampled, WorkerSettings
 from treering.runtime.ring import WeightRing
+
+_REPORT_S = 0.2
+"""Between reports on how far rollouts are, where none ends."""
 
 
 def work(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
@@ -59,6 +64,10 @@ class _Worker:
         self._step = 0
         self._before = EngineStats()
         self._busy_s = 0.0
+        self._reports = False
+        self._reported_s = 0.0
+        self._ended: list[Rollout] = []
+        self._given: list[Rollout] | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -71,25 +80,46 @@ class _Worker:
         elif isinstance(message, Sample):
             assert self._engine is not None, "a step begins before its requests come"
             self._engine.submit(message.requests)
+        elif isinstance(message, Give):
+            self._give(message.keys)
         elif isinstance(message, Refresh) and self._memory is not None:
             self._memory.refresh()
         self._busy_s += time.perf_counter() - started
 
     def advance(self) -> Sampled | None:
-        """One pass of the engine; a message where rollouts have ended."""
-        if self._engine is None or not self.is_busy:
-            return None
-        started = time.perf_counter()
-        rollouts = self._engine.step()
-        self._busy_s += time.perf_counter() - started
-        if not rollouts:
-            return None
+        """One pass of the engine; a message where rollouts have ended or were given up, or a report is due."""
+        if self.is_busy:
+            assert self._engine is not None
+            started = time.perf_counter()
+            self._ended += self._engine.step()
+            self._busy_s += time.perf_counter() - started
+        is_due = self._reports and self.is_busy and time.perf_counter() >= self._reported_s + _REPORT_S
+        return self._news() if self._ended or self._given is not None or is_due else None
+
+    def _news(self) -> Sampled:
+        """What has happened since the message before."""
+        assert self._engine is not None, "nothing happens before a step has begun"
+        (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
         before, self._before = self._before, self._engine.stats
-        return Sampled(step=self._step, rollouts=rollouts, stats=self._before.since(before), busy_s=busy_s)
+        self._reported_s = time.perf_counter()
+        return Sampled(
+            step=self._step,
+            rollouts=rollouts,
+            given=given,
+            progress=self._engine.progress() if self._reports else {},
+            stats=self._before.since(before),
+            busy_s=busy_s,
+        )
+
+    def _give(self, keys: Sequence[RolloutKey]) -> None:
+        assert self._engine is not None, "a worker gives up what it has begun"
+        out = self._engine.abort(keys)
+        self._given = [rollout for rollout in out if rollout.finish_reason == "abort"]
+        self._ended += [rollout for rollout in out if rollout.finish_reason != "abort"]
 
     def _begin(self, message: Begin) -> None:
-        self._step = message.step
+        self._step, self._reports = message.step, message.reports
         if self._memory is not None:
             self._memory.begin()
         if self._engine is not None and self._engine.version == message.label:
