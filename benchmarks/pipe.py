@@ -100,7 +100,7 @@ def measure(
                 machines[group[0].name] = machine
                 for variant in group:
                     own = ran[variant.name]
-                    predicted = predict(own.config, own.run.lengths(), machine, first=first)
+                    predicted = predict(own.config, own.run.lengths(), machine, first=first, told=own.told)
                     found[variant.name].append(Compared(measured=own, predicted=predicted))
     rows = [_row(variant, found, group[0], size) for group in groups for variant in group]
     return {
@@ -136,6 +136,12 @@ def _row(variant: Variant, found: dict[str, list[Compared]], calibration: Varian
         ),
         "bubble": sum(overlap.bubble for overlap in overlaps) / len(overlaps),
         "predicted_bubble": median(each.predicted.bubble for each in own),
+        "choices": list(own[-1].measured.choices),
+        "num_choices_differing": sum(
+            mine != said
+            for each in own
+            for mine, said in zip(each.measured.choices, each.predicted.choices, strict=True)
+        ),
         "tokens_per_step": sum(each.engine.num_sampled for each in reports)
         / sum(each.engine.num_rows for each in reports),
         "num_stolen": sum(overlap.num_stolen for overlap in overlaps) // len(own),
@@ -174,6 +180,16 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     notes.append(
         f"predicted within {TARGET:.0%}: {len(rows) - len(missed)} of {len(rows)}" + (f"; not {names}" if names else "")
     )
+    uneven = [
+        f"{_name(row)} ({min(row['step_s_of_runs']):.2f} to {max(row['step_s_of_runs']):.2f} s)"
+        for row in rows
+        if max(row["step_s_of_runs"]) > (1.0 + TARGET) * min(row["step_s_of_runs"])
+    ]
+    if uneven:
+        notes.append(
+            f"runs of one row that differ by more than {TARGET:.0%}, so that something else ran on the machine and no "
+            f"prediction can be held against them: {', '.join(uneven)}"
+        )
     slower = [_name(row) for row in rows if row["speedup"] < 1.0]
     if slower:
         notes.append(f"slower than {rows[0]['policy']} at the same staleness: {', '.join(slower)}")

@@ -1,10 +1,10 @@
-"""What the simulator says a run takes: the run's own lengths, the forecasts that its policy had, a measured latency.
+"""What the simulator says a run takes: its lengths, what its policy was told of lengths and times, a measured latency.
 
 Knows configurations, lengths and the simulator. Knows nothing of processes and clocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD, Latency
 from treering.schedule.lengths import make_predictor
 from treering.schedule.policies import make_policy
-from treering.schedule.policy import Forecast
+from treering.schedule.policy import Assignment, Forecast, Outlook, Policy
 from treering.schedule.simulation import simulate
 from treering.schedule.timeline import Timeline
 from treering.schedule.trace import Trace, TraceStep
@@ -31,6 +31,37 @@ class Prediction:
     step_s: float
     bubble: float
     """Share of the workers' time in which they sample nothing."""
+    choices: tuple[str, ...]
+    """See `Policy.choices`."""
+
+
+class Told(Policy):
+    """A policy that is told for each step what a run's was told: what had been measured when the step was planned.
+
+    Example: at staleness 1, with `latencies=[None, None, measured]`, the fourth step is planned with the measured one,
+    and those before it with the cluster's.
+    """
+
+    def __init__(self, policy: Policy, latencies: Sequence[Latency | None]) -> None:
+        """`latencies`: what the run had measured after 0, 1, 2, ... steps; None: nothing yet."""
+        self._policy = policy
+        self._latencies = latencies
+
+    @property
+    def name(self) -> str:
+        return self._policy.name
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self._policy.choices
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        known = self._latencies[max(0, outlook.step - 1 - outlook.cluster.staleness)]
+        cluster = replace(outlook.cluster, latency=known or outlook.cluster.latency)
+        return self._policy.assign(replace(outlook, cluster=cluster))
+
+    def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        self._policy.learn(step, predicted, lengths)
 
 
 def cluster_of(config: RlConfig, latency: Latency = STANDARD) -> Cluster:
@@ -63,8 +94,15 @@ def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     return Trace(steps=tuple(steps), max_tokens=config.sampling.max_tokens)
 
 
-def predict(config: RlConfig, lengths: Sequence[NDArray[np.int64]], machine: Machine, *, first: int) -> Prediction:
-    """Seconds and bubble of the steps after the first `first`.
+def predict(
+    config: RlConfig,
+    lengths: Sequence[NDArray[np.int64]],
+    machine: Machine,
+    *,
+    first: int,
+    told: Sequence[Latency | None],
+) -> Prediction:
+    """Seconds and bubble of the steps after the first `first`, planned with what the run had measured, see `Told`.
 
     How many processes share the machine decides how fast they are, and how fast they are decides when they run. So it
     is simulated again and again, each time with what the time before says of the processes beside each other.
@@ -75,12 +113,17 @@ def predict(config: RlConfig, lengths: Sequence[NDArray[np.int64]], machine: Mac
     shares, num_busy = np.eye(machine.factors.size)[0], 0.0
     for _ in range(_NUM_ROUNDS):
         cluster = cluster_of(config, machine.latency(shares, num_busy))
-        timeline = simulate(make_policy(config.schedule), trace, workers=cluster, believed=believed)
+        policy = Told(make_policy(config.schedule), told)
+        timeline = simulate(policy, trace, workers=cluster, believed=believed)
         new_shares, new_busy = beside_each_other(timeline, machine.factors.size)
         # Half way, so that it does not swing.
         shares, num_busy = (shares + new_shares) / 2, (num_busy + new_busy) / 2
     begins, ends = float(timeline.trained_s[first - 1]), float(timeline.trained_s[-1])
-    return Prediction(step_s=(ends - begins) / (len(lengths) - first), bubble=_bubble(timeline, begins, ends))
+    return Prediction(
+        step_s=(ends - begins) / (len(lengths) - first),
+        bubble=_bubble(timeline, begins, ends),
+        choices=timeline.choices,
+    )
 
 
 def beside_each_other(timeline: Timeline, num_states: int) -> tuple[NDArray[np.float64], float]:

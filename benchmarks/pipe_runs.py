@@ -4,6 +4,7 @@ Knows how such a run is put together, as `treering train` does it. Knows nothing
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -21,6 +22,7 @@ from treering.cli.train_task import load_task
 from treering.config import RlConfig
 from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.ring import WeightRing
+from treering.schedule.latency import Latency
 from treering.schedule.lengths import make_predictor
 from treering.schedule.policies import make_policy
 
@@ -32,6 +34,10 @@ class PipeRun:
     config: RlConfig
     run: LoopRun
     observed: Observed
+    told: Sequence[Latency | None]
+    """What policies could be told after 0, 1, 2, ... steps; None: nothing is measured yet."""
+    choices: tuple[str, ...]
+    """The plans that the policy has taken."""
 
 
 def run_timed(config: RlConfig, *, first: int) -> PipeRun:
@@ -42,6 +48,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
     model = make_model(config, beside, source)
     num_steps = config.rl.num_steps
     assert num_steps is not None, "configuration sets it"
+    policy = make_policy(config.schedule)
     reports, latest, ended = [], [], []
     with PipelineLoop(
         model,
@@ -51,15 +58,17 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         options=rl_options(config, source, compute_options(config.model, config.rl)),
         num_steps=num_steps,
         cluster=cluster_of(config),
-        policy=make_policy(config.schedule),
+        policy=policy,
         predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
         drafting=make_drafting(config),
     ) as loop:
+        told = [loop.measured]
         began = time.perf_counter()
         for _ in range(num_steps):
             reports.append(loop.step())
-            latest.append(loop.latest)
             ended.append(time.perf_counter())
+            latest.append(loop.latest)
+            told.append(loop.measured)
     run = LoopRun(reports=reports, latest=latest, ended_s=np.array(ended) - began)
     phases = [report.phases for report in reports[first:]]
     spans = [(end - phase.train_s - phase.update_s, end) for end, phase in zip(ended[first:], phases, strict=True)]
@@ -71,7 +80,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         num_rollouts=sum(len(step) for step in latest[first:]),
         read_s=_read_s(model),
     )
-    return PipeRun(config=config, run=run, observed=observed)
+    return PipeRun(config=config, run=run, observed=observed, told=told, choices=policy.choices)
 
 
 def _read_s(model: nn.Module) -> float:

@@ -9,7 +9,7 @@ from benchmarks import pipe
 from benchmarks.loop_runs import Variant, configuration
 from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, num_beside
 from benchmarks.pipe_passes import LOAD, PASS, TimedEngine, read_passes
-from benchmarks.pipe_prediction import beside_each_other, cluster_of, predict, trace_of
+from benchmarks.pipe_prediction import Told, beside_each_other, cluster_of, predict, trace_of
 from numpy.typing import NDArray
 
 from tests.benchmarks.loops import TINY, random_start
@@ -22,7 +22,8 @@ from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import make_policy
-from treering.schedule.policy import Forecast, Outlook
+from treering.schedule.policy import Assignment, Forecast, Outlook, Policy
+from treering.schedule.simulation import simulate
 from treering.schedule.timeline import Timeline
 
 
@@ -179,13 +180,13 @@ def test_a_prediction_of_equal_rollouts_is_what_one_calculates(tmp_path: Path) -
     alone = Latency(num_rows=np.array([1, 2]), decode_s=np.array([1.0, 1.5]), prefill_s=0.0, load_s=0.5, training_s=4.0)
     machine = Machine(alone=alone, factors=np.array([1.0, 1.0, 1.0]), update_s=0.0)
     lengths = [np.full(6, 4, np.int64)] * 4
-    found = predict(config, lengths, machine, first=2)
+    found = predict(config, lengths, machine, first=2, told=[None] * 5)
     # Three rollouts a worker, two at one time: 4 tokens at 1.5 s, then 4 at 1 s; loading and training besides.
     assert found.step_s == pytest.approx(6.0 + 4.0 + 0.5 + 4.0)
     assert found.bubble == pytest.approx(1.0 - 10.0 / 14.5)
     slow = Machine(alone=alone, factors=np.array([1.0, 2.0, 2.0]), update_s=1.0)
     # Both workers begin and end together, so each always runs beside the other; the trainer runs alone.
-    assert predict(config, lengths, slow, first=2).step_s == pytest.approx(20.0 + 0.5 + 4.0, rel=0.01)
+    assert predict(config, lengths, slow, first=2, told=[None] * 5).step_s == pytest.approx(20.0 + 0.5 + 4.0, rel=0.01)
 
 
 def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
@@ -194,6 +195,33 @@ def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
     cluster = cluster_of(config)
     assert cluster.rebalancing == "queued"
     assert make_policy("histopipe").assign(Outlook(step=1, cluster=cluster, forecasts=(forecast,))).moving == "off"
+
+
+class Listening(Policy):
+    """Notes the first time that it is told of each step."""
+
+    def __init__(self) -> None:
+        self.told: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return "listening"
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        self.told.append(float(outlook.cluster.latency.decode_s[0]))
+        size = outlook.forecasts[0].num_rollouts
+        return Assignment(workers=np.zeros(size, np.int32), order=np.arange(size))
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [20.0, 1.0, 20.0, 3.0]), (1, [20.0, 20.0, 1.0, 20.0])])
+def test_a_predicted_policy_is_told_what_was_measured_when_the_step_was_planned(
+    staleness: int, expected: list[float], tmp_path: Path
+) -> None:
+    config, policy = config_of(tmp_path, staleness=staleness), Listening()
+    told = [None, linear_latency(step_s=1.0, row_s=0.0), None, linear_latency(step_s=3.0, row_s=0.0), None]
+    trace = trace_of(config, [np.full(6, 4, np.int64)] * 4)
+    simulate(Told(policy, told), trace, workers=cluster_of(config))
+    assert policy.told == expected
 
 
 @pytest.mark.slow
@@ -219,6 +247,7 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])
         assert row["is_calibration"] == (row["policy"] == "fifo")
         assert 0.0 <= row["bubble"] <= 1.0
+        assert (row["choices"], row["num_choices_differing"]) == ([], 0)
         if row["is_calibration"]:
             assert row["speedup"] == row["predicted_speedup"] == 1.0
     assert set(found["latency"]) == {"fifo-0-off", "fifo-1-off", "fifo-1-on"}

@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from tests.cli.test_train import config, folder, prompts
 from transformers import AutoModelForCausalLM
 
 from treering.cli.train import run
+from treering.cli.train_summary import times_of
 from treering.config.runtime import Lengths, Schedule
 from treering.data import read_trajectories
 from treering.errors import ConfigError, StateError
+from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.lengths import PredictorName
 from treering.schedule.policies import RUN_POLICIES
 
@@ -66,6 +69,27 @@ def test_the_account_stands_in_the_table(folder: Path, capsys: pytest.CaptureFix
     assert "account" in table
     assert "18 scheduled" in table
     assert "deaths" in table
+
+
+def test_a_run_says_what_it_has_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Six rollouts in every other step, four of them at one time: passes of four rows and of two.
+    overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=8")
+    measured = train(capsys, config(folder), "run.dir=queued", *overrides)["latency"]
+    assert measured.keys() == {"step_s", "row_s", "prefill_s", "load_s", "training_s"}
+    assert min(measured.values()) >= 0
+    assert measured["step_s"] + measured["row_s"] > 0
+    assert measured["training_s"] > 0
+    assert train(capsys, config(folder), "run.dir=none", "runtime.rebalance=none", *overrides)["latency"] is None
+    assert train(capsys, config(folder), "run.dir=plain")["latency"] is None
+
+
+def test_measured_times_are_a_line() -> None:
+    latency = linear_latency(step_s=0.002, row_s=0.0005, prefill_s=0.25, load_s=0.5, training_s=3.0)
+    assert times_of(latency) == pytest.approx(
+        {"step_s": 0.002, "row_s": 0.0005, "prefill_s": 0.25, "load_s": 0.5, "training_s": 3.0}
+    )
+    sloped = Latency(num_rows=np.array([1, 2, 9]), decode_s=np.array([0.5, 1.0, 4.5]))
+    assert times_of(sloped)["step_s"] == pytest.approx(0.0)
 
 
 def test_steps_overlap_only_where_there_are_workers(folder: Path) -> None:

@@ -20,7 +20,7 @@ from treering.cli.sharing import with_costs
 from treering.cli.train_loop import make_loop, make_model
 from treering.cli.train_progress import RlProgress
 from treering.cli.train_settings import identity
-from treering.cli.train_summary import TrainSummary, totals
+from treering.cli.train_summary import TrainSummary, times_of, totals
 from treering.cli.train_task import TaskSource, load_task
 from treering.cli.train_warmup import warm_up
 from treering.config import RlConfig
@@ -70,6 +70,8 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
     ):
         reports = _show_each(run.steps, RlProgress(progress), console)
     last_step = reports[-1].step if reports else run.opened.step
+    pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
+    measured = None if pipeline is None else pipeline.measured
     return TrainSummary(
         run_dir=str(config.run.dir),
         task=run.source.kind,
@@ -79,7 +81,8 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
         num_steps=last_step,
         total=totals(reports),
         checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
-        account=run.loop.account.as_dict() if isinstance(run.loop, PipelineLoop) else None,
+        account=None if pipeline is None else pipeline.account.as_dict(),
+        latency=None if measured is None else times_of(measured),
     )
 
 

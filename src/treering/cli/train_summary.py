@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from treering.rl.step_report import RlStepReport, total_stats
+from treering.schedule.latency import Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class TrainSummary:
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
     account: Mapping[str, int] | None = None
     """What became of every rollout of the whole run, see `treering.runtime.account`; None without processes."""
+    latency: Mapping[str, float] | None = None
+    """What the run has measured and plans with, see `times_of`; None where it has measured nothing."""
 
 
 def totals(reports: Sequence[RlStepReport]) -> Totals:
@@ -99,6 +102,18 @@ def totals(reports: Sequence[RlStepReport]) -> Totals:
     )
 
 
+def times_of(latency: Latency) -> dict[str, float]:
+    """Seconds of a latency that is a line: "step_s" of a pass, "row_s" more a row, and those of its other names.
+
+    Example: passes of 1 and 2 rows that take 3 and 4 ms have the step_s 0.002 and the row_s 0.001.
+    """
+    row_s = float(latency.decode_s[-1] - latency.decode_s[0]) / int(latency.num_rows[-1] - latency.num_rows[0])
+    step_s = float(latency.decode_s[0]) - row_s * int(latency.num_rows[0])
+    others = {name: getattr(latency, name) for name in ("prefill_s", "load_s", "training_s")}
+    # Rounding may leave a hair below 0.
+    return {"step_s": max(0.0, step_s), "row_s": row_s, **others}
+
+
 def as_table(summary: TrainSummary) -> Table:
     """The summary for a terminal."""
     total = summary.total
@@ -118,6 +133,7 @@ def as_table(summary: TrainSummary) -> Table:
         "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
         "sharing": f"{total.sharing:.3f}",
         **_account_rows(summary.account),
+        **_latency_rows(summary.latency),
         "checkpoint": summary.checkpoint,
     }
     table.add_column()
@@ -139,6 +155,17 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
         f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
     return {"account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}", "deaths": deaths}
+
+
+def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
+    """What plans are made with."""
+    if latency is None:
+        return {}
+    milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
+    return {
+        "planned with": f"passes of {milliseconds['step_s']} + {milliseconds['row_s']} a row, weights in "
+        f"{milliseconds['load_s']}, updates of {milliseconds['training_s']} (measured)"
+    }
 
 
 def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:

@@ -38,6 +38,6 @@ class RuntimeConfig(Config):
     rebalance: Rebalancing = Field(
         default="queued",
         description="With workers: what may go to another worker than planned. queued: rollouts that have not started. "
-        "running: those too that have, where that is worth reading their tokens again. none: nothing, so that which "
-        "rollouts run side by side depends on no clock.",
+        "running: those too that have, where that is worth reading their tokens again. none: nothing, and plans know "
+        "no measured times, so that which rollouts run side by side depends on no clock.",
     )

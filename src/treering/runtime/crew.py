@@ -18,6 +18,7 @@ from treering.runtime.process import Seat
 from treering.runtime.ring import WeightRing
 from treering.runtime.step_run import StepRun
 from treering.runtime.workshop import Workshop
+from treering.schedule.measured import PassTimes
 
 _LISTEN_S = 1.0
 """Longest wait for a message; deaths that close no pipe are seen after it."""
@@ -33,6 +34,7 @@ class Finished:
         label: policy version that sampled it.
         trainer_wait_s: in which the trainer had nothing to train before it.
         bubble: share of the workers' time since the step before in which they sampled nothing.
+        times: of passes and loads since the step before, and of its update.
     """
 
     run: StepRun
@@ -40,6 +42,7 @@ class Finished:
     label: int
     trainer_wait_s: float
     bubble: float
+    times: PassTimes
 
 
 class Crew:
@@ -177,5 +180,7 @@ class Crew:
         self._idle_since_s = self._step_since_s = now
         self._fleet.busy_s = 0.0
         bubble = max(0.0, 1.0 - busy_s / (elapsed_s * self._fleet.num_workers))
+        times, self._fleet.times = self._fleet.times, PassTimes()
+        times.note_training(done.train_s + done.update_s)
         label = self.labels[run.version]
-        return Finished(run=run, done=done, label=label, trainer_wait_s=wait_s, bubble=bubble)
+        return Finished(run=run, done=done, label=label, trainer_wait_s=wait_s, bubble=bubble, times=times)

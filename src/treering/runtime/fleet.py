@@ -16,6 +16,7 @@ from treering.runtime.moving import choose_move
 from treering.runtime.process import Context, Seat
 from treering.runtime.step_run import StepRun
 from treering.runtime.worker import work
+from treering.schedule.measured import PassTimes
 
 Runs = Mapping[int, StepRun]
 """Steps that are being sampled, by number, in their order."""
@@ -59,6 +60,7 @@ class Fleet:
             _Post(seat=Seat(f"rollout worker {number}", work, memory, context)) for number in range(num_workers)
         ]
         self.busy_s = 0.0
+        self.times = PassTimes()
         for post in self._posts:
             post.seat.fill(settings)
 
@@ -142,6 +144,7 @@ class Fleet:
         run = runs[message.step]
         run.note_stats(message.stats)
         self.busy_s += message.busy_s
+        self.times.add(message.times)
         post.seat.note_progress()
         for key, num_tokens in message.progress.items():
             run.note_progress(key, num_tokens)

@@ -17,6 +17,7 @@ from treering.rl.judging import Verdict
 from treering.rl.options import RlOptions
 from treering.rl.trainer import Trained
 from treering.runtime.recipe import Recipe
+from treering.schedule.measured import PassTimes
 from treering.train.optim import OptimOptions
 
 
@@ -76,6 +77,8 @@ class Sampled:
     """Tokens of what runs; empty where nobody asked for reports."""
     stats: EngineStats
     busy_s: float
+    times: PassTimes
+    """Of passes and loads since the message before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

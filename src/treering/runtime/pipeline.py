@@ -19,18 +19,15 @@ from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.options import RlOptions
 from treering.rl.step_report import RlStepReport
 from treering.rl.task import Task
-from treering.rl.trajectories import as_trajectories
 from treering.runtime.account import Account
-from treering.runtime.agenda import Agenda
 from treering.runtime.assembly import Beginning, Blueprint, start_crew
+from treering.runtime.course import Course
 from treering.runtime.crew import Crew, Finished
-from treering.runtime.finishing import report_of, settled
-from treering.runtime.moving import prices_of
-from treering.runtime.planning import Planner
+from treering.runtime.finishing import report_of
 from treering.runtime.recipe import Recipe
-from treering.runtime.step_run import StepRun
 from treering.runtime.training import unpacked
 from treering.schedule.cluster import Cluster
+from treering.schedule.latency import Latency
 from treering.schedule.lengths import LengthPredictor
 from treering.schedule.policy import Policy
 from treering.train.checkpoint import set_random_state
@@ -76,7 +73,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             optim: the optimiser.
             options: of the steps, as `RlLoop` has them.
             num_steps: of the whole run: nothing is sampled for steps beyond.
-            cluster: workers, and the staleness; its slots and times are what policies plan with.
+            cluster: workers, and the staleness; its slots, and its times until some are measured, are for policies.
             policy: a new one.
             predictor: a new one.
             drafting: memory of earlier rollouts, in a folder that workers read; None samples without speculation.
@@ -93,30 +90,18 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
         check_routers(model, options.router_losses)
         self.model = model
-        self._agenda = Agenda(task, options)
-        self._num_steps, self._cluster = num_steps, cluster
+        self._course = Course(task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor)
         self._drafting = drafting
         self._blueprint = Blueprint(
             recipe=recipe,
             optim=optim,
             options=options,
             cluster=cluster,
-            max_tokens=self._agenda.sampling.max_tokens,
+            max_tokens=self._course.max_tokens,
             history=None if drafting is None else drafting.folder,
             drafts=DraftOptions() if drafting is None else drafting.options,
             time_limit_s=reward_time_limit_s,
         )
-        self._planner = Planner(
-            policy,
-            predictor,
-            cluster,
-            prompt_ids=[prompt.prompt_id for prompt in task.prompts],
-            prompts_of=self._agenda.plan.tasks_of,
-            group_size=options.group_size,
-            num_steps=num_steps,
-        )
-        self.account = Account()
-        self._version = 0
         self._latest: list[Trajectory] = []
         self._beginning = Beginning()
         self._crew: Crew | None = None
@@ -125,12 +110,22 @@ class PipelineLoop(Resumable[RlStepReport]):
     @property
     def num_steps_done(self) -> int:
         """Steps since the start of the run, resumed ones included; those that trained nothing count too."""
-        return self._agenda.num_steps_done
+        return self._course.num_steps_done
 
     @property
     def version(self) -> int:
         """Policy version of the weights: updates since the start of the run."""
-        return self._version
+        return self._course.version
+
+    @property
+    def account(self) -> Account:
+        """What became of every rollout of the run's finished steps."""
+        return self._course.account
+
+    @property
+    def measured(self) -> Latency | None:
+        """The latency of passes as they were, which policies are told; None where that is still the cluster's."""
+        return self._course.measured
 
     @property
     def latest(self) -> list[Trajectory]:
@@ -152,16 +147,12 @@ class PipelineLoop(Resumable[RlStepReport]):
             InputError: a prompt that an engine cannot hold.
             StateError: gradients that are not finite, a process that dies again and again, or a loop that is over.
         """
-        if self._agenda.num_steps_done >= self._num_steps:
-            raise StateError(
-                f"a pipeline knows its end when it begins, and all {self._num_steps} steps are done; make a new loop "
-                "with more steps, and load this one's state"
-            )
+        self._course.check_not_over()
         try:
             crew = self._started()
             started_s = time.perf_counter()
             self._open_steps(crew)
-            finished = crew.finish(self._agenda.num_steps_done + 1)
+            finished = crew.finish(self._course.num_steps_done + 1)
             self._take_over(crew, finished)
             # Workers have something to do until the next call.
             self._open_steps(crew)
@@ -169,8 +160,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         except BaseException:
             self.close()
             raise
-        epoch = self._agenda.plan.epoch_of(finished.run.step)
-        return report_of(finished, epoch=epoch, step_s=time.perf_counter() - started_s)
+        return report_of(finished, epoch=self._course.epoch, step_s=time.perf_counter() - started_s)
 
     def state(self) -> dict[str, Any]:
         """What `RlLoop.state` has, and the weights of the steps before that the next ones are sampled with.
@@ -186,17 +176,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             self.close()
             raise
         set_random_state(saved["random"])
-        steps = range(max(0, self._agenda.num_steps_done - self._cluster.staleness), self._agenda.num_steps_done)
-        return {
-            "num_steps_done": self._agenda.num_steps_done,
-            "version": self._version,
-            "draws": dict(self._agenda.draws),
-            "optimizer": saved["optimizer"],
-            "drafter": None,
-            "past": [{"step": k, "label": crew.labels[k], "weights": crew.ring.tensors(k)} for k in steps],
-            "planner": self._planner.state(),
-            "account": self.account.as_dict(),
-        }
+        past = [{"step": k, "label": crew.labels[k], "weights": crew.ring.tensors(k)} for k in self._course.past]
+        return {**self._course.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`, also one of an `RlLoop`; new processes start with the next step.
@@ -205,21 +186,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             StateError: a state that lacks weights which the next steps are sampled with.
         """
         self._end_processes()
-        step = state["num_steps_done"]
-        needed = set(range(max(0, step - self._cluster.staleness), step))
-        past = tuple(each for each in state.get("past", []) if each["step"] in needed)
-        missing = needed - {each["step"] for each in past}
-        if missing:
-            raise StateError(
-                f"at staleness {self._cluster.staleness} the next steps are sampled with the weights after steps "
-                f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
-            )
-        self._version = state["version"]
-        self._agenda.go_to(step, state["draws"])
-        self._beginning = Beginning(step=step, label=state["version"], optimizer=state["optimizer"], past=past)
-        self.account = Account(**state.get("account", {}))
-        if "planner" in state:
-            self._planner.load_state(state["planner"])
+        past, optimizer = self._course.load_state(state), state["optimizer"]
+        self._beginning = Beginning(step=self.num_steps_done, label=self.version, optimizer=optimizer, past=past)
 
     def save_hints(self, file: Path) -> None:
         """Writes the history, if there is one."""
@@ -257,40 +225,16 @@ class PipelineLoop(Resumable[RlStepReport]):
         return self._crew
 
     def _open_steps(self, crew: Crew) -> None:
-        """Opens what may be sampled now; each step is planned when the same earlier ones are done as in any run."""
-        last = min(self._num_steps, self._agenda.num_steps_done + 1 + self._cluster.staleness)
-        for step in range(max(crew.last_open, self._agenda.num_steps_done) + 1, last + 1):
-            collection = self._agenda.collection(step)
-            version = self._cluster.version_of(step)
-            plan = self._planner.plan(step)
-            crew.open(
-                StepRun(
-                    plan,
-                    collection,
-                    version=version,
-                    num_workers=self._cluster.num_workers,
-                    ratios=self._planner.ratios(),
-                    prices=prices_of(self._cluster) if self._cluster.rebalancing == "running" else None,
-                )
-            )
+        for run in self._course.steps_to_open(crew.last_open):
+            crew.open(run)
 
     def _take_over(self, crew: Crew, finished: Finished) -> None:
         """Makes a trained step the latest one: in the account, in what is learnt, in the weights here and elsewhere."""
-        run, trained = finished.run, finished.done.trained
-        self.account.add(settled(finished))
-        self._agenda.note_done(run.step)
-        self._planner.tell(run.step, run.lengths)
-        self._version += trained.update is not None
-        self._latest = as_trajectories(
-            run.collection.result().groups,
-            epoch=self._agenda.plan.epoch_of(run.step),
-            step=run.step,
-            advantages=trained.group_advantages,
-        )
-        crew.ring.read(run.step, self.model)
+        self._latest = self._course.take_over(finished)
+        crew.ring.read(self.num_steps_done, self.model)
         if self._drafting is not None:
             self._drafting.publish()
-        crew.announce(run.step, self._version)
+        crew.announce(self.num_steps_done, self.version)
         crew.workshop.tidy()
 
     def _remember(self, rollout: Rollout) -> bool:

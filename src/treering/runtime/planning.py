@@ -1,13 +1,13 @@
 """Where each step's rollouts run: a policy and a predictor, asked and told in the order of steps.
 
-Knows steps, prompts and lengths. Knows nothing of processes. What it decides changes speed, never a rollout; it is part
-of a checkpoint all the same, because which rollouts run side by side decides how their sums are rounded.
+Knows steps, prompts, lengths and times. Knows nothing of processes. What it decides changes speed, never a rollout; it
+is part of a checkpoint all the same, because which rollouts run side by side decides how their sums are rounded.
 """
 
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import NormalDist
 from typing import Any, TypeAlias
 
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.schedule.beliefs import PRIOR_SPREAD
 from treering.schedule.cluster import Cluster
+from treering.schedule.latency import Latency
 from treering.schedule.lengths import LengthPredictor
+from treering.schedule.measured import PassTimes, merged
 from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, Outlook, Policy
 from treering.schedule.simulation import NUM_FORECASTS, checked
 from treering.types import PromptId
@@ -29,6 +31,9 @@ _GUESSED_RATIOS = np.exp(PRIOR_SPREAD * np.array([NormalDist().inv_cdf(share) fo
 
 PromptsOf: TypeAlias = Callable[[int], NDArray[np.int64]]
 """Gives the numbers of a step's prompts."""
+
+NUM_TIMED = 8
+"""Steps whose times plans are made with: what passes take changes as rollouts grow, and one step may be disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +48,9 @@ class Plan:
 
 class Planner:
     """Plans steps one after another, each once the steps that it may know of are told.
+
+    Policies are told the cluster's latency until enough is measured, and what was measured of late from then on; never
+    where nothing may run elsewhere than planned (`rebalancing`), because no clock decides anything there.
 
     Example: at staleness 1 `plan(1)`, `plan(2)`, `tell(1, ...)`, `plan(3)`, `tell(2, ...)`, `plan(4)`.
     """
@@ -68,6 +76,18 @@ class Planner:
         self._num_steps = num_steps
         self._plans: dict[int, Plan] = {}
         self._told: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
+        self._timed: deque[PassTimes] = deque(maxlen=NUM_TIMED)
+        self._measured: Latency | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """What the next plan is made for: with measured times, as soon as there are some."""
+        return replace(self._cluster, latency=self._measured or self._cluster.latency)
+
+    @property
+    def measured(self) -> Latency | None:
+        """The latency that the next plan is made with, if it was measured; None is the cluster's."""
+        return self._measured
 
     def plan(self, step: int) -> Plan:
         """The plan of a step, made when it is first asked for.
@@ -78,10 +98,17 @@ class Planner:
         if step not in self._plans:
             last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
             forecasts = tuple(self._forecast(later) for later in range(step, last + 1))
-            assignment = self._policy.assign(Outlook(step=step, cluster=self._cluster, forecasts=forecasts))
+            assignment = self._policy.assign(Outlook(step=step, cluster=self.cluster, forecasts=forecasts))
             checked(assignment, forecasts[0].num_rollouts, self._cluster.num_workers)
             self._plans[step] = Plan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
         return self._plans[step]
+
+    def note_times(self, times: PassTimes) -> None:
+        """Takes what was timed since the step before."""
+        if self._cluster.rebalancing == "none":
+            return
+        self._timed.append(times)
+        self._measured = merged(self._timed).latency()
 
     def tell(self, step: int, lengths: NDArray[np.int64]) -> None:
         """Takes what the rollouts of a planned step came to be: int64 [R] >= 1."""
@@ -104,13 +131,14 @@ class Planner:
         return spaced
 
     def state(self) -> dict[str, Any]:
-        """Plans that are made and not told, what the policy was told of late, and what the predictor knows."""
+        """Plans that are made and not told, what the policy was told and what was timed of late, and lengths."""
         return {
             "made_for": self._made_for(),
             "plans": [_as_state(plan) for plan in self._plans.values()],
             "told": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._told],
             "policy": self._policy.state(),
             "lengths": self._predictor.state(),
+            "timed": [times.state() for times in self._timed],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -123,6 +151,10 @@ class Planner:
         for step, predicted, lengths in state["told"]:
             self._told.append((step, predicted.numpy().copy(), lengths.numpy().copy()))
             self._policy.learn(*self._told[-1])
+        self._timed.clear()
+        self._measured = None
+        for timed in state.get("timed", []):
+            self.note_times(PassTimes.from_state(timed))
         try:
             self._predictor.load_state(state["lengths"])
         except InputError as error:

@@ -17,6 +17,7 @@ from treering.rl.drafting import DraftOptions, make_drafter
 from treering.runtime.child import Port, Ready
 from treering.runtime.memory import SharedMemory
 from treering.runtime.messages import Begin, Give, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.pass_watch import PassWatch
 from treering.runtime.ring import WeightRing
 
 _REPORT_S = 0.2
@@ -68,6 +69,7 @@ class _Worker:
         self._reported_s = 0.0
         self._ended: list[Rollout] = []
         self._given: list[Rollout] | None = None
+        self._watch = PassWatch()
 
     @property
     def is_busy(self) -> bool:
@@ -89,12 +91,18 @@ class _Worker:
     def advance(self) -> Sampled | None:
         """One pass of the engine; a message where rollouts have ended or were given up, or a report is due."""
         if self.is_busy:
-            assert self._engine is not None
-            started = time.perf_counter()
-            self._ended += self._engine.step()
-            self._busy_s += time.perf_counter() - started
+            self._ended += self._pass()
         is_due = self._reports and self.is_busy and time.perf_counter() >= self._reported_s + _REPORT_S
         return self._news() if self._ended or self._given is not None or is_due else None
+
+    def _pass(self) -> list[Rollout]:
+        assert self._engine is not None, "only an engine is busy"
+        started = time.perf_counter()
+        self._watch.begin()
+        rollouts = self._engine.step()
+        self._watch.end(self._engine.stats, num_unfinished=self._engine.num_unfinished)
+        self._busy_s += time.perf_counter() - started
+        return rollouts
 
     def _news(self) -> Sampled:
         """What has happened since the message before."""
@@ -110,6 +118,7 @@ class _Worker:
             progress=self._engine.progress() if self._reports else {},
             stats=self._before.since(before),
             busy_s=busy_s,
+            times=self._watch.take(),
         )
 
     def _give(self, keys: Sequence[RolloutKey]) -> None:
@@ -117,8 +126,11 @@ class _Worker:
         out = self._engine.abort(keys)
         self._given = [rollout for rollout in out if rollout.finish_reason == "abort"]
         self._ended += [rollout for rollout in out if rollout.finish_reason != "abort"]
+        if not self.is_busy:
+            self._watch.pause()
 
     def _begin(self, message: Begin) -> None:
+        started, is_first = time.perf_counter(), self._engine is None
         self._step, self._reports = message.step, message.reports
         if self._memory is not None:
             self._memory.begin()
@@ -129,9 +141,13 @@ class _Worker:
             self._ring.read(message.version, self._model)
         if self._engine is not None:
             self._engine.update_weights(message.label)
-            return
-        self._engine = self._recipe.make_engine(self._model, self._drafter, message.label)
-        self._before = self._engine.stats
+        else:
+            self._engine = self._recipe.make_engine(self._model, self._drafter, message.label)
+            self._before = self._engine.stats
+            self._watch.note_engine(self._before)
+        if not is_first:
+            # The first engine of a process compiles, which no other step waits for.
+            self._watch.note_load(time.perf_counter() - started)
 
     @property
     def _drafter(self) -> Drafter | None:

@@ -32,7 +32,8 @@ class Cluster:
     staleness: int
     """Step k is sampled by the weights after step k - 1 - staleness, never by others."""
     latency: Latency
-    """How long everything takes; a policy sees what it is told, which may be wrong."""
+    """How long everything takes; a policy sees what it is told, which may be wrong. A run begins with this, and tells
+    what it measures."""
     rebalancing: Rebalancing = "running"
     """What the workers can do of it; policies ask for no more."""
 

@@ -90,4 +90,6 @@ def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[
 
 
 STANDARD = linear_latency(step_s=20.0, row_s=0.05)
-"""What stands in where nothing was measured: plans depend on how a step grows with its rows, and not on the unit."""
+"""What stands in where nothing was measured: plans depend on how a step grows with its rows, and not on the unit.
+
+A run measures its own (`PassTimes`)."""

@@ -1,0 +1,241 @@
+"""What passes, loads of weights and updates took where a run takes place, and the latency that follows from it.
+
+Knows times that it is told, and least squares. Knows no clock, no engine and no process.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import combinations
+from math import isfinite
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.schedule.latency import Latency
+from treering.types import is_count
+
+_FEW = 16
+"""Passes of a size below which nothing follows from them."""
+
+_SLOW = 3
+"""A pass of so many classes above the median of its like, 8 to 16 times its time, is left out."""
+
+_NO_TIME_S = 1e-9
+"""A clock may stand still during a pass, and no pass is free."""
+
+
+class Cell(NamedTuple):
+    """What passes of a cell have in common, each a power of 2 that it lies below."""
+
+    rows: int
+    """0: none, 1: one, 2: two, 3: 3 or 4, 4: 5 to 8, ..."""
+    prefilled: int
+    """Bits of the prefilled tokens."""
+    duration: int
+    """Bits of the nanoseconds."""
+
+
+class Sums(NamedTuple):
+    """Over the passes of a cell."""
+
+    num_passes: int = 0
+    num_rows: int = 0
+    num_prefilled: int = 0
+    num_sampled: int = 0
+    duration_ns: int = 0
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both together."""
+        passes, rows, prefilled, sampled, duration_ns = other
+        return Sums(
+            self.num_passes + passes,
+            self.num_rows + rows,
+            self.num_prefilled + prefilled,
+            self.num_sampled + sampled,
+            self.duration_ns + duration_ns,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class PassTimes:
+    """Times of engines' passes, loads and updates; small, and the same whatever order they are added in.
+
+    Times are whole nanoseconds, so sums are exact. Passes are kept as sums by their rows, prefilled tokens and time.
+
+    Example: 20 passes of 1 row that took 3 ms each and 20 of 8 rows that took 10 ms have the latency 2 ms + 1 ms a row.
+    """
+
+    cells: dict[Cell, Sums] = field(default_factory=dict)
+    loads_ns: list[int] = field(default_factory=list)
+    """Each load of weights, ascending."""
+    trainings_ns: list[int] = field(default_factory=list)
+    """Each update, ascending."""
+
+    def note_pass(
+        self, seconds: float, *, num_rows: int, num_prefilled: int, num_sampled: int, num_passes: int = 1
+    ) -> None:
+        """Takes a pass, or a few that were timed together.
+
+        Args:
+            seconds: of all of them.
+            num_rows: rollouts that they sampled for, summed over passes.
+            num_prefilled: tokens that they prefilled.
+            num_sampled: tokens that rollouts gained.
+            num_passes: how many.
+
+        Raises:
+            InputError: a count or a time that is none.
+        """
+        sums = Sums(
+            _count("num_passes", num_passes, 1),
+            _count("num_rows", num_rows, 0),
+            _count("num_prefilled", num_prefilled, 0),
+            _count("num_sampled", num_sampled, 0),
+            _nanoseconds(seconds),
+        )
+        cell = _cell_of(sums)
+        self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
+
+    def note_load(self, seconds: float) -> None:
+        """Takes what new weights took a worker.
+
+        Raises:
+            InputError: a time that is none.
+        """
+        self.loads_ns = sorted([*self.loads_ns, _nanoseconds(seconds)])
+
+    def note_training(self, seconds: float) -> None:
+        """Takes an update, from its last rollout to new weights.
+
+        Raises:
+            InputError: a time that is none.
+        """
+        self.trainings_ns = sorted([*self.trainings_ns, _nanoseconds(seconds)])
+
+    def add(self, other: "PassTimes") -> None:
+        """Adds what another one was told."""
+        for cell, sums in other.cells.items():
+            self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
+        self.loads_ns = sorted(self.loads_ns + other.loads_ns)
+        self.trainings_ns = sorted(self.trainings_ns + other.trainings_ns)
+
+    def latency(self) -> Latency | None:
+        """Seconds of a pass as so much, and so much more a row and a prefilled token; medians of loads and updates.
+
+        None unless 16 passes were seen of each of two sizes, one at least twice the other: passes that are all alike
+        do not say what a row more would take. Loads and updates that were not seen take no time.
+        """
+        sizes = _by_size(self.cells)
+        by_rows = _by_rows(sizes)
+        rows = [sums.num_rows / sums.num_passes for sums in by_rows]
+        if len(rows) < 2 or rows[-1] < 2 * rows[0]:
+            return None
+        step_s, row_s, prefill_s = _line(list(sizes.values()))
+        knots = np.unique(np.rint([1.0, *rows]).astype(np.int64))
+        gains = [sums.num_sampled / sums.num_rows for sums in by_rows]
+        return Latency(
+            num_rows=knots,
+            decode_s=np.maximum(step_s + row_s * knots, _NO_TIME_S),
+            tokens_per_step=np.maximum(np.interp(knots, rows, gains), 1.0) if max(gains) > 1.0 else None,
+            prefill_s=prefill_s,
+            load_s=median(self.loads_ns or [0]) / 1e9,
+            training_s=median(self.trainings_ns or [0]) / 1e9,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as lists of whole numbers."""
+        cells = [[*cell, *sums] for cell, sums in sorted(self.cells.items())]
+        return {"cells": cells, "loads_ns": list(self.loads_ns), "trainings_ns": list(self.trainings_ns)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """What `state` gave."""
+        size = len(Cell._fields)
+        cells = {Cell(*numbers[:size]): Sums(*numbers[size:]) for numbers in state["cells"]}
+        return cls(cells=cells, loads_ns=list(state["loads_ns"]), trainings_ns=list(state["trainings_ns"]))
+
+
+def merged(parts: Iterable[PassTimes]) -> PassTimes:
+    """All of them together."""
+    whole = PassTimes()
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+def _cell_of(sums: Sums) -> Cell:
+    """Where passes belong that were timed together."""
+    rows = -(-sums.num_rows // sums.num_passes)
+    return Cell(
+        rows=0 if rows == 0 else (rows - 1).bit_length() + 1,
+        prefilled=(sums.num_prefilled // sums.num_passes).bit_length(),
+        duration=(sums.duration_ns // sums.num_passes).bit_length(),
+    )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    """The count as a plain number; these are told for every pass, so the usual one is seen first."""
+    if type(value) is int and value >= least:
+        return value
+    if not is_count(value, least=least):
+        raise InputError(f"{name} is a whole number from {least} on, got {value!r}; correct it")
+    return int(value)
+
+
+def _nanoseconds(seconds: float) -> int:
+    if not (isfinite(seconds) and seconds >= 0):
+        raise InputError(f"a time is finite and at least 0, got {seconds!r} seconds; correct the clock")
+    return round(seconds * 1e9)
+
+
+def _by_size(cells: Mapping[Cell, Sums]) -> dict[tuple[int, int], Sums]:
+    """Passes by rows and prefilled tokens, ascending, without those that took many times the median of their like."""
+    likes: dict[tuple[int, int], list[Cell]] = defaultdict(list)
+    for cell in sorted(cells):
+        likes[cell.rows, cell.prefilled].append(cell)
+    found = {}
+    for size, like in likes.items():
+        ends = np.cumsum([cells[cell].num_passes for cell in like])
+        middle = like[int(np.searchsorted(ends, (ends[-1] + 1) // 2))]
+        # Only then together: cells of short passes alone would draw the line below what passes take.
+        kept = [cells[cell] for cell in like if cell.duration <= middle.duration + _SLOW]
+        found[size] = reduce(Sums.plus, kept)
+    return found
+
+
+def _by_rows(sizes: Mapping[tuple[int, int], Sums]) -> list[Sums]:
+    """Passes with rows by their rows, ascending, those that were seen often enough."""
+    found: dict[int, Sums] = defaultdict(Sums)
+    for (rows, _), sums in sizes.items():
+        found[rows] = found[rows].plus(sums)
+    return [sums for rows, sums in found.items() if rows and sums.num_passes >= _FEW]
+
+
+def _line(sizes: Sequence[Sums]) -> tuple[float, float, float]:
+    """Seconds of a pass, of a row and of a prefilled token, none below 0, that come closest to what passes took."""
+    passes, rows, prefilled, _, durations = np.array(sizes, np.float64).T
+    seconds = np.maximum(durations / passes / 1e9, _NO_TIME_S)
+    # What disturbs a pass grows with its time, so differences count as shares of it.
+    weights = np.sqrt(passes) / seconds
+    design = np.column_stack([np.ones(passes.size), rows / passes, prefilled / passes]) * weights[:, None]
+    found = _least_squares(design, seconds * weights)
+    return float(found[0]), float(found[1]), float(found[2])
+
+
+def _least_squares(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients, none below 0, with the least squared error: where some are 0, the others are a plain solution."""
+    width = design.shape[1]
+    best, least = np.zeros(width), np.inf
+    for size in range(1, width + 1):
+        for columns in map(list, combinations(range(width), size)):
+            found, *_ = np.linalg.lstsq(design[:, columns], values, rcond=None)
+            error = float(((design[:, columns] @ found - values) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(width), error
+                best[columns] = found
+    return best

@@ -1,0 +1,194 @@
+"""Plans are made with the times of the run itself, except where no clock may decide anything."""
+
+import io
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runtime.runs import Dealt, pipeline
+from treering.engine.protocol import EngineStats
+from treering.runtime.pass_watch import PassWatch
+from treering.runtime.planning import NUM_TIMED, Planner
+from treering.schedule.cluster import Cluster, Rebalancing
+from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.lengths import MedianLengths
+from treering.schedule.measured import PassTimes
+from treering.schedule.policy import Assignment, Outlook
+
+GIVEN = linear_latency(step_s=20.0, row_s=0.05)
+
+
+class Listening(Dealt):
+    """Notes the latency that it is told for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[int, Latency] = {}
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        self.told[outlook.step] = outlook.cluster.latency
+        return super().assign(outlook)
+
+
+def planner(policy: Listening, rebalancing: Rebalancing = "queued") -> Planner:
+    return Planner(
+        policy,
+        MedianLengths(guess=10),
+        Cluster(num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing),
+        prompt_ids=["a", "b"],
+        prompts_of=lambda step: np.array([0, 1]),
+        group_size=2,
+        num_steps=20,
+    )
+
+
+def times(step_s: float, row_s: float, num_passes: int = 20) -> PassTimes:
+    found = PassTimes()
+    for rows in (1, 2, 4):
+        for _ in range(num_passes):
+            found.note_pass(step_s + row_s * rows, num_rows=rows, num_prefilled=0, num_sampled=rows)
+    found.note_training(3.0)
+    return found
+
+
+def line(latency: Latency | None) -> list[float]:
+    assert latency is not None
+    return np.round(latency.token_s(2)[1:], 9).tolist()
+
+
+def through_a_file(state: dict) -> dict:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def test_plans_are_made_with_the_given_times_until_some_are_measured() -> None:
+    policy = Listening()
+    plans = planner(policy)
+    plans.plan(1)
+    plans.note_times(times(0.5, 0.25, num_passes=5))
+    plans.plan(2)
+    plans.note_times(times(0.5, 0.25))
+    plans.plan(3)
+    assert policy.told[1] is policy.told[2] is GIVEN
+    assert line(policy.told[3]) == line(plans.measured) == [0.75, 1.0]
+    assert policy.told[3].training_s == 3.0
+
+
+def test_times_of_long_ago_are_forgotten() -> None:
+    plans = planner(Listening())
+    plans.note_times(times(0.5, 0.25))
+    for _ in range(NUM_TIMED):
+        plans.note_times(times(5.0, 2.5))
+    assert line(plans.measured) == [7.5, 10.0]
+
+
+def test_where_no_clock_may_decide_the_given_times_stay() -> None:
+    policy = Listening()
+    plans = planner(policy, "none")
+    plans.note_times(times(0.5, 0.25))
+    plans.plan(1)
+    assert plans.measured is None
+    assert policy.told[1] is GIVEN
+    assert plans.state()["timed"] == []
+    # Nor do those of a checkpoint that was made otherwise count.
+    other = planner(Listening())
+    other.note_times(times(0.5, 0.25))
+    plans.load_state(other.state())
+    assert plans.measured is None
+
+
+def test_measured_times_go_on_with_a_checkpoint() -> None:
+    first, second = planner(Listening()), planner(Listening())
+    for step_s in (0.5, 0.6, 0.7):
+        first.note_times(times(step_s, 0.25))
+    second.load_state(through_a_file(first.state()))
+    assert line(second.measured) == line(first.measured)
+    assert second.state() == first.state()
+
+
+def test_a_checkpoint_without_times_goes_on_with_the_given_ones() -> None:
+    state = planner(Listening()).state()
+    del state["timed"]
+    plans = planner(Listening())
+    plans.note_times(times(0.5, 0.25))
+    plans.load_state(through_a_file(state))
+    assert plans.measured is None
+
+
+def clock(*readings: float) -> Iterator[float]:
+    return iter(readings)
+
+
+def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats:
+    return EngineStats(num_forwards=num_passes, num_rows=num_rows, num_sampled=num_rows, num_prefilled=num_prefilled)
+
+
+def test_a_pass_lasts_from_the_end_of_the_one_before_or_from_its_own_beginning() -> None:
+    readings = clock(0.0, 5.0, 6.0, 8.0, 20.0, 21.0)
+    watch = PassWatch(lambda: next(readings))
+    watch.note_engine(stats(7, 70))
+    # From 0 to 5, the first one, and to 6 and 8; then nothing is left until 20.
+    for count, left in ((1, 2), (2, 2), (3, 0), (4, 0)):
+        watch.begin()
+        watch.end(stats(7 + count, 70 + 2 * count, count), num_unfinished=left)
+    expected = PassTimes()
+    for seconds in (1.0, 2.0, 1.0):
+        expected.note_pass(seconds, num_rows=2, num_prefilled=1, num_sampled=2)
+    assert watch.take() == expected
+    assert watch.take() == PassTimes()
+
+
+def test_the_time_after_everything_was_taken_out_belongs_to_no_pass() -> None:
+    readings = clock(0.0, 1.0, 2.0, 50.0, 53.0)
+    watch = PassWatch(lambda: next(readings))
+    watch.note_engine(stats(0, 0))
+    for count in (1, 2, 3):
+        watch.begin()
+        watch.end(stats(count, count), num_unfinished=1)
+        if count == 2:
+            watch.pause()
+    expected = PassTimes()
+    for seconds in (1.0, 3.0):
+        expected.note_pass(seconds, num_rows=1, num_prefilled=0, num_sampled=1)
+    assert watch.take() == expected
+
+
+def test_a_step_of_an_engine_without_a_pass_is_none() -> None:
+    readings = clock(0.0, 1.0, 2.0, 3.0, 4.0)
+    watch = PassWatch(lambda: next(readings))
+    watch.note_engine(stats(0, 0))
+    for count in (0, 1, 1, 3):
+        watch.begin()
+        watch.end(stats(count, 2 * count), num_unfinished=1)
+    expected = PassTimes()
+    expected.note_pass(1.0, num_rows=4, num_prefilled=0, num_sampled=4, num_passes=2)
+    assert watch.take() == expected
+
+
+@pytest.mark.parametrize("rebalancing", ["queued", "none"])
+def test_a_run_measures_its_own_passes_and_uses_them_where_it_may(rebalancing: Rebalancing) -> None:
+    policy = Listening()
+    with pipeline(num_steps=6, staleness=1, policy=policy, rebalancing=rebalancing) as loop:
+        for _ in range(6):
+            loop.step()
+        state, measured = through_a_file(loop.state()), loop.measured
+    assert np.array_equal(policy.told[1].token_s(3), GIVEN.token_s(3))
+    if rebalancing == "none":
+        assert measured is None
+        assert len({id(latency) for latency in policy.told.values()}) == 1
+        return
+    assert measured is not None
+    seconds = measured.token_s(3)[1:]
+    # The given ones are 20 s; a pass of this model takes milliseconds.
+    assert (seconds > 0).all()
+    assert (seconds < 10).all()
+    assert 0 < measured.training_s < 60
+    assert 0 < measured.load_s < 60
+    with pipeline(num_steps=7, staleness=1, policy=Listening(), rebalancing=rebalancing) as again:
+        again.load_state(state)
+        assert again.measured is not None
+        np.testing.assert_array_equal(again.measured.token_s(3), measured.token_s(3))
