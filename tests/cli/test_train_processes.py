@@ -67,6 +67,7 @@ def test_the_account_stands_in_the_table(folder: Path, capsys: pytest.CaptureFix
     run(config_path=config(folder), overrides=["run.dir=out", "runtime.workers=1"], json_output=False)
     table = " ".join(capsys.readouterr().out.split())
     assert "account" in table
+    assert "elsewhere" in table
     assert "18 scheduled" in table
     assert "deaths" in table
 

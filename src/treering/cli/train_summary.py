@@ -154,7 +154,12 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
         f"{account['judge_deaths'] + account['judges_stopped']} judges ({account['judged_again']:,} judged again), "
         f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
-    return {"account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}", "deaths": deaths}
+    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} went on at another worker than planned"
+    return {
+        "account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}",
+        "elsewhere": elsewhere,
+        "deaths": deaths,
+    }
 
 
 def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
