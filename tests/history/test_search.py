@@ -1,21 +1,30 @@
 """A context's place in an order is the one that counting finds, with keys and however often entries repeat."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
+from treering.history.ahead import ELSEWHERE, LEAST_EDIT, NUM_AHEAD, SHORTER, WHOLE, look_ahead, make_ahead
+from treering.history.arena import Arena, Histories
 from treering.history.index import PromptIndex, as_text
-from treering.history.search import KEY_BITS, MAX_LENGTH, first_behind, measure, write_keys
+from treering.history.recent import Others, Recent
+from treering.history.search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
 
 TOKENS = st.sampled_from([0, 1, 2, 2**31 - 1])
 ROLLOUTS = st.lists(st.lists(TOKENS, max_size=40), min_size=1, max_size=8)
 
 
 @njit
-def found(text: np.ndarray, order: np.ndarray, keys: np.ndarray, start: int, context: np.ndarray, begin: int) -> int:
-    """The compiled search, called from a compiled function as it is made for."""
-    return int(first_behind(text, order, keys, start, context, begin))
+def found_from(
+    first: int, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, max_drafts: np.ndarray,
+    history: Histories, others: Others,
+) -> np.ndarray:  # fmt: skip
+    """What the compiled searches of the rows from `first` on find, int64 [kinds, rows]; made for compiled callers."""
+    ahead = make_ahead()
+    look_ahead(ahead, tokens, ends, begins, prompts, max_drafts, first, history, others, True, True)
+    return ahead.lows.reshape(3, NUM_AHEAD)
 
 
 @njit
@@ -48,19 +57,47 @@ def counted(text: np.ndarray, context: list[int]) -> int:
     return sum(read_backwards(text, at) < wanted for at in range(text.size))
 
 
-@settings(max_examples=150, deadline=None)
-@given(rollouts=ROLLOUTS, context=st.lists(TOKENS, max_size=12), prompt=st.lists(TOKENS, max_size=3))
-def test_a_search_finds_how_many_places_stand_before_a_context(
-    rollouts: list[list[int]], context: list[int], prompt: list[int]
+@settings(max_examples=100, deadline=None)
+@given(
+    histories=st.lists(ROLLOUTS, min_size=1, max_size=3),
+    rows=st.lists(
+        st.tuples(st.lists(TOKENS, max_size=3), st.lists(TOKENS, max_size=12), st.integers(0, 3)),
+        min_size=1, max_size=2 * NUM_AHEAD + 1,
+    ),
+)  # fmt: skip
+def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
+    histories: list[list[list[int]]], rows: list[tuple[list[int], list[int], int]]
 ) -> None:
-    text = as_text([np.array(rollout, np.int32) for rollout in rollouts])
-    index = PromptIndex.build({0: text})
-    keys = keys_of(index.text, index.order)
-    row = np.array([*prompt, *context], np.int32)
-    assert found(index.text, index.order, keys, 0, row, len(prompt)) == counted(index.text, context)
-    # The same within texts of several prompts, where this one's begins further on.
-    joined = np.concatenate([np.array([-1, 1, 1], np.int32), index.text])
-    assert found(joined, index.order, keys, 3, row, len(prompt)) == counted(index.text, context)
+    texts = [as_text([np.array(rollout, np.int32) for rollout in rollouts]) for rollouts in histories]
+    snapshot = {number: PromptIndex.build({0: text}) for number, text in enumerate(texts)}
+    arena, recent = Arena(), Recent(1 << 20)
+    recent.take(snapshot)
+    names = [number % (len(texts) + 1) for *_, number in rows]  # the last one is of a prompt without history
+    slots = arena.slots(names, snapshot)
+    tokens = np.zeros((len(rows), 15), np.int32)
+    for b, (prompt, context, _) in enumerate(rows):
+        tokens[b, : len(prompt) + len(context)] = prompt + context
+    begins = np.array([len(prompt) for prompt, *_ in rows])
+    ends = begins + [len(context) for _, context, _ in rows]
+    for first in range(0, len(rows), NUM_AHEAD):
+        found = found_from(first, tokens, ends, begins, slots, np.ones_like(ends), arena.arrays, recent.arrays)
+        for k, (prompt, context, _) in enumerate(rows[first : first + NUM_AHEAD]):
+            if not prompt + context:
+                continue
+            text = texts[names[first + k]] if names[first + k] < len(texts) else np.zeros(0, np.int32)
+            assert found[WHOLE, k] == counted(text, context)
+            assert found[ELSEWHERE, k] == counted(recent.text[:-1], context)
+            if len(context) >= LEAST_EDIT:
+                assert found[SHORTER, k] == counted(text, context[:-1])
+
+
+@pytest.mark.parametrize("num_equal", [1, 15, 16, 17, 100, 1000])
+def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
+    keys = np.array([1, 2] + [5] * num_equal + [7] * 3)
+    assert last_with_key(keys, 0, 2, keys.size, 5) == 2 + num_equal
+    assert last_with_key(keys, 0, 2, 2 + num_equal, 5) == 2 + num_equal
+    assert last_with_key(keys, 1, 1, keys.size - 1, 5) == 1 + num_equal
+    assert last_with_key(keys, 0, 2, keys.size, 4) == 2
 
 
 def test_keys_are_the_last_two_entries_of_every_sixteenth_place() -> None:

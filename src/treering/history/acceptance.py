@@ -117,13 +117,14 @@ def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) 
 
 @lean
 def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
-    # Four sums side by side: one addition need not wait for the one before.
+    # Four sums side by side: one addition need not wait for the one before. An unsigned index is not looked at for
+    # whether it counts from the end.
     first = second = third = fourth = 0.0
     for k in range(0, NUM_KINDS, 4):
-        first += weights[NUM_VOTES + features[k]]
-        second += weights[NUM_VOTES + features[k + 1]]
-        third += weights[NUM_VOTES + features[k + 2]]
-        fourth += weights[NUM_VOTES + features[k + 3]]
+        first += weights[np.uintp(NUM_VOTES + features[k])]
+        second += weights[np.uintp(NUM_VOTES + features[k + 1])]
+        third += weights[np.uintp(NUM_VOTES + features[k + 2])]
+        fourth += weights[np.uintp(NUM_VOTES + features[k + 3])]
     for k in range(0, NUM_VOTES, 2):
         first += weights[k] * shares[k]
         third += weights[k + 1] * shares[k + 1]

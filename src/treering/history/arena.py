@@ -165,15 +165,6 @@ def order_of(history: Histories, slot: int) -> Int32Array:
     return part
 
 
-@njit(inline="always")
-def keys_of(history: Histories, slot: int) -> Int64Array:
-    """A slot's part of the keys."""
-    start, size = history.spans[slot]
-    first = (start >> KEY_BITS) + slot
-    part: Int64Array = history.keys[first : first + ((size + (1 << KEY_BITS) - 1) >> KEY_BITS)]
-    return part
-
-
 def _reward_classes(rewards: NDArray[np.float32]) -> NDArray[np.uint8]:
     known = np.isfinite(rewards)
     if not known.any():

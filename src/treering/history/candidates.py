@@ -18,7 +18,6 @@ from treering.history.features import (
     NUM_HASHES,
     NUM_LENGTHS,
     NUM_RANKS,
-    NUM_SHARES,
     NUM_SHIFTS,
     NUM_SOURCES,
     NUM_STATES,
@@ -30,7 +29,7 @@ from treering.history.features import (
 )
 from treering.history.lean import lean
 from treering.history.places import IN_HISTORY, IN_OTHERS, Places, age_of, newness_of, vote_bucket
-from treering.history.rooms import MAX_CANDIDATES, Candidates
+from treering.history.rooms import COUNT, CROWD, LENGTH, MAX_CANDIDATES, PLACE, RANK, TENTH, Candidates
 
 Int32Array = NDArray[np.int32]
 Float64Array = NDArray[np.float64]
@@ -100,11 +99,12 @@ def count_votes(
     text = places.text
     tokens, sums, counts, best = candidates.tokens, candidates.votes, candidates.counts, candidates.best
     best_vote, longest_of, num_longest = candidates.best_vote, candidates.length, candidates.num_longest
-    by_source = candidates.by_source
+    by_source, which = candidates.by_source, candidates.which
     num = 0
     for j in range(members.size):
         i = members[j]
         token = token_at(history, live, others, text[i], at[i] + depth)
+        which[j] = -1
         if token < 0:
             continue
         vote = weight[i]
@@ -120,6 +120,7 @@ def count_votes(
             tokens[c], sums[c], counts[c], best_vote[c], longest_of[c], num_longest[c] = token, 0.0, 0, -1.0, 0, 0
             for k in range(NUM_SOURCES):
                 by_source[c, k] = 0.0
+        which[j] = c
         sums[c] += vote
         counts[c] += 1
         by_source[c, source[i]] += vote
@@ -132,25 +133,34 @@ def count_votes(
 
 @lean
 def describe(
-    out: Int32Array, places: Places, candidates: Candidates, c: int, depth: int, share: float, rank: int, state: int,
-    crowd: int, before: int, earlier: int,
-) -> None:  # fmt: skip
-    """Writes the numbers of a candidate's features."""
-    i = candidates.best[c]
-    source, token = places.source[i], candidates.tokens[c]
-    length, near = length_bucket(candidates.length[c] + depth), near_bucket(depth)
-    count, far = count_bucket(candidates.counts[c]), depth_bucket(depth)
+    out: Int32Array, places: Places, facts: Int32Array, depth: int, token: int, state: int, before: int, earlier: int
+) -> None:
+    """Writes the numbers of a candidate's features.
+
+    Args:
+        out: int32 [kinds].
+        places: of the row.
+        facts: int32 [facts], see `rooms.PLACE`.
+        depth: tokens drafted before it.
+        token: its own.
+        state: of the row.
+        before: the token before it.
+        earlier: the one before that.
+    """
+    i, rank, crowd = facts[PLACE], facts[RANK], facts[CROWD]
+    source = places.source[i]
+    length, near = length_bucket(facts[LENGTH]), near_bucket(depth)
+    count, far = count_bucket(facts[COUNT]), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     is_history = source == HISTORY
     note = places.note[i] % 12 if is_history else 12 + places.note[i]
-    tenth = min(int(share * NUM_SHARES), NUM_SHARES - 1)
     shift, edit = places.shift[i], places.edit[i]
     out[0] = FIRST[0]
     out[1] = FIRST[1] + source * NUM_LENGTHS + length
     out[2] = FIRST[2] + edit * 7 + min(length, 6)
     out[3] = FIRST[3] + shift
     out[4] = FIRST[4] + note
-    out[5] = FIRST[5] + tenth * 4 + near
+    out[5] = FIRST[5] + facts[TENTH] * 4 + near
     out[6] = FIRST[6] + source * NUM_COUNTS + count
     out[7] = FIRST[7] + far
     out[8] = FIRST[8] + start * NUM_LENGTHS + length

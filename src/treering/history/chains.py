@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from treering.history.index import MARKER, check_entries
 from treering.history.lean import lean
+from treering.history.prefetch import prefetch
 
 Int32Array = NDArray[np.int32]
 
@@ -90,3 +91,13 @@ def append(chains: Chains, at: int, first: int, token: int, scope: int) -> None:
         link(chains.wide, chains.wide_heads, long_head(EVERYWHERE, earlier, before, token, num_heads), at)
     else:
         chains.long[at] = chains.wide[at] = -1
+
+
+@lean
+def ask_for_heads(chains: Chains, scope: int, context: Int32Array, i: int) -> None:
+    """Asks for what `append` will read when it writes a context's token, which two others stand before."""
+    num_heads = chains.heads.size
+    earlier, before, token = context[i - 2], context[i - 1], context[i]
+    prefetch(chains.heads, short_head(scope, token, num_heads))
+    prefetch(chains.heads, long_head(scope, earlier, before, token, num_heads))
+    prefetch(chains.wide_heads, long_head(EVERYWHERE, earlier, before, token, num_heads))

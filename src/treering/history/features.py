@@ -81,90 +81,53 @@ def hash_of(first: int, second: int, third: int) -> int:
 @lean
 def length_bucket(length: int) -> int:
     """0 to 4 as they are, then 6, 9, 14, 22, 40 and more."""
-    if length <= 4:
-        return length
-    if length <= 6:
-        return 5
-    if length <= 9:
-        return 6
-    if length <= 14:
-        return 7
-    if length <= 22:
-        return 8
-    return 9 if length <= 40 else 10
+    # Here and below comparisons are added up: a branch that is guessed wrong takes longer than all of them.
+    behind = (length > 4) + (length > 6) + (length > 9) + (length > 14) + (length > 22) + (length > 40)
+    return int(min(length, 4) + behind)
 
 
 @lean
 def edit_bucket(length: int) -> int:
     """By how many tokens agree behind one edit: 0, 2, 4, 8 and more."""
-    if length == 0:
-        return 0
-    if length <= 2:
-        return 1
-    if length <= 4:
-        return 2
-    return 3 if length <= 8 else 4
+    return int((length > 0) + (length > 2) + (length > 4) + (length > 8))
 
 
 @lean
 def shift_bucket(shift: int) -> int:
     """By how much a place stands elsewhere in its rollout than the row in its own; 0 is left for own context."""
     shift = abs(shift)
-    if shift == 0:
-        return 1
-    if shift <= 2:
-        return 2
-    if shift <= 8:
-        return 3
-    return 4 if shift <= 32 else FAR
+    return int(1 + (shift > 0) + (shift > 2) + (shift > 8) + (shift > 32))
 
 
 @lean
 def rank_bucket(rank: int) -> int:
     """0, 1, 3 and more."""
-    if rank <= 1:
-        return rank
-    return 2 if rank <= 3 else 3
+    return int((rank > 0) + (rank > 1) + (rank > 3))
 
 
 @lean
 def depth_bucket(depth: int) -> int:
     """Tokens drafted before: 0 to 2 as they are, then 4, 8, 16 and more."""
-    if depth <= 2:
-        return depth
-    if depth <= 4:
-        return 3
-    if depth <= 8:
-        return 4
-    return 5 if depth <= 16 else 6
+    return int(min(depth, 2) + (depth > 2) + (depth > 4) + (depth > 8) + (depth > 16))
 
 
 @lean
 def near_bucket(depth: int) -> int:
     """A coarser one: 0, 2, 4 and more."""
-    if depth == 0:
-        return 0
-    if depth <= 2:
-        return 1
-    return 2 if depth <= 4 else 3
+    return int((depth > 0) + (depth > 2) + (depth > 4))
 
 
 @lean
 def count_bucket(count: int) -> int:
     """1, 2, 4 and more."""
-    if count <= 2:
-        return count - 1
-    return 2 if count <= 4 else 3
+    return int((count > 1) + (count > 2) + (count > 4))
 
 
 @lean
 def crowd_bucket(num_places: int) -> int:
     """By powers of two."""
-    bucket = 0
-    while num_places >= 1 and bucket < 7:
-        num_places >>= 1
-        bucket += 1
-    return bucket
+    bucket = (num_places > 0) + (num_places > 1) + (num_places > 3) + (num_places > 7)
+    return int(bucket + (num_places > 15) + (num_places > 31) + (num_places > 63))
 
 
 @lean

@@ -6,19 +6,19 @@ Knows an arena's indexes. Knows nothing of running rows and of other prompts.
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.arena import NOTE_BITS, Histories, keys_of, order_of
+from treering.history.ahead import LEAST_EDIT
+from treering.history.arena import NOTE_BITS, Histories, order_of
 from treering.history.features import HISTORY, shift_bucket
 from treering.history.index import MARKER
 from treering.history.lean import lean
 from treering.history.places import IN_HISTORY, Places, is_known, longest_of, put
-from treering.history.search import LONG_ENOUGH, MAX_EDIT, agree, first_behind, with_edit
+from treering.history.search import LONG_ENOUGH, MAX_EDIT, agree, with_edit
 from treering.history.sides import next_place, sides_of
 
 Int32Array = NDArray[np.int32]
 
 NEAR = 8
 """Matches of this length are no edit away from anything better."""
-LEAST_EDIT = 3
 _MAX_PLACES = 12
 _FEW_PLACES = 8
 _MAX_LOOKS = 48
@@ -28,7 +28,10 @@ _NUM_EDITED = 2
 
 
 @lean
-def find_in_history(places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int) -> int:
+def find_in_history(
+    places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int,
+    right_of_shorter: int,
+) -> int:  # fmt: skip
     """Notes the places of a prompt's index whose contexts agree most with the row's, longest first.
 
     Args:
@@ -38,6 +41,8 @@ def find_in_history(places: Places, num: int, history: Histories, slot: int, con
         slot: of the row's prompt.
         context: int32 [n], the row's tokens.
         begin: where the rollout begins.
+        right: places of the index that stand before the context.
+        right_of_shorter: the same of the context without its last token.
 
     Returns:
         The number of places.
@@ -45,9 +50,8 @@ def find_in_history(places: Places, num: int, history: Histories, slot: int, con
     start, size = history.spans[slot]
     if size == 0:
         return num
-    text, order, keys = history.text, order_of(history, slot), keys_of(history, slot)
-    right = first_behind(text, order, keys, start, context, begin)
-    sides = sides_of(text, history.about, order, start, right, _FEW_PLACES)
+    text, order = history.text, order_of(history, slot)
+    sides = sides_of(right)
     first, most, longest = num, num + _MAX_PLACES, 0
     for _ in range(_MAX_LOOKS):
         at, num_equal, sides = next_place(sides, text, order, start, context, begin)
@@ -61,19 +65,20 @@ def find_in_history(places: Places, num: int, history: Histories, slot: int, con
             break
         num = put_history(places, num, history, at, context, begin, length, edit)
     if longest_of(places, num) < NEAR:
-        num = _find_edited(places, num, history, slot, context, begin)
+        num = _find_edited(places, num, history, slot, context, begin, right_of_shorter)
     return num
 
 
 @lean
-def _find_edited(places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int) -> int:
+def _find_edited(
+    places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
+) -> int:
     """Notes where rollouts go on that agreed up to the token before the last, as if it were added or replaced."""
     if context.size - begin < LEAST_EDIT:
         return num
     start, size = history.spans[slot]
-    text, order, keys = history.text, order_of(history, slot), keys_of(history, slot)
+    text, order = history.text, order_of(history, slot)
     shorter = context[: context.size - 1]
-    right = first_behind(text, order, keys, start, shorter, begin)
     for k in range(max(right - _NUM_EDITED, 0), min(right + _NUM_EDITED, size)):
         at = start + order[k]
         edit = agree(text, at, context, shorter.size - 1, begin, MAX_EDIT)

@@ -11,7 +11,7 @@ from treering.history.index import MARKER
 from treering.history.lean import lean
 from treering.history.places import IN_OTHERS, Places, put
 from treering.history.recent import Others
-from treering.history.search import LONG_ENOUGH, agree_behind_edit, first_behind
+from treering.history.search import LONG_ENOUGH, agree_behind_edit
 from treering.history.sides import next_place, sides_of
 
 Int32Array = NDArray[np.int32]
@@ -20,11 +20,15 @@ _MAX_OTHERS = 6
 
 
 @lean
-def find_in_others(places: Places, num: int, others: Others, owner: int, context: Int32Array, begin: int) -> int:
-    """Notes the places of other prompts' rollouts whose contexts agree most with the row's, longest first."""
+def find_in_others(
+    places: Places, num: int, others: Others, owner: int, context: Int32Array, begin: int, right: int
+) -> int:
+    """Notes the places of other prompts' rollouts whose contexts agree most with the row's, longest first.
+
+    So many places stand before the context.
+    """
     text, order, owners = others.text, others.order, others.owners
-    right = first_behind(text, order, others.keys, 0, context, begin)
-    sides = sides_of(text, owners, order, 0, right, _MAX_OTHERS)
+    sides = sides_of(right)
     most, last = num + _MAX_OTHERS, context.size - 1
     for _ in range(2 * _MAX_OTHERS):
         at, length, sides = next_place(sides, text, order, 0, context, begin)

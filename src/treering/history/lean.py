@@ -6,5 +6,7 @@ loops of a few nanoseconds that is most of the time. Knows nothing of what funct
 
 from numba import njit
 
-lean = njit(_nrt=False, forceinline=True)
-"""`numba.njit` for functions that are called by compiled ones and make no arrays; those that do fail to compile."""
+lean = njit(_nrt=False, forceinline=True, error_model="numpy")
+"""`numba.njit` for functions that are called by compiled ones and make no arrays; those that do fail to compile.
+
+Divisors are looked at by those who divide: a division by zero raises nothing."""

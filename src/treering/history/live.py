@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.chains import Chains, append, link, make_chains, short_head
+from treering.history.chains import LONG, Chains, append, ask_for_heads, link, make_chains, short_head
 from treering.history.index import MARKER
 from treering.history.lean import lean
 from treering.history.records import DraftRows
@@ -23,6 +23,7 @@ Int64Array = NDArray[np.int64]
 
 _FIRST_WIDTH = 256
 _NUM_COMPARED = 32
+_NUM_SOON = 16
 
 _CUT = -2
 # Begins a slot whose first tokens have gone out: equal to nothing.
@@ -187,6 +188,11 @@ def note_rows(
     num_prompt: Int64Array,
 ) -> None:
     """Brings the slots of all rows up to their contexts."""
+    for b in range(slots.size):
+        noted = num_noted[slots[b]]
+        if num_prompt[b] + LONG <= noted < num_tokens[b]:
+            for i in range(noted, min(num_tokens[b], noted + _NUM_SOON)):
+                ask_for_heads(chains, row_scopes[b], tokens[b], i)
     for b in range(slots.size):
         scope, context = row_scopes[b], tokens[b]
         _note(chains, num_noted, firsts, scopes, width, prompt_slots[b], scope, context, 0, num_prompt[b])

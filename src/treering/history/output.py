@@ -12,9 +12,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.budget import NUM_BINS, bin_of, choose_bins
+from treering.history.candidates import describe
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.lean import lean
-from treering.history.rooms import MAX_NODES, Nodes, Room
+from treering.history.places import Places
+from treering.history.rooms import MAX_NODES, Room
+from treering.history.tree import Row
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -36,12 +39,10 @@ class Output(NamedTuple):
 
 
 @lean
-def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
+def write_row(output: Output, at: int, places: Places, room: Room, num_nodes: int, row: Row) -> None:
     """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
     nodes, described, order, number = room.nodes, room.described, room.order, room.number
-    _preorder(nodes, num_nodes, order)
-    for k in range(num_nodes):
-        number[order[k]] = k
+    _preorder(room, num_nodes)
     for k in range(num_nodes):
         node = order[k]
         parent, line = nodes.parents[node], nodes.described[node]
@@ -50,38 +51,37 @@ def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
         output.paths[at + k] = nodes.paths[node]
         for j in range(NUM_VOTES):
             output.shares[at + k, j] = described.shares[line, j]
-        for j in range(NUM_KINDS):
-            output.features[at + k, j] = described.features[line, j]
+        before, earlier = row.token, row.before
+        if parent >= 0:
+            before, above = nodes.tokens[parent], nodes.parents[parent]
+            earlier = nodes.tokens[above] if above >= 0 else row.token
+        describe(
+            output.features[at + k], places, described.facts[line], nodes.depths[node], nodes.tokens[node],
+            row.state, before, earlier,
+        )  # fmt: skip
 
 
 @lean
-def _preorder(nodes: Nodes, num_nodes: int, order: Int32Array) -> None:
-    """The nodes so that each one's likeliest child stands right behind it.
+def _preorder(room: Room, num_nodes: int) -> None:
+    """Numbers the nodes so that each one's likeliest child stands right behind it.
 
     Nodes stand by falling probability, so a node's first child is its likeliest.
     """
-    num = 0
-    for root in range(num_nodes):
-        if nodes.parents[root] >= 0:
-            continue
-        node = root
-        order[num] = node
-        num += 1
-        while True:
-            child = node + 1
-            while child < num_nodes and nodes.parents[child] != node:
-                child += 1
-            while child == num_nodes and node != root:
-                parent = nodes.parents[node]
-                child = node + 1
-                while child < num_nodes and nodes.parents[child] != parent:
-                    child += 1
-                node = parent
-            if child == num_nodes:
-                break
-            node = child
-            order[num] = node
-            num += 1
+    parents, first, following = room.nodes.parents, room.first_child, room.next_child
+    for node in range(num_nodes):
+        first[node] = -1
+    first[MAX_NODES] = -1
+    for node in range(num_nodes - 1, -1, -1):
+        line = parents[node] if parents[node] >= 0 else MAX_NODES
+        following[node] = first[line]
+        first[line] = node
+    node = first[MAX_NODES]
+    for k in range(num_nodes):
+        room.order[k], room.number[node] = node, k
+        child = first[node]
+        while child < 0 and node >= 0:
+            child, node = following[node], parents[node]
+        node = child
 
 
 @njit

@@ -24,7 +24,7 @@ IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
 
 
 class Places(NamedTuple):
-    """Room for the places of one row."""
+    """Room for the places of one row, or of several, one after another."""
 
     at: Int32Array  # [M], of the token behind the match
     source: Int32Array  # [M]
@@ -38,11 +38,21 @@ class Places(NamedTuple):
 
 
 @njit
-def make_places() -> Places:
-    """Room for the places of any row."""
-    ints = np.empty((7, MAX_PLACES), np.int32)
-    floats = np.empty((2, MAX_PLACES), np.float64)
+def make_places(num_rows: int) -> Places:
+    """Room for the places of so many rows."""
+    ints = np.empty((7, num_rows * MAX_PLACES), np.int32)
+    floats = np.empty((2, num_rows * MAX_PLACES), np.float64)
     return Places(ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], floats[0], floats[1])
+
+
+@lean
+def places_of(places: Places, k: int) -> Places:
+    """The room of the k-th row."""
+    part = slice(k * MAX_PLACES, (k + 1) * MAX_PLACES)
+    return Places(
+        places.at[part], places.source[part], places.text[part], places.length[part], places.edit[part],
+        places.shift[part], places.note[part], places.weight[part], places.reward[part],
+    )  # fmt: skip
 
 
 @lean

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from treering.history.ahead import ELSEWHERE, NUM_AHEAD, SHORTER, WHOLE, Ahead, look_ahead, make_ahead
 from treering.history.arena import Histories
 from treering.history.candidates import Texts, Votes, weigh
 from treering.history.chains import Chains
@@ -23,7 +24,7 @@ from treering.history.from_others import find_in_others
 from treering.history.lean import lean
 from treering.history.live import note_rows
 from treering.history.output import Output, cut, write_row
-from treering.history.places import Places, longest_of
+from treering.history.places import Places, longest_of, make_places, places_of
 from treering.history.recent import Others
 from treering.history.rooms import Room, make_room
 from treering.history.stamp import STAMP
@@ -79,15 +80,18 @@ def _first_bad_row(rows: Rows) -> int:
 @lean
 def _find(
     rows: Rows, b: int, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
-    uses: NDArray[np.bool_], places: Places,
+    uses: NDArray[np.bool_], places: Places, ahead: Ahead,
 ) -> int:  # fmt: skip
     """Fills the places of a row; returns how many there are."""
     context = rows.tokens[b, : rows.num_tokens[b]]
     begin, slot, prompt = rows.num_prompt[b], running.slots[b], rows.prompts[b]
-    num = 0
+    num, k = 0, b % NUM_AHEAD
     refresh_threads(threads, slot, context.size, generation)
     if uses[HISTORY] and history.spans[prompt, 1] > 0:
-        num = num_found = find_in_history(places, num, history, prompt, context, begin)
+        num = num_found = find_in_history(
+            places, num, history, prompt, context, begin, ahead.lows[WHOLE * NUM_AHEAD + k],
+            ahead.lows[SHORTER * NUM_AHEAD + k],
+        )  # fmt: skip
         num = find_threads(places, num, threads, slot, history, prompt, context, begin)
         follow(threads, slot, places, num_found, history.spans[prompt, 0])
     threads.num_tokens[slot] = context.size
@@ -101,22 +105,22 @@ def _find(
             places, num, running.chains, running.num_noted, running.first, running.scopes, running.width,
             rows.groups[b], context, begin,
         )  # fmt: skip
-        num = find_in_others(places, num, others, rows.owners[b], context, begin)
+        num = find_in_others(places, num, others, rows.owners[b], context, begin, ahead.lows[ELSEWHERE * NUM_AHEAD + k])
     return num
 
 
 @lean
 def _draft(
-    rows: Rows, b: int, texts: Texts, room: Room, num_places: int, state: int, model: Model, most: int, least: float,
-    rise: float, quiet: Int64Array, is_probe: NDArray[np.bool_],
+    rows: Rows, b: int, texts: Texts, places: Places, room: Room, num_places: int, state: int, model: Model, most: int,
+    least: float, rise: float, quiet: Int64Array, output: Output, at: int,
 ) -> int:  # fmt: skip
-    """Grows the tree of a row from its places; returns how many nodes it has."""
+    """Writes the draft of a row from its places, behind `at` others; returns how many tokens it has."""
     num_tokens = rows.num_tokens[b]
-    weigh(room.places, num_places, model.votes, model.policy, longest_of(room.places, num_places))
+    weigh(places, num_places, model.votes, model.policy, longest_of(places, num_places))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, most, least, rise)
     while True:
-        num_nodes: int = grow(texts, room, num_places, model, row)
+        num_nodes: int = grow(texts, places, room, num_places, model, row)
         if num_nodes > 0 or num_places == 0:
             break
         if quiet[0] < ROWS_PER_PROBE:
@@ -126,8 +130,9 @@ def _draft(
         quiet[0] = 0
         row = Row(state, last, before, 1, 0.0, 0.0)
     if row.least == 0:
-        is_probe[b] = True
+        output.is_probe[b] = True
         room.nodes.paths[0] = _PROBE_WORTH
+    write_row(output, at, places, room, num_nodes, row)
     return num_nodes
 
 
@@ -135,23 +140,32 @@ def _draft(
 def _draft_all(
     rows: Rows, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
     uses: NDArray[np.bool_], model: Model, max_draft: int, least: float, rise: float, quiet: Int64Array, output: Output,
-    room: Room,
+    room: Room, ahead: Ahead, places: Places, num_places: Int64Array,
 ) -> int:  # fmt: skip
     """Writes the drafts of all rows; returns how many tokens they have."""
     texts = Texts(history.text, running.chains.tokens, others.text)
-    num_out = 0
+    num_out, num_rows = 0, rows.num_tokens.size
     output.offsets[0] = 0
-    for b in range(rows.num_tokens.size):
-        most, slot = min(max_draft, rows.max_drafts[b]), running.slots[b]
-        num_nodes = 0
-        if most > 0 and rows.num_tokens[b] > 0:
-            num_places = _find(rows, b, history, generation, running, others, threads, uses, room.places)
-            num_nodes = _draft(
-                rows, b, texts, room, num_places, threads.state[slot], model, most, least, rise, quiet, output.is_probe
-            )
-            write_row(output, num_out, room, num_nodes)
-        num_out += num_nodes
-        output.offsets[b + 1] = num_out
+    # Each stage for some rows before the next one: all of the code would have to be fetched again for every row.
+    for first in range(0, num_rows, NUM_AHEAD):
+        behind = min(first + NUM_AHEAD, num_rows)
+        look_ahead(
+            ahead, rows.tokens, rows.num_tokens, rows.num_prompt, rows.prompts, rows.max_drafts, first, history, others,
+            uses[HISTORY], uses[OTHERS],
+        )  # fmt: skip
+        for b in range(first, behind):
+            if rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0:
+                num_places[b - first] = _find(
+                    rows, b, history, generation, running, others, threads, uses, places_of(places, b - first), ahead
+                )
+        for b in range(first, behind):
+            if rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0:
+                state, most = threads.state[running.slots[b]], min(max_draft, rows.max_drafts[b])
+                num_out += _draft(
+                    rows, b, texts, places_of(places, b - first), room, num_places[b - first], state, model, most,
+                    least, rise, quiet, output, num_out,
+                )  # fmt: skip
+            output.offsets[b + 1] = num_out
     return num_out
 
 
@@ -170,7 +184,7 @@ def _note_undrafted(rows: Rows, running: Running, threads: Threads, quiet: Int64
 def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
     """The compiled call, cached by its sources; see `stamp`."""
 
-    @njit(cache=True, nogil=True)
+    @njit(cache=True, nogil=True, error_model="numpy")
     def propose(
         tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array, groups: Int64Array, max_drafts: Int64Array,
         worth: Float64Array, prompts: Int64Array, row_owners: Int64Array,
@@ -207,10 +221,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         chains = Chains(live_tokens, live_short, live_long, live_wide, live_heads, live_wide_heads)
         running = Running(chains, num_noted, first, scopes, live_slots, prompt_slots, width)
         others = Others(other_text, other_order, other_keys, owners)
-        threads = Threads(
-            thread_at, thread_missed, thread_tokens, thread_expected, thread_generation,
-            state,
-        )  # fmt: skip
+        threads = Threads(thread_at, thread_missed, thread_tokens, thread_expected, thread_generation, state)
         votes = Votes(vote_length, vote_edit, vote_age, vote_shift, vote_none)
         output = Output(
             out_offsets, out_tokens, out_parents, out_estimates, out_paths,
@@ -222,7 +233,8 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         )  # fmt: skip
         num_out = _draft_all(
             rows, history, generation, running, others, threads, uses,
-            Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(),
+            Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(), make_ahead(),
+            make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64),
         )  # fmt: skip
         cutoff = 0.0
         if cost_sizes.size > 0 and num_out > 0:

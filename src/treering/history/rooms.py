@@ -2,7 +2,7 @@
 
 Knows sizes. Knows nothing of what is written.
 
-    N tokens of a draft   M places   F candidates that wait   C candidates of one node   E candidates described
+    N tokens of a draft   M places   F candidates that wait   C candidates of one node   E candidates that ever waited
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES, stretch
-from treering.history.places import MAX_PLACES, Places, make_places
+from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
+from treering.history.places import MAX_PLACES
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -21,7 +21,10 @@ Float64Array = NDArray[np.float64]
 MAX_NODES = 64
 MAX_WAITING = 256
 MAX_CANDIDATES = 12
-NUM_STRETCHES = 1024
+NUM_FACTS = 8
+PLACE, LENGTH, COUNT, TENTH, RANK, CROWD, BEGIN, END = range(NUM_FACTS)
+"""Of a candidate: the place with the greatest vote, the longest match, how many places have it, tenth of the share,
+rank, bucket of its node's places, and where its own places stand among the members."""
 
 
 class Nodes(NamedTuple):
@@ -33,8 +36,7 @@ class Nodes(NamedTuple):
     paths: Float64Array  # [N], probability that it and all before it are accepted
     described: Int32Array  # [N], line of `Described`
     depths: Int32Array  # [N]
-    members: Int32Array  # [N + 1, M], numbers of places; the last line is the root's
-    num_members: Int32Array  # [N + 1]
+    members: Int32Array  # [(N + 1) * M], numbers of places; a node's stand together, and `Described` says where
 
 
 class Waiting(NamedTuple):
@@ -48,11 +50,14 @@ class Waiting(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Room for what is known of every candidate that ever waited; E is large enough for all."""
+    """Room for what is known of every candidate that ever waited; E is large enough for all.
+
+    What follows from it, `candidates.describe` writes of those that are drafted.
+    """
 
     shares: Float32Array  # [E, votes]
-    features: Int32Array  # [E, kinds]
-    stretches: Float64Array  # [1024], by share
+    facts: Int32Array  # [E, facts], see `PLACE`
+    features: Int32Array  # [kinds], of the one that is looked at
 
 
 class Candidates(NamedTuple):
@@ -65,28 +70,30 @@ class Candidates(NamedTuple):
     best_vote: Float64Array  # [C]
     length: Int32Array  # [C], longest match
     num_longest: Int32Array  # [C], places with the longest match of all
+    lines: Int32Array  # [C], line of `Described`, -1 where it does not wait
+    which: Int32Array  # [M], candidate of each of the node's places, -1 where a rollout ends
     by_source: Float64Array  # [C + 1, sources], the last line for their sum
 
 
 class Room(NamedTuple):
     """All of it."""
 
-    places: Places
     nodes: Nodes
     waiting: Waiting
     candidates: Candidates
     described: Described
     order: Int32Array  # [N], nodes in the order in which they are written
     number: Int32Array  # [N], of each node in that order
+    first_child: Int32Array  # [N + 1], the last one of those without a parent
+    next_child: Int32Array  # [N], of the same parent
 
 
 @njit
 def make_room() -> Room:
     """Room for any row."""
-    orders = np.empty((2, MAX_NODES), np.int32)
-    return Room(
-        make_places(), _make_nodes(), _make_waiting(), _make_candidates(), _make_described(), orders[0], orders[1]
-    )
+    orders = np.empty((4, MAX_NODES + 1), np.int32)
+    nodes, waiting, candidates, described = _make_nodes(), _make_waiting(), _make_candidates(), _make_described()
+    return Room(nodes, waiting, candidates, described, orders[0], orders[1], orders[2], orders[3])
 
 
 @njit
@@ -99,8 +106,7 @@ def _make_nodes() -> Nodes:
         np.empty(MAX_NODES, np.float64),
         np.empty(MAX_NODES, np.int32),
         np.empty(MAX_NODES, np.int32),
-        np.empty((MAX_NODES + 1, MAX_PLACES), np.int32),
-        np.empty(MAX_NODES + 1, np.int32),
+        np.empty((MAX_NODES + 1) * MAX_PLACES, np.int32),
     )
 
 
@@ -120,16 +126,15 @@ def _make_waiting() -> Waiting:
 def _make_described() -> Described:
     """Room for the candidates of all nodes of one row."""
     size = (MAX_NODES + 1) * MAX_CANDIDATES
-    stretches = np.empty(NUM_STRETCHES)
-    for k in range(NUM_STRETCHES):
-        stretches[k] = stretch((k + 0.5) / NUM_STRETCHES)
-    return Described(np.empty((size, NUM_VOTES), np.float32), np.empty((size, NUM_KINDS), np.int32), stretches)
+    shares, facts = np.empty((size, NUM_VOTES), np.float32), np.empty((size, NUM_FACTS), np.int32)
+    return Described(shares, facts, np.empty(NUM_KINDS, np.int32))
 
 
 @njit
 def _make_candidates() -> Candidates:
     """Room for the candidates of one node."""
-    ints = np.empty((5, MAX_CANDIDATES), np.int32)
+    ints = np.empty((6, MAX_CANDIDATES), np.int32)
+    which = np.empty(MAX_PLACES, np.int32)
     floats = np.empty((2, MAX_CANDIDATES))
     by_source = np.empty((MAX_CANDIDATES + 1, NUM_SOURCES))
-    return Candidates(ints[0], floats[0], ints[1], ints[2], floats[1], ints[3], ints[4], by_source)
+    return Candidates(ints[0], floats[0], ints[1], ints[2], floats[1], ints[3], ints[4], ints[5], which, by_source)

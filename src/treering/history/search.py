@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from treering.history.index import MARKER
 from treering.history.lean import lean
-from treering.history.prefetch import prefetch
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -23,7 +22,6 @@ MAX_LENGTH = 48
 LONG_ENOUGH = 16
 """Matches of this length need no edit to speak for them."""
 MAX_EDIT = 16
-_MAX_PREFETCHED = 24
 _WHOLE = 8
 """What a match back to the beginning of the rollout counts beyond its tokens: it is the whole context."""
 
@@ -52,59 +50,44 @@ def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
 
 
 @lean
-def _first_not_below(keys: Int64Array, key: int) -> int:
-    low, size = 0, keys.size
-    while size > 0:
-        half = size >> 1
-        if keys[low + half] < key:
-            low += half + 1
-            size -= half + 1
-        else:
-            size = half
+def key_at(context: Int32Array, last: int, begin: int) -> int:
+    """The key of a context up to `last`; before `begin` it has a marker."""
+    token = context[last] if last >= begin else MARKER
+    return int(_key(token, context[last - 1] if last > begin else MARKER))
+
+
+@lean
+def last_with_key(keys: Int64Array, first: int, k: int, num_keys: int, key: int) -> int:
+    """How many of the keys from `first` on are not above a key, where `k` of them are below it."""
+    low, step = k, 1
+    while low + step <= num_keys and keys[first + low + step - 1] == key:
+        low += step
+        step <<= 1
+    while step > 0:
+        if low + step <= num_keys and keys[first + low + step - 1] == key:
+            low += step
+        step >>= 1
     return low
 
 
 @lean
-def first_behind(
-    text: Int32Array, order: Int32Array, keys: Int64Array, start: int, context: Int32Array, begin: int
-) -> int:
-    """How many places of an index stand before the context, both read backwards.
+def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> bool:
+    """Whether what ends at text[at] stands before a context, both read backwards.
 
     Args:
-        text: int32, of one or more indexes.
-        order: int32 [N], of the one that is searched.
-        keys: int64 [K], see `write_keys`.
-        start: where its text begins.
+        text: int32.
+        at: a place in it.
         context: int32 [n].
         begin: where the rollout begins in it; before that it has a marker.
     """
-    last = context.size - 1
-    token = context[last] if last >= begin else MARKER
-    key = _key(token, context[last - 1] if last > begin else MARKER)
-    k = _first_not_below(keys, key)
-    low = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
-    if k < keys.size and keys[k] == key:
-        k = _first_not_below(keys, key + 1)
-    high = min(k << KEY_BITS, order.size)
-    if high - low <= _MAX_PREFETCHED:
-        for i in range(low, high):
-            prefetch(text, start + order[i])
-    while low < high:
-        middle = (low + high) >> 1
-        at = start + order[middle]
-        count = 0
-        while True:
-            place = last - count
-            wanted = context[place] if place >= begin else MARKER
-            found = text[at - count]
-            if found != wanted or wanted == MARKER or count == MAX_LENGTH:
-                break
-            count += 1
-        if found < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    last, count = context.size - 1, 0
+    while True:
+        place = last - count
+        wanted = context[place] if place >= begin else MARKER
+        found = text[at - count]
+        if found != wanted or wanted == MARKER or count == MAX_LENGTH:
+            return bool(found < wanted)
+        count += 1
 
 
 @lean

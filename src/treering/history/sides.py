@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.history.lean import lean
-from treering.history.prefetch import prefetch
 from treering.history.search import MAX_LENGTH, agree
 
 Int32Array = NDArray[np.int32]
@@ -27,20 +26,8 @@ class Sides(NamedTuple):
 
 
 @lean
-def sides_of(text: Int32Array, about: Int32Array, order: Int32Array, start: int, right: int, num_soon: int) -> Sides:
-    """The sides of a context that so many places stand before.
-
-    Args:
-        text: int32.
-        about: int32, aligned: what else will be read of places.
-        order: int32 [N], places from `start` of the text on.
-        start: where the index's text begins.
-        right: see `first_behind`.
-        num_soon: places to either side that will probably be looked at.
-    """
-    for k in range(max(right - num_soon, 0), min(right + num_soon, order.size)):
-        prefetch(text, start + order[k])
-        prefetch(about, start + order[k])
+def sides_of(right: int) -> Sides:
+    """The sides of a context that so many places stand before."""
     return Sides(right - 1, right, -1, -1)
 
 
@@ -55,9 +42,9 @@ def next_place(
 
     Args:
         sides: of the context.
-        text: see `sides_of`.
-        order: see `sides_of`.
-        start: see `sides_of`.
+        text: int32.
+        order: int32 [N], places from `start` of the text on.
+        start: where the index's text begins.
         context: int32 [n].
         begin: where the rollout begins in it.
     """
