@@ -94,6 +94,7 @@ def pipeline(
     drafting: Drafting | None = None,
     reward_time_limit_s: float = 60.0,
     rebalancing: Rebalancing = "queued",
+    num_slots: int = MAX_BATCH,
     **changes: object,
 ) -> PipelineLoop:
     """A loop over the recipe's task, two prompts a step in groups of four."""
@@ -107,7 +108,7 @@ def pipeline(
         num_steps=num_steps,
         cluster=Cluster(
             num_workers=num_workers,
-            num_slots=MAX_BATCH,
+            num_slots=num_slots,
             max_tokens=12,
             staleness=staleness,
             latency=linear_latency(step_s=20.0, row_s=0.05),

@@ -11,8 +11,8 @@ from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.account import Account
 from treering.runtime.memory import SharedMemory
-from treering.runtime.messages import Begin, Case, Give, Refresh, Sample, Sampled, WorkerSettings
-from treering.runtime.moving import choose_move
+from treering.runtime.messages import Begin, Case, Give, Heard, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.moving import Held, choose_move
 from treering.runtime.process import Context, Seat
 from treering.runtime.step_run import StepRun
 from treering.runtime.worker import work
@@ -28,12 +28,16 @@ class _Post:
 
     seat: Seat
     step: int = 0
-    """That it has begun; 0 for a new one."""
+    """That it is in; 0 for a new one."""
+    has_begun: bool = False
+    """Whether it was told so."""
     running: dict[RolloutKey, Request] = field(default_factory=dict)
     awaited: set[RolloutKey] = field(default_factory=set)
     """Rollouts that may come back from the judge for another turn."""
     gives_to: int | None = None
-    """Worker that is to go on with what this one was asked to give up, until it has."""
+    """Worker that is to go on with what this one was asked to give up, until it has answered."""
+    has_news: bool = False
+    """Whether it has said how far it is since moves were looked for."""
 
 
 class Fleet:
@@ -97,14 +101,16 @@ class Fleet:
             requests = run.take(number, num_running=len(post.running), max_batch=self._max_batch)
             if not requests:
                 continue
-            if post.step != run.step:
-                post.step = run.step
+            if post.step != run.step or not post.has_begun:
+                post.step, post.has_begun = run.step, True
                 reports = run.moving != "off"
                 post.seat.send(Begin(step=run.step, version=run.version, label=labels[run.version], reports=reports))
             post.running.update((request.key, request) for request in requests)
             post.seat.send(Sample(requests=requests))
-        for run in runs.values():
-            self._move(run)
+        for number, post in enumerate(self._posts):
+            if post.has_news:
+                post.has_news = False
+                self._move(number, post, runs, labels)
 
     def receive(self, runs: Runs) -> list[tuple[StepRun, Case]]:
         """Turns that have come from workers, each with its step; workers that have died are replaced.
@@ -141,15 +147,20 @@ class Fleet:
             post.seat.empty()
 
     def _take(self, post: _Post, message: Sampled, runs: Runs) -> list[tuple[StepRun, Case]]:
-        run = runs[message.step]
-        run.note_stats(message.stats)
         self.busy_s += message.busy_s
         self.times.add(message.times)
-        post.seat.note_progress()
-        for key, num_tokens in message.progress.items():
-            run.note_progress(key, num_tokens)
+        run = runs.get(message.step)
         if message.given is not None:
             self._hand_on(post, message.given, run)
+        if run is None:
+            # An answer that says that nothing was left to give, behind the end of its step.
+            assert not message.rollouts, "a step ends after its rollouts"
+            return []
+        run.note_stats(message.stats)
+        self._hear(post, message.progress, run)
+        if message.rollouts:
+            # A report is no progress: a worker may die at the same place again and again.
+            post.seat.note_progress()
         found = []
         for rollout in message.rollouts:
             del post.running[rollout.key]
@@ -159,27 +170,46 @@ class Fleet:
             found.append((run, case))
         return found
 
-    def _move(self, run: StepRun) -> None:
-        """Asks a worker to give something up where that pays; one at a time in a step."""
-        posts = [post if post.step == run.step else None for post in self._posts]
-        if run.prices is None or any(post is not None and post.gives_to is not None for post in posts):
+    def _hear(self, post: _Post, progress: Mapping[RolloutKey, int], run: StepRun) -> None:
+        if not progress:
             return
-        move = choose_move(run, run.prices, [() if post is None else tuple(post.running) for post in posts])
-        if move is not None:
-            source = self._posts[move.source]
-            source.gives_to = move.target
-            source.seat.send(Give(keys=move.keys))
+        for key, num_tokens in progress.items():
+            run.note_progress(key, num_tokens)
+        post.has_news = True
+        post.seat.send(Heard())
 
-    def _hand_on(self, post: _Post, given: Sequence[Rollout], run: StepRun) -> None:
+    def _move(self, number: int, post: _Post, runs: Runs, labels: Mapping[int, int]) -> None:
+        """Asks a worker to give something up where that pays; one at a time in a step."""
+        run = runs.get(post.step)
+        if run is None or run.prices is None or run.moving == "off":
+            return
+        if any(each.step == post.step and each.gives_to is not None for each in self._posts):
+            return
+        if run.moving == "gathering" and not _is_awaited_elsewhere(number, run, runs, labels):
+            return
+        held = [
+            Held(requests=each.running, num_awaited=len(each.awaited)) if each.step == post.step else Held(requests={})
+            for each in self._posts
+        ]
+        move = choose_move(run, run.prices, held, number)
+        if move is not None:
+            post.gives_to = move.target
+            post.seat.send(Give(keys=move.keys))
+
+    def _hand_on(self, post: _Post, given: Sequence[Rollout], run: StepRun | None) -> None:
         """Lets another worker go on with what one has given up; the same one, where that is in another step by now."""
         assert post.gives_to is not None, "workers give what they are asked for"
         target, post.gives_to = post.gives_to, None
-        if self._posts[target].step != run.step:
-            target = self._posts.index(post)
         for rollout in given:
+            assert run is not None, "what was given up keeps its step open"
             request = post.running.pop(rollout.key)
             before = 0 if request.so_far is None else request.so_far.num_tokens
-            run.move(replace(request, so_far=rollout) if rollout.num_tokens > before else request, target)
+            if rollout.num_tokens > before:
+                request = replace(request, so_far=rollout)
+            if self._posts[target].step == run.step:
+                run.move(request, target)
+            else:
+                run.go_on(request, self._posts.index(post))
 
     def _replace(self, number: int, post: _Post, runs: Runs) -> None:
         self._account.worker_deaths += 1
@@ -187,7 +217,8 @@ class Fleet:
         if post.step in runs:
             runs[post.step].put_back(post.running.values())
             runs[post.step].release(number)
-        self._posts[number] = _Post(seat=post.seat)
+        # Where rollouts may come back from the judge, somebody has to be in their step.
+        self._posts[number] = _Post(seat=post.seat, step=post.step if post.awaited else 0, awaited=post.awaited)
         post.seat.fill(self._settings)
 
 
@@ -196,3 +227,8 @@ def _next_run(number: int, post: _Post, runs: Runs) -> StepRun | None:
     if post.running or post.awaited:
         return runs.get(post.step)
     return next((run for step, run in sorted(runs.items()) if step >= post.step and run.has_work(number)), None)
+
+
+def _is_awaited_elsewhere(number: int, run: StepRun, runs: Runs, labels: Mapping[int, int]) -> bool:
+    """Whether a later step could begin on a worker, were it free."""
+    return any(step > run.step and later.version in labels and later.has_work(number) for step, later in runs.items())

@@ -61,6 +61,11 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Heard:
+    """To a worker: its report has arrived, and the next one may come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Refresh:
     """To a worker: the history has grown within the step."""
 
@@ -74,7 +79,7 @@ class Sampled:
     given: Sequence[Rollout] | None
     """The answer to a `Give`: what was still running; None where there was none."""
     progress: Mapping[RolloutKey, int]
-    """Tokens of what runs; empty where nobody asked for reports."""
+    """Tokens of what runs; empty where no report is due."""
     stats: EngineStats
     busy_s: float
     times: PassTimes

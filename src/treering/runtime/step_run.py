@@ -124,7 +124,8 @@ class StepRun:
         self._queues[worker].clear()
 
     def go_on(self, request: Request, worker: int | None) -> None:
-        """Takes the next turn of a rollout, for the worker that had the one before, or for any."""
+        """Takes the next turn or the rest of a rollout, for the worker that had what was before, or for any."""
+        self._started.discard(request.key)
         if worker is None:
             self._left_over.append(request)
         else:
@@ -142,9 +143,8 @@ class StepRun:
     def move(self, request: Request, worker: int) -> None:
         """Takes a rollout that a worker has given up, for another one, which starts it next."""
         self._moves[request.key] += 1
-        self._started.discard(request.key)
-        self._queues[worker].appendleft(request)
         self.account.moved += 1
+        self.go_on(request, worker)
 
     def note_over(self, rollout: Rollout) -> None:
         """Takes the length of a rollout that is over, which tells something of its siblings."""

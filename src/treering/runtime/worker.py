@@ -16,12 +16,12 @@ from treering.history.reader import HistoryReader
 from treering.rl.drafting import DraftOptions, make_drafter
 from treering.runtime.child import Port, Ready
 from treering.runtime.memory import SharedMemory
-from treering.runtime.messages import Begin, Give, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.messages import Begin, Give, Heard, Refresh, Sample, Sampled, WorkerSettings
 from treering.runtime.pass_watch import PassWatch
 from treering.runtime.ring import WeightRing
 
 _REPORT_S = 0.2
-"""Between reports on how far rollouts are, where none ends."""
+"""Between reports on how far rollouts are, at least."""
 
 
 def work(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
@@ -67,6 +67,7 @@ class _Worker:
         self._busy_s = 0.0
         self._reports = False
         self._reported_s = 0.0
+        self._is_heard = True
         self._ended: list[Rollout] = []
         self._given: list[Rollout] | None = None
         self._watch = PassWatch()
@@ -84,6 +85,8 @@ class _Worker:
             self._engine.submit(message.requests)
         elif isinstance(message, Give):
             self._give(message.keys)
+        elif isinstance(message, Heard):
+            self._is_heard = True
         elif isinstance(message, Refresh) and self._memory is not None:
             self._memory.refresh()
         self._busy_s += time.perf_counter() - started
@@ -92,8 +95,13 @@ class _Worker:
         """One pass of the engine; a message where rollouts have ended or were given up, or a report is due."""
         if self.is_busy:
             self._ended += self._pass()
-        is_due = self._reports and self.is_busy and time.perf_counter() >= self._reported_s + _REPORT_S
-        return self._news() if self._ended or self._given is not None or is_due else None
+        return self._news() if self._ended or self._given is not None or self._is_report_due else None
+
+    @property
+    def _is_report_due(self) -> bool:
+        """Whether to say how far rollouts are; never before the report before was heard, lest one fills the pipe."""
+        is_time = time.perf_counter() >= self._reported_s + _REPORT_S
+        return self._reports and self._is_heard and is_time and self.is_busy
 
     def _pass(self) -> list[Rollout]:
         assert self._engine is not None, "only an engine is busy"
@@ -110,12 +118,14 @@ class _Worker:
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
         before, self._before = self._before, self._engine.stats
-        self._reported_s = time.perf_counter()
+        progress = self._engine.progress() if self._is_report_due else {}
+        if progress:
+            self._reported_s, self._is_heard = time.perf_counter(), False
         return Sampled(
             step=self._step,
             rollouts=rollouts,
             given=given,
-            progress=self._engine.progress() if self._reports else {},
+            progress=progress,
             stats=self._before.since(before),
             busy_s=busy_s,
             times=self._watch.take(),
