@@ -225,6 +225,7 @@ def test_files_hold_what_was_asked_for(tmp_path, capsys):
         ({"stability": 0.9}, "above 0 and below"),
         ({"noise": 0.1, "stability": 0.1}, "--noise and --stability are two ways"),
         ({"group_size": 4}, "with --stability only"),
+        ({"crossed": 0.2}, "add that, or drop this"),
         ({"predictor": "ema"}, "predicts the rollouts of a FILE, got none"),
         ({"decode": "20"}, "--decode is STEP,ROW"),
         ({"decode": "20,x"}, "--decode is STEP,ROW"),
@@ -240,9 +241,9 @@ def test_what_makes_no_case_is_refused(changes, message):
         make_cases(replace(SMALL, **changes))
 
 
-@pytest.mark.parametrize("name", ["lengths", "noise", "stability", "group_size"])
+@pytest.mark.parametrize("name", ["lengths", "noise", "stability", "crossed", "group_size"])
 def test_a_log_takes_no_options_of_made_up_rollouts(log, name):
-    value = {"lengths": "constant:5", "noise": 0.0, "stability": 0.1, "group_size": 1}[name]
+    value = {"lengths": "constant:5", "noise": 0.0, "stability": 0.1, "crossed": 0.1, "group_size": 1}[name]
     with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{name.replace('_', '-')} makes"):
         make_cases(SimulateOptions(file=log, **{name: value}))
 

@@ -5,7 +5,7 @@ from treering.errors import InputError
 from treering.schedule.distort import distort
 from treering.schedule.laws import parse_law
 from treering.schedule.policy import Forecast
-from treering.schedule.stability import MATH_SHARE, sigma_for_stability, stable_trace
+from treering.schedule.stability import MATH_SHARE, noise_for_stability, sigma_for_stability, stable_trace
 from treering.schedule.synthetic import synthetic_trace
 from treering.schedule.trace import Trace, TraceStep
 
@@ -71,6 +71,58 @@ def test_groups_move_up_as_often_as_was_asked_for(spec, share):
         )
         moved.append((real > ranks / 2 * 8 // 16_384).mean())
     assert np.mean(moved) == pytest.approx(share, abs=0.015)
+
+
+@pytest.mark.parametrize("spec", LAWS)
+def test_rollouts_that_end_early_make_moves_near(spec):
+    spread, early = noise_for_stability(spec, 0.28, 0.24)
+    assert 0 < early < 0.5
+    size = 32_768
+    (step,) = stable_trace(spec, num_steps=1, num_rollouts=size, spread=spread, early=early, seed=9).steps
+    for found, asked in zip(moves(step), (0.24, 0.28), strict=True):
+        # It was solved with 1,024 prompts: three standard errors of the difference between their mean and this one.
+        by_prompt = found.reshape(-1, 16).mean(axis=1)
+        error = by_prompt.std() * np.sqrt(1 / 1024 + 1 / by_prompt.size)
+        assert found.mean() == pytest.approx(asked, abs=3 * error)
+    # By spread alone far fewer stay near: the paper's figures of code are out of its reach.
+    alone = sigma_for_stability(spec, 0.28)
+    (plain,) = stable_trace(spec, num_steps=1, num_rollouts=size, spread=alone, seed=9).steps
+    assert moves(plain)[0].mean() < 0.16
+
+
+def moves(step) -> tuple[np.ndarray, np.ndarray]:
+    """Which rollouts are one group up in its shorter half, and which are up at all, by ranks counted here."""
+    predicted, size = step.forecast.lengths, step.lengths.size
+    ordered = np.sort(predicted)
+    planned = (np.searchsorted(ordered, predicted, "left") + np.searchsorted(ordered, predicted, "right")) / 2
+    real = np.argsort(np.argsort(step.lengths, kind="stable"), kind="stable") / size * 8
+    group = np.floor(planned / size * 8)
+    up = np.floor(real) > group
+    return up & (real < group + 1.5), up
+
+
+def test_spread_alone_gives_what_mathematics_has():
+    spread, early = noise_for_stability(LAWS[0], MATH_SHARE, 0.12)
+    assert (spread, early) == (sigma_for_stability(LAWS[0], MATH_SHARE, num_rollouts=16384), 0.0)
+
+
+def test_a_prompt_without_spread_has_its_length_but_for_what_ends_early():
+    trace = stable_trace("lognormal:8.2,0.8", num_steps=1, num_rollouts=16_000, spread=0.0, early=0.2, seed=3)
+    parts = trace.steps[0].lengths / trace.steps[0].forecast.lengths
+    is_whole = np.isclose(parts, 1.0, atol=1e-3)
+    assert is_whole.mean() == pytest.approx(0.8, abs=0.02)
+    assert parts[~is_whole].mean() == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("early", [-0.1, 1.0, float("nan")])
+def test_a_share_that_ends_early_is_a_share(early):
+    with pytest.raises(InputError, match="early is a share"):
+        stable_trace("constant:5", num_steps=1, num_rollouts=4, group_size=2, spread=0.1, early=early, seed=0)
+
+
+def test_moves_that_nothing_brings_near_are_refused():
+    with pytest.raises(InputError, match=r"got crossed=0\.4; lower it"):
+        noise_for_stability(LAWS[0], 0.28, 0.4, num_rollouts=4096)
 
 
 def test_the_spread_lies_within_prompts_and_the_law_between_them():

@@ -15,7 +15,7 @@ from treering.schedule.distort import Distortion, distort
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.lengths import PredictorName, make_predictor
 from treering.schedule.replay import read_trace
-from treering.schedule.stability import sigma_for_stability, stable_trace
+from treering.schedule.stability import noise_for_stability, sigma_for_stability, stable_trace
 from treering.schedule.synthetic import synthetic_trace
 from treering.schedule.trace import Trace
 
@@ -43,6 +43,7 @@ class SimulateOptions:
     lengths: str | None = None
     noise: float | None = None
     stability: float | None = None
+    crossed: float | None = None
     group_size: int | None = None
     distort: Distortion | None = None
     predictor: PredictorName | None = None
@@ -61,6 +62,7 @@ _OF_LAWS = {
     "lengths": "--lengths",
     "noise": "--noise",
     "stability": "--stability",
+    "crossed": "--crossed",
     "group_size": "--group-size",
 }
 
@@ -100,6 +102,8 @@ def _check(options: SimulateOptions) -> None:
         raise ConfigError("--predictor predicts the rollouts of a FILE, got none; name one, or see --noise")
     if {"noise", "stability"} <= given:
         raise ConfigError("--noise and --stability are two ways to make predictions wrong; leave one of them out")
+    if "crossed" in given and "stability" not in given:
+        raise ConfigError("--crossed says how much of --stability only crosses a boundary; add that, or drop this")
     if "group_size" in given and "stability" not in given:
         raise ConfigError("rollouts of a group share a prediction with --stability only; add it, or drop --group-size")
     for flag, value in (("--training", options.training), ("--believed-latency", options.believed_latency)):
@@ -147,10 +151,19 @@ def _made_up(options: SimulateOptions) -> list[Trace]:
             for seed in range(options.num_seeds)
         ]
     group_size = options.group_size or GROUP_SIZE
-    spread = sigma_for_stability(law, options.stability, group_size=group_size)
+    if options.crossed is None:
+        spread, early = sigma_for_stability(law, options.stability, group_size=group_size), 0.0
+    else:
+        spread, early = noise_for_stability(law, options.stability, options.crossed, group_size=group_size)
     return [
         stable_trace(
-            law, num_steps=num_steps, num_rollouts=num_rollouts, group_size=group_size, spread=spread, seed=seed
+            law,
+            num_steps=num_steps,
+            num_rollouts=num_rollouts,
+            group_size=group_size,
+            spread=spread,
+            early=early,
+            seed=seed,
         )
         for seed in range(options.num_seeds)
     ]
