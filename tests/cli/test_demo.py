@@ -17,6 +17,9 @@ from treering.data import read_trajectories
 from treering.errors import InputError
 from treering.rl.loop import RlLoop
 
+# The first test trains a policy, and on a fresh machine compiles all that drafts first.
+pytestmark = pytest.mark.timeout(900)
+
 SMALL = DemoSize(num_prompts=8, prompts_per_step=4, group_size=8, num_epochs=2, max_batch=4)
 
 
@@ -109,7 +112,6 @@ def test_without_a_folder_each_demo_takes_the_next_free_one(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_reward_rises_clearly(seed: int, tmp_path: Path) -> None:
     """About half right, then clearly more: on the prompts that are trained and on others."""
