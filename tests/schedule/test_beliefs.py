@@ -114,3 +114,47 @@ def test_without_any_spread_predictions_are_kept_and_scaled():
     beliefs.learn(np.full(5, 100.0), np.full(5, 50))
     assert beliefs.lengths(np.array([100.0, 300.0]), CAP).tolist() == pytest.approx([50, 150])
     assert beliefs.sigma(np.array([100.0])) == pytest.approx(0)
+
+
+def test_before_anything_was_seen_drawn_lengths_are_normal_in_the_logarithm():
+    predicted = np.exp(np.random.default_rng(0).normal(6, 0.8, 20_000))
+    drawn = Beliefs(0.3).draw(predicted, 2**60, np.random.default_rng(1))
+    errors = np.log(drawn / predicted)
+    # Standard errors over 20,000: 0.002 of the mean, 0.0015 of the spread.
+    assert errors.mean() == pytest.approx(0, abs=0.01)
+    assert errors.std() == pytest.approx(0.3, abs=0.01)
+    assert np.mean(errors < -0.6) == pytest.approx(0.0228, abs=0.005)
+
+
+def test_rollouts_that_ended_early_end_early_again_and_the_others_do_not():
+    random = np.random.default_rng(3)
+    told = told_of(8000, 4)
+    is_early = random.random(told.size) < 0.2
+    beliefs = Beliefs()
+    beliefs.learn(told, np.rint(np.where(is_early, told / 5, told)).astype(np.int64).clip(1))
+    asked = told_of(20_000, 9).clip(300)
+    shares = beliefs.draw(asked, CAP, np.random.default_rng(5)) / asked
+    # But for the prior's 16 of 8,016. Standard errors of 0.2 among 8,000: 0.0045; lengths are rounded by 1 % at most.
+    assert np.mean(np.abs(5 * shares - 1) < 0.05) == pytest.approx(0.2, abs=0.015)
+    assert np.mean(np.abs(shares - 1) < 0.05) == pytest.approx(0.8, abs=0.015)
+
+
+def test_what_was_predicted_near_the_limit_reaches_it_as_often_as_before():
+    random = np.random.default_rng(6)
+    real = np.minimum(random.lognormal(6, 1, 16_000), 1000.0)
+    told = real * np.exp(0.2 * random.standard_normal(real.size))
+    beliefs = Beliefs()
+    beliefs.learn(told, np.rint(real).astype(np.int64).clip(1))
+    drawn = beliefs.draw(told, 1000, np.random.default_rng(7))
+    is_far = told > 800
+    assert np.mean(drawn[is_far] >= 999.5) == pytest.approx(np.mean(real[is_far] >= 999.5), abs=0.1)
+    assert drawn.min() >= 1
+    assert drawn.max() <= 1000
+
+
+def test_a_few_rollouts_leave_most_draws_to_the_prior():
+    beliefs = Beliefs(0.5)
+    beliefs.learn(np.full(4, 100.0), np.full(4, 100))
+    drawn = beliefs.draw(np.full(20_000, 100.0), CAP, np.random.default_rng(8))
+    # 4 rollouts without any error against 16 of the prior.
+    assert np.mean(np.abs(drawn - 100) < 1e-6) == pytest.approx(0.2, abs=0.02)

@@ -10,6 +10,8 @@ from treering.schedule.bounds import with_training
 from treering.schedule.compare import compare, entrants, with_decode_scaled
 from treering.schedule.distort import distort
 from treering.schedule.histopipe import HistoPipe
+from treering.schedule.latency import linear_latency
+from treering.schedule.plans import Plan
 from treering.schedule.policy import Outlook
 from treering.schedule.simulation import simulate
 from treering.schedule.synthetic import synthetic_trace
@@ -76,21 +78,49 @@ def test_what_it_is_told_decides_what_it_chooses():
     assert one.ended_s.tolist() == other.ended_s.tolist()
 
 
-def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stays():
-    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=13)
+def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stays(monkeypatch):
+    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=25)
+    same, other = Plan(name="same"), Plan(name="other", num_turns=2)
+    found = iter([other, same, same, same, other, other])
     planned = []
 
-    class Watched(HistoPipe):
-        def assign(self, outlook):
-            before = self._found
-            assignment = super().assign(outlook)
-            if self._found is not before or self._planned_for == outlook.step:
-                planned.append(outlook.step)
-            return assignment
+    def search(question, present=None):
+        planned.append(len(policy.choices) + 1)
+        return next(found)
 
-    simulate(Watched(replan_every=3), run, workers=where)
-    # Step 3 is the first that knows how step 1 came out; the search of step 6 leaves the plan, so the next is 6 later.
-    assert planned == [1, 3, 6, 12]
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
+    policy = HistoPipe(replan_every=3)
+    simulate(policy, run, workers=where)
+    # Step 3 is the first that knows how step 1 came out; the searches of steps 6 and 12 leave the plan, so the next are
+    # 6 and 12 later. That of step 24 finds another.
+    assert planned == [1, 3, 6, 12, 24]
+    assert policy.choices == ("other",) * 2 + ("same",) * 21 + ("other",) * 2
+
+
+def test_it_plans_anew_where_times_are_others(monkeypatch):
+    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
+    asked = []
+
+    def search(question, present=None):
+        asked.append(question.cluster.latency.training_s)
+        return Plan(name="any")
+
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
+    policy = HistoPipe(replan_every=100)
+
+    def assign(step, latency):
+        forecasts = (run.steps[0].forecast,)
+        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=forecasts))
+
+    seconds = where.latency.training_s
+    for step, factor in enumerate((1.0, 1.1, 2.0, 2.0, 2.1), 1):
+        assign(step, replace(where.latency, training_s=factor * seconds))
+    assert asked == [seconds, 2.0 * seconds]
+    # The same in another unit, and then with passes that grow with their rows.
+    assign(6, with_decode_scaled(replace(where, latency=replace(where.latency, training_s=seconds)), 0.5).latency)
+    assert len(asked) == 2
+    assign(7, linear_latency(step_s=1.0, row_s=1.0, training_s=2 * seconds / 20))
+    assert len(asked) == 3
 
 
 def test_it_learns_that_predictions_are_reversed():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from treering.errors import InputError
-from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.latency import Latency, are_alike, linear_latency, shape_of
 
 
 def test_a_linear_step_grows_by_each_row():
@@ -51,3 +51,27 @@ def test_speculation_that_loses_tokens_is_refused(gains):
 def test_times_below_0_are_refused_by_name(name, seconds):
     with pytest.raises(InputError, match=f"{name} is a time"):
         linear_latency(step_s=1.0, row_s=0.0, **{name: seconds})
+
+
+def alike(one, other, max_rows):
+    return are_alike(shape_of(one, max_rows), shape_of(other, max_rows))
+
+
+def test_latencies_are_alike_up_to_their_unit_and_a_quarter():
+    one = linear_latency(step_s=20, row_s=0.05, training_s=1000)
+    assert alike(one, one, 64)
+    assert alike(one, linear_latency(step_s=0.2, row_s=0.0005, training_s=10), 64)
+    assert alike(one, linear_latency(step_s=20, row_s=0.05, training_s=1200), 64)
+    assert not alike(one, linear_latency(step_s=20, row_s=0.05, training_s=1300), 64)
+    assert not alike(one, linear_latency(step_s=20, row_s=0.05), 64)
+    # 64 rows take 23.2 instead of 20.05 s, or 84 instead of 21: 1.16 and 4 times.
+    assert not alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 64)
+    assert alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 1)
+
+
+def test_what_speculation_gains_counts_where_it_depends_on_rows():
+    plain = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0])
+    even = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0], tokens_per_step=[3, 3])
+    uneven = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0], tokens_per_step=[3, 2])
+    assert alike(plain, even, 8)
+    assert not alike(plain, uneven, 8)

@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.schedule.misses import Misses
 from treering.schedule.policy import NUM_LEARNT
 
 Pairs = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -29,7 +30,7 @@ _MAX_ROLLOUTS = 4096
 
 
 class Beliefs:
-    """A line through log lengths against log predictions, and the spread around it.
+    """A line through log lengths against log predictions, and how far rollouts are off it.
 
     Predictions that are too long by a factor are corrected, reversed ones turned round, and worthless ones become one
     length for all.
@@ -43,6 +44,7 @@ class Beliefs:
         self._prior = sigma
         self._seen: deque[Pairs] = deque(maxlen=NUM_LEARNT)
         self._slope, self._offset, self._sigma = 1.0, 0.0, sigma
+        self._misses: tuple[int, Misses] | None = None
 
     @property
     def has_seen(self) -> bool:
@@ -53,14 +55,29 @@ class Beliefs:
         """Takes what a step's rollouts were, float64 and int64 [R]."""
         chosen = np.unique(np.linspace(0, lengths.size - 1, _MAX_ROLLOUTS).astype(np.int64))
         self._seen.append((np.log(predicted[chosen]), np.log(lengths[chosen])))
-        told = np.concatenate([pair[0] for pair in self._seen])
-        real = np.concatenate([pair[1] for pair in self._seen])
+        told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
         self._fit(told, real)
+        self._misses = None
 
     def lengths(self, predicted: NDArray[np.float64], max_tokens: int) -> NDArray[np.float64]:
         """float64 [R]: the likeliest lengths, at least 1 and at most `max_tokens`."""
-        believed: NDArray[np.float64] = np.exp(self._offset + self._slope * np.log(predicted))
-        return np.clip(believed, 1.0, max_tokens)
+        return np.clip(np.exp(self._line(np.log(predicted))), 1.0, max_tokens)
+
+    def draw(self, predicted: NDArray[np.float64], max_tokens: int, random: np.random.Generator) -> NDArray[np.float64]:
+        """float64 [R]: lengths that could come true, at least 1 and at most `max_tokens`.
+
+        Off the line as rollouts were that were predicted about alike (see `Misses`); normally in the logarithm until
+        something was seen, and later as often as the prior still counts.
+
+        Example: where of rollouts that were predicted 1,000 a fifth ended at 300, a fifth of the next ones does.
+        """
+        told = np.log(predicted)
+        errors = self.sigma(predicted) * random.standard_normal(told.size)
+        if self.has_seen:
+            num_seen = sum(pair[0].size for pair in self._seen)
+            is_prior = random.random(told.size) * (num_seen + _PRIOR_ROLLOUTS) < _PRIOR_ROLLOUTS
+            errors = np.where(is_prior, errors, self._misses_with(max_tokens).draw(told, random))
+        return np.clip(np.exp(self._line(told) + errors), 1.0, max_tokens)
 
     def sigma(self, predicted: NDArray[np.float64]) -> float:
         """Of the logarithm of what these rollouts will be, around what is believed of them."""
@@ -68,6 +85,18 @@ class Beliefs:
             return self._sigma
         unexplained = PRIOR_SPREAD**2 - float(np.log(predicted).var())
         return max(self._prior, float(np.sqrt(max(unexplained, 0.0))))
+
+    def _misses_with(self, max_tokens: int) -> Misses:
+        """Of what was seen; rollouts of `max_tokens` might have become longer."""
+        if self._misses is None or self._misses[0] != max_tokens:
+            told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
+            errors = np.where(real < np.log(max_tokens), real - self._line(told), np.inf)
+            self._misses = max_tokens, Misses(told, errors)
+        return self._misses[1]
+
+    def _line(self, told: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = self._offset + self._slope * told
+        return found
 
     def _fit(self, told: NDArray[np.float64], real: NDArray[np.float64]) -> None:
         """Least squares, with the prior as so many rollouts on the line of slope 1 through the means."""

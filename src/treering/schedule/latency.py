@@ -6,6 +6,7 @@ Knows units of time as the user gives them, seconds by convention. Knows nothing
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,27 @@ class Latency:
         return seconds
 
 
+Shape: TypeAlias = tuple[float, float]
+"""How many times longer a token takes in a full batch than alone, and how many lone tokens an update takes."""
+
+
+def shape_of(latency: Latency, max_rows: int) -> Shape:
+    """What plans depend on, whatever the unit of time.
+
+    Example: steps of 20 s and 0.05 s a row, up to 64 rows, with updates of 401 s: 23.2 / 20.05 and 20.
+    """
+    token_s = latency.token_s(max_rows)
+    return float(token_s[-1] / token_s[1]), float(latency.training_s / token_s[1])
+
+
+def are_alike(one: Shape, other: Shape) -> bool:
+    """Whether two latencies ask for the same plans: alike within a quarter.
+
+    Example: (1.16, 20) is like (1.2, 22), and unlike (1.16, 30).
+    """
+    return all(max(pair) <= _ALIKE * min(pair) for pair in zip(one, other, strict=True))
+
+
 def linear_latency(
     *, step_s: float, row_s: float, prefill_s: float = 0.0, load_s: float = 0.0, training_s: float = 0.0
 ) -> Latency:
@@ -88,6 +110,8 @@ def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[
     slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
     return np.where(rows > known[-1], seconds[-1] + slope * (rows - known[-1]), inside)
 
+
+_ALIKE = 1.25
 
 STANDARD = linear_latency(step_s=20.0, row_s=0.05)
 """What stands in where nothing was measured: plans depend on how a step grows with its rows, and not on the unit.

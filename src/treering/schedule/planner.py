@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from treering.schedule.baselines import PlanPolicy
 from treering.schedule.beliefs import Beliefs
-from treering.schedule.bounds import bound_s
+from treering.schedule.bounds import bound_s, with_training
 from treering.schedule.cluster import Cluster
 from treering.schedule.plans import Plan
 from treering.schedule.policy import Forecast, Outlook
@@ -29,13 +29,19 @@ _MAX_ROLLOUTS = 4096
 _STEPS_PER_TURN = 4
 """Steps that candidates are judged on, for each that runs at one time: with fewer, start and end count too much."""
 
-_NUM_DRAWS = 4
-"""Lengths that could come true are drawn so many times, for the last comparison."""
+_NUM_DRAWS = 5
+"""Lengths that could come true are drawn so many times: once to choose among candidates, then to judge the best, which
+do too well on what they were chosen by."""
 
 _NUM_FINALISTS = 5
 
-_CLEARLY = 1.005
-"""A present plan stays where it is predicted to take no more than this many times the best: changes cost a step."""
+_USUAL_TRAINING = 0.07
+"""What an update is taken to last where no time of any is known, as a share of a step's work: about as in RhymeRL
+(section 3). With updates that take no time at all, steps that run side by side would seem to cost nothing."""
+
+_CLEARLY = 1.01
+"""A present plan stays where it is predicted to take no more than this many times the best: changes cost a step, and
+predictions of single plans are no more certain than that."""
 
 _CLOSE = 0.98
 """Share of the lower bound that is good enough to look no further."""
@@ -56,7 +62,10 @@ class Question:
 
 
 def ask(outlook: Outlook, beliefs: Beliefs, *, seed: int) -> Question:
-    """The question of an outlook: its forecasts, repeated to some steps for each turn, believed and made uncertain."""
+    """The question of an outlook: its forecasts, repeated to some steps for each turn, believed and made uncertain.
+
+    A latency whose updates take no time is taken not to know it.
+    """
     cluster = outlook.cluster
     num_workers = _num_planned(cluster.num_workers, outlook.forecasts[0].num_rollouts)
     small = replace(cluster, num_workers=num_workers)
@@ -65,6 +74,8 @@ def ask(outlook: Outlook, beliefs: Beliefs, *, seed: int) -> Question:
     sampled = [_sampled(forecast, num_workers / cluster.num_workers) for forecast in ahead]
     random = np.random.default_rng(seed)
     traces = [_drawn(sampled, beliefs, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
+    if small.latency.training_s == 0:
+        small = with_training(small, traces[0], _USUAL_TRAINING)
     return Question(cluster=small, traces=tuple(traces))
 
 
@@ -77,7 +88,7 @@ def search(question: Question, present: Plan | None = None) -> Plan:
     """The plan with the least predicted makespan; the present one, unless another is clearly better.
 
     First the plain ones and, unless one of these comes close to the lower bound, a coarse grid of workers for the
-    longest rollouts and what lies around the best of it, judged on one draw; then the best few on all draws. Earlier
+    longest rollouts and what lies around the best of it, judged on one draw; then the best few on the others. Earlier
     candidates win ties.
     """
     judge = _Judge(question)
@@ -133,7 +144,7 @@ class _Judge:
         return present if present is not None and is_as_good else best
 
     def _total(self, plan: Plan) -> float:
-        return self._first[plan] + sum(self._makespan(plan, trace) for trace in self._question.traces[1:])
+        return sum(self._makespan(plan, trace) for trace in self._question.traces[1:])
 
     def _makespan(self, plan: Plan, trace: Trace) -> float:
         return simulate(PlanPolicy(plan), trace, workers=self._question.cluster).makespan_s
@@ -198,9 +209,8 @@ def _drawn(
 ) -> Trace:
     steps = []
     for predicted in ahead:
-        believed, sigma = beliefs.lengths(predicted, max_tokens), beliefs.sigma(predicted)
-        real = believed * np.exp(sigma * random.standard_normal(believed.size))
-        lengths = np.clip(np.rint(real), 1, max_tokens).astype(np.int64)
+        believed = beliefs.lengths(predicted, max_tokens)
+        lengths = np.rint(beliefs.draw(predicted, max_tokens, random)).astype(np.int64)
         forecast = Forecast(lengths=believed, prompts=np.arange(believed.size))
         steps.append(TraceStep(lengths=lengths, forecast=forecast))
     return Trace(steps=tuple(steps), max_tokens=max_tokens)
