@@ -52,7 +52,7 @@ def cases() -> Iterator[SimulateOptions]:
                     lengths=law,
                     stability=stability,
                     crossed=crossed,
-                    num_seeds=5,
+                    num_seeds=3,
                 )
     for rollouts, slots in SMALL_SIZES:
         for distortion in DISTORTIONS:

@@ -158,3 +158,12 @@ def test_a_few_rollouts_leave_most_draws_to_the_prior():
     drawn = beliefs.draw(np.full(20_000, 100.0), CAP, np.random.default_rng(8))
     # 4 rollouts without any error against 16 of the prior.
     assert np.mean(np.abs(drawn - 100) < 1e-6) == pytest.approx(0.2, abs=0.02)
+
+
+def test_another_limit_is_another_law():
+    beliefs = Beliefs(0.0)
+    beliefs.learn(np.full(640, 100.0), np.full(640, 100))
+    asked = np.full(50, 100.0)
+    # All reached 100: where that is the limit they might have become longer, elsewhere they are what they are.
+    for limit, reached in ((100, 100), (400, 100), (100, 100), (50, 50)):
+        assert beliefs.draw(asked, limit, np.random.default_rng(0)) == pytest.approx(reached)

@@ -93,6 +93,22 @@ def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by
     assert search(question, bad) == search(question)
 
 
+def test_what_candidates_were_chosen_by_does_not_judge_them():
+    """One draw in which a few long rollouts rule, and four with more than all slots and none of them long."""
+    apart = ask(outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), Beliefs(0.0), seed=0)
+    alike = ask(outlook(cluster_of(), np.full(72, 60.0)), Beliefs(0.0), seed=0)
+    question = replace(apart, traces=(apart.traces[0], *alike.traces[1:]))
+    first, *others = question.traces
+
+    def seconds(plan, drawn):
+        return simulate(PlanPolicy(plan), drawn, workers=question.cluster).makespan_s
+
+    found = search(question)
+    best_alone = min(plain_plans(question.cluster), key=lambda plan: seconds(plan, first))
+    assert sum(seconds(found, drawn) for drawn in others) < 0.98 * sum(seconds(best_alone, drawn) for drawn in others)
+    assert seconds(found, first) > seconds(best_alone, first)
+
+
 def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
     question = ask(outlook(cluster_of(), lengths_of(400)), Beliefs(), seed=0)
     worse = Plan(name="worse", placing="equal_sums", num_turns=2)
