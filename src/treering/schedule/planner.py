@@ -39,9 +39,9 @@ _USUAL_TRAINING = 0.07
 """What an update is taken to last where no time of any is known, as a share of a step's work: about as in RhymeRL
 (section 3). With updates that take no time at all, steps that run side by side would seem to cost nothing."""
 
-_CLEARLY = 1.01
-"""A present plan stays where it is predicted to take no more than this many times the best: changes cost a step, and
-predictions of single plans are no more certain than that."""
+_CLEARLY = 1.005
+"""A present plan stays where it is predicted to take no more than this many times the best, or less than it on any draw:
+changes cost a step, and predictions are not certain."""
 
 _CLOSE = 0.98
 """Share of the lower bound that is good enough to look no further."""
@@ -138,16 +138,22 @@ class _Judge:
     def winner(self, present: Plan | None) -> Plan:
         finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
         finalists += [present] if present is not None and present not in finalists else []
-        totals = {plan: self._total(plan) for plan in finalists}
-        best = min(totals, key=totals.__getitem__)
-        is_as_good = present is not None and totals[present] <= _CLEARLY * totals[best]
-        return present if present is not None and is_as_good else best
+        judged = {plan: self._judged(plan) for plan in finalists}
+        best = min(judged, key=lambda plan: sum(judged[plan]))
+        if present is None or _is_clearly_less(judged[best], judged[present]):
+            return best
+        return present
 
-    def _total(self, plan: Plan) -> float:
-        return sum(self._makespan(plan, trace) for trace in self._question.traces[1:])
+    def _judged(self, plan: Plan) -> list[float]:
+        return [self._makespan(plan, trace) for trace in self._question.traces[1:]]
 
     def _makespan(self, plan: Plan, trace: Trace) -> float:
         return simulate(PlanPolicy(plan), trace, workers=self._question.cluster).makespan_s
+
+
+def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether makespans are shorter on every draw, and by more than a little together."""
+    return all(one < other for one, other in zip(some, others, strict=True)) and _CLEARLY * sum(some) < sum(others)
 
 
 def _name(base: str, num_turns: int) -> str:
