@@ -93,20 +93,42 @@ def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by
     assert search(question, bad) == search(question)
 
 
-def test_what_candidates_were_chosen_by_does_not_judge_them():
-    """One draw in which a few long rollouts rule, and four with more than all slots and none of them long."""
-    apart = ask(outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), Beliefs(0.0), seed=0)
-    alike = ask(outlook(cluster_of(), np.full(72, 60.0)), Beliefs(0.0), seed=0)
+def seconds(plan, question):
+    return np.array(
+        [simulate(PlanPolicy(plan), drawn, workers=question.cluster).makespan_s for drawn in question.traces]
+    )
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A few long rollouts rule."""
+    return ask(outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), Beliefs(0.0), seed=0)
+
+
+@pytest.fixture(scope="module")
+def alike():
+    """More rollouts than slots, and none of them long."""
+    return ask(outlook(cluster_of(), np.full(72, 60.0)), Beliefs(0.0), seed=0)
+
+
+def test_what_candidates_were_chosen_by_does_not_judge_them(apart, alike):
     question = replace(apart, traces=(apart.traces[0], *alike.traces[1:]))
-    first, *others = question.traces
+    found = seconds(search(question), question)
+    plain = [seconds(plan, question) for plan in plain_plans(question.cluster)]
+    best_alone = min(plain, key=lambda each: each[0])
+    assert found[1:].sum() < 0.98 * best_alone[1:].sum()
+    assert found[0] > best_alone[0]
 
-    def seconds(plan, drawn):
-        return simulate(PlanPolicy(plan), drawn, workers=question.cluster).makespan_s
 
-    found = search(question)
-    best_alone = min(plain_plans(question.cluster), key=lambda plan: seconds(plan, first))
-    assert sum(seconds(found, drawn) for drawn in others) < 0.98 * sum(seconds(best_alone, drawn) for drawn in others)
-    assert seconds(found, first) > seconds(best_alone, first)
+def test_a_present_plan_stays_where_it_is_the_better_one_on_any_draw(apart, alike):
+    present = plain_plans(apart.cluster)[1]
+    question = replace(apart, traces=(apart.traces[0], *[alike.traces[1]] * 3, apart.traces[4]))
+    found = seconds(search(question), question)
+    assert found[1:].sum() < 0.99 * seconds(present, question)[1:].sum()
+    assert found[4] > seconds(present, question)[4]
+    assert search(question, present) == present
+    without = replace(question, traces=question.traces[:4])
+    assert search(without, present) != present
 
 
 def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
