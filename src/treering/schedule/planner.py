@@ -40,8 +40,8 @@ _USUAL_TRAINING = 0.07
 (section 3). With updates that take no time at all, steps that run side by side would seem to cost nothing."""
 
 _CLEARLY = 1.005
-"""A present plan stays where it is predicted to take no more than this many times the best, or less on any draw: changes
-cost a step, and predictions are not certain."""
+"""A present plan stays where it is predicted to take no more than this many times the best, or less on any draw: a
+change costs a step, and predictions are not certain."""
 
 _CLOSE = 0.98
 """Share of the lower bound that is good enough to look no further."""
