@@ -11,7 +11,7 @@ from tests.models import build
 from treering.engine.request import Request, Sampling
 from treering.engine.speculation import worth_of
 from treering.engine.torch_engine import TorchEngine
-from treering.history.costs import VerifyCosts
+from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.records import DraftRows, Drafts
 from treering.history.store import HistoryStore
@@ -190,6 +190,24 @@ def test_a_drafter_can_be_changed_between_two_steps(model: PreTrainedModel) -> N
     assert found == {key: tokens.tolist() for key, tokens in plain.items()}
     assert engine.stats.num_accepted > 0
     assert drafter.costs is COSTS
+
+
+def test_a_drafter_that_rests_is_not_asked_and_no_rollout_notices(model: PreTrainedModel) -> None:
+    plain = run(TorchEngine(model, max_batch=4), requests_of())
+    store = HistoryStore()
+    for (prompt_id, _, _), tokens in plain.items():
+        store.add(prompt_id, [tokens], version=0)
+    store.publish()
+    # Drafts come true, and learning so takes as long as a thousand steps.
+    dear = VerifyCosts(num_tokens=COSTS.num_tokens, seconds=COSTS.seconds, prices=DraftPrices(learn=1000.0))
+    drafter = Watching(store)
+    engine = TorchEngine(model, drafter, max_batch=4, costs=dear)
+    rollouts = run(engine, requests_of())
+    assert {key: tokens.tolist() for key, tokens in rollouts.items()} == {
+        key: tokens.tolist() for key, tokens in plain.items()
+    }
+    assert engine.stats.num_accepted > 0
+    assert 1 < len(drafter.seen) < engine.stats.num_forwards
 
 
 def test_costs_are_measured_for_a_drafter_that_has_none(

@@ -125,7 +125,7 @@ def test_what_is_looked_at_follows_what_paid_up_and_down() -> None:
     spending.use_costs(CHEAP)
     leasts = []
     for cutoff in (0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.9):
-        spending.note_drafts(1, 1, cutoff)
+        spending.note_drafts(1, 1, cutoff, 1)
         leasts.append(spending.leasts[0])
     # Half of 0.1, 0.5, 0.7 and so on: each time half way to what paid, and never below 0.02.
     assert leasts == pytest.approx([0.25, 0.35, 0.175, 0.0875, 0.04375, 0.021875, 0.02, 0.5 * (0.021875 / 2 + 0.45)])

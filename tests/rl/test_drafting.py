@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treering.engine.rollout import Rollout
-from treering.history.costs import VerifyCosts
+from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.records import DraftRows
 from treering.rl.drafting import Drafting, DraftOptions
 
@@ -135,6 +135,20 @@ def test_a_state_carries_what_was_learnt_and_what_passes_cost() -> None:
     assert Drafting().drafter.costs is None
 
 
+def test_a_state_carries_prices_and_one_without_them_gets_those_that_stand_for_unmeasured() -> None:
+    prices = DraftPrices(look=1.0, row=2.0, grown=3.0, learn=4.0, drafted=5.0)
+    first = Drafting()
+    first.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75]), prices=prices))
+    state = first.state()
+    for name, expected in (("costs.prices", prices), ("costs.none", DraftPrices())):
+        second = Drafting()
+        second.load_state({key: values for key, values in state.items() if name in state or key != "costs.prices"})
+        costs = second.drafter.costs
+        assert costs is not None
+        assert costs.prices == expected
+        assert costs.seconds.tolist() == [0.5, 0.75]
+
+
 def test_a_loaded_history_keeps_what_the_drafter_knows(tmp_path: Path) -> None:
     drafting = learnt(Drafting())
     drafting.drafter.use_costs(VerifyCosts(num_tokens=np.array([1]), seconds=np.array([0.5])))
@@ -146,7 +160,7 @@ def test_a_loaded_history_keeps_what_the_drafter_knows(tmp_path: Path) -> None:
     assert drafting.knows("a")
 
 
-@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall"])
+@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall", "a price below 0"])
 def test_a_state_of_another_kind_costs_one_warning_and_what_was_learnt(damage: str) -> None:
     state = learnt(Drafting()).state()
     if damage == "other names":
@@ -154,7 +168,9 @@ def test_a_state_of_another_kind_costs_one_warning_and_what_was_learnt(damage: s
     elif damage == "another shape":
         state["weights"] = state["weights"][:-1]
     else:
-        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0])}
+        falls = damage == "costs that fall"
+        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0 if falls else 3.0])}
+        state["costs.prices"] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0 if falls else -1.0])
     drafting, fresh = Drafting(), Drafting().state()
     with pytest.warns(UserWarning, match="learns anew") as caught:
         drafting.load_state(state)

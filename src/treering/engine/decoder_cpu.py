@@ -18,6 +18,8 @@ from treering.engine.weights import DecoderWeights, LayerWeights
 
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64
+_MOST_LAID_OUT = 1 << 20
+"""Bytes of a matrix."""
 
 
 class CpuDecoder(Decoder):
@@ -41,7 +43,7 @@ class CpuDecoder(Decoder):
         self._rotation = weights.cos.numpy(), weights.sin.numpy()
         self._layers = [_Layer(layer) for layer in weights.layers]
         self._norm = weights.norm.numpy()
-        self._head = weights.head.T
+        self._head = _by_inputs(weights.head)
         self._buffers = _Buffers(weights, num_tokens=64)
 
     @property
@@ -101,8 +103,8 @@ class _Layer:
         self.input_norm, self.mlp_norm = layer.input_norm.numpy(), layer.mlp_norm.numpy()
         self.q_norm = nothing if layer.q_norm is None else layer.q_norm.numpy()
         self.k_norm = nothing if layer.k_norm is None else layer.k_norm.numpy()
-        self.qkv, self.out = layer.qkv.T, layer.out.T
-        self.gate_up, self.down = layer.gate_up.T, layer.down.T
+        self.qkv, self.out = _by_inputs(layer.qkv), _by_inputs(layer.out)
+        self.gate_up, self.down = _by_inputs(layer.gate_up), _by_inputs(layer.down)
         self.qkv_bias, self.out_bias = layer.qkv_bias, layer.out_bias
         self.gate_up_bias, self.down_bias = layer.gate_up_bias, layer.down_bias
 
@@ -157,6 +159,19 @@ def _room(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
     """Zeros [num_tokens, width] with room for a vector behind them, as the loops want."""
     spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
     return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
+
+
+@torch.inference_mode()
+def _by_inputs(matrix: Tensor) -> Tensor:
+    """A snapshot's matrix [out, in] as a view [in, out]; a small one is laid out that way in memory, in its own place.
+
+    So the next `DecoderWeights.read` fills the same memory. A product with a few rows takes up to half as long then;
+    with matrices that are larger than a core's cache two rows would take longer.
+    """
+    if matrix.nbytes <= _MOST_LAID_OUT:
+        turned = matrix.T.contiguous()
+        matrix.set_(turned.untyped_storage(), 0, matrix.shape, turned.T.stride())
+    return matrix.T
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

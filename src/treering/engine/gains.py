@@ -29,7 +29,6 @@ class Gains(NamedTuple):
     targets: Int64Array  # [K] where their keys and values belong
 
 
-@njit(cache=True, nogil=True)
 def take_gains(
     columns: Columns,
     work: Work,
@@ -46,50 +45,88 @@ def take_gains(
     missing in the arena. A row that goes on wants its accepted drafts behind one another, and few of them move: a
     draft's likeliest path stands first.
     """
-    num_sampled, num_rows = work.rows.size, work.num_fed.size
-    num_new, finish = np.zeros(num_sampled, np.int64), np.zeros(num_sampled, np.int64)
-    num_accepted, leaves = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
-    sources, targets = np.empty(path.size, np.int64), np.empty(path.size, np.int64)
+    c = columns
+    # Few arrays for all: compiled code hands them over one by one, which takes longer than to fill them.
+    sampled, every = np.zeros((2, work.rows.size), np.int64), np.zeros((2, work.num_fed.size), np.int64)
+    moves = np.empty((2, path.size), np.int64)
+    num_moves = _take(
+        c.tokens, c.logprobs, c.policy_logprobs, c.versions, c.was_sampled, c.num_tokens, c.num_computed, c.num_prompt,
+        c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.num_fed, version, tokens, logprobs,
+        policy_logprobs, num_out, path, sampled, every, moves,
+    )  # fmt: skip
+    return Gains(*sampled, *every, *moves[:, :num_moves])
+
+
+@njit(cache=True, nogil=True)
+def _take(
+    context: NDArray[np.int32],
+    all_logprobs: NDArray[np.float64],
+    all_policy_logprobs: NDArray[np.float64],
+    versions: NDArray[np.int32],
+    was_sampled: NDArray[np.bool_],
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    num_prompt: Int64Array,
+    num_prefix: Int64Array,
+    own_start: Int64Array,
+    limit: Int64Array,
+    stop_tokens: NDArray[np.int32],
+    rows: Int64Array,
+    num_fed: Int64Array,
+    version: int,
+    tokens: NDArray[np.int32],
+    logprobs: NDArray[np.float64],
+    policy_logprobs: NDArray[np.float64],
+    num_out: Int64Array,
+    path: NDArray[np.int32],
+    sampled: Int64Array,
+    every: Int64Array,
+    moves: Int64Array,
+) -> int:
+    """Fills the columns of `Gains`: two of zeros [2, R], two of zeros [2, B], and moves [2, K at most]; returns K."""
+    num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
     num_moves = 0
-    for row in range(num_rows):
-        columns.num_computed[row] += work.num_fed[row]
-    for index in range(num_sampled):
-        row = work.rows[index]
-        first_draft = columns.own_start[row] + columns.num_tokens[row] - columns.num_prefix[row]
+    for row in range(num_fed.size):
+        num_computed[row] += num_fed[row]
+        leaves[row] = -1
+    for index in range(rows.size):
+        row = rows[index]
+        first_draft = own_start[row] + num_tokens[row] - num_prefix[row]
         while num_new[index] < num_out[index] and finish[index] == NOT_FINISHED:
             token = tokens[index, num_new[index]]
-            at = columns.num_tokens[row]
-            column = at - columns.num_prompt[row]
-            columns.tokens[row, at] = token
-            columns.logprobs[row, column] = logprobs[index, num_new[index]]
-            columns.policy_logprobs[row, column] = policy_logprobs[index, num_new[index]]
-            columns.versions[row, column] = version
-            columns.was_sampled[row, column] = True
-            columns.num_tokens[row] += 1
+            at = num_tokens[row]
+            column = at - num_prompt[row]
+            context[row, at] = token
+            all_logprobs[row, column] = logprobs[index, num_new[index]]
+            all_policy_logprobs[row, column] = policy_logprobs[index, num_new[index]]
+            versions[row, column] = version
+            was_sampled[row, column] = True
+            num_tokens[row] += 1
             num_new[index] += 1
-            if columns.num_tokens[row] >= columns.limit[row]:
+            if num_tokens[row] >= limit[row]:
                 finish[index] = OUT_OF_ROOM
-            for stop in columns.stop_tokens[row]:
+            for stop in stop_tokens[row]:
                 if stop == token:
                     finish[index] = STOPPED
-        columns.num_computed[row] = columns.num_tokens[row] - 1
+        num_computed[row] = num_tokens[row] - 1
         num_accepted[row] = min(num_new[index], num_out[index] - 1)
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
         for step in range(num_accepted[row] if finish[index] == NOT_FINISHED else 0):
             if path[index, step] != step:
-                sources[num_moves], targets[num_moves] = first_draft + path[index, step], first_draft + step
+                moves[0, num_moves], moves[1, num_moves] = first_draft + path[index, step], first_draft + step
                 num_moves += 1
-    return Gains(num_new, finish, num_accepted, leaves, sources[:num_moves], targets[:num_moves])
+    return num_moves
 
 
 def counts_of(work: Work, gains: Gains, num_drafted: int, num_prefilled: int) -> dict[str, int]:
     """What a step adds to `EngineStats`, by its names; `num_prefilled` counts the pieces of shared prompts."""
+    # Of a few numbers a list is summed sooner than an array.
     return {
         "num_forwards": 1,
         "num_rows": work.rows.size,
-        "num_sampled": int(gains.num_new.sum()),
-        "num_prefilled": num_prefilled + int(work.num_fed.sum()) - work.rows.size,
+        "num_sampled": sum(gains.num_new.tolist()),
+        "num_prefilled": num_prefilled + sum(work.num_fed.tolist()) - work.rows.size,
         "num_drafted": num_drafted,
-        "num_accepted": int(gains.num_accepted.sum()),
+        "num_accepted": sum(gains.num_accepted.tolist()),
     }

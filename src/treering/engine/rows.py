@@ -121,7 +121,6 @@ def fill_room(
         room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
-@njit(cache=True, nogil=True)
 def plan_pass(columns: Columns, num_rows: int, max_prefill: int, drafts: Proposed) -> Work:
     """The tokens of the next pass over rows 0 to num_rows - 1.
 
@@ -129,59 +128,73 @@ def plan_pass(columns: Columns, num_rows: int, max_prefill: int, drafts: Propose
     `max_prefill` leaves for it, and is sampled once nothing is left. Drafts lie behind the context in the row's own
     span, in their own order, each at the position of its depth.
     """
-    size = num_rows + max_prefill + drafts.tokens.size
-    tokens, positions, slots = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
-    prefix_start, num_prefix = np.empty(size, np.int64), np.empty(size, np.int64)
-    own_start, num_own = np.empty(size, np.int64), np.empty(size, np.int64)
-    tree_start, tree_bits, wanted = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
-    rows, first_logits = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-    num_fed = np.zeros(num_rows, np.int64)
+    c = columns
+    # One array for all: compiled code hands arrays over one by one, which takes longer than to fill them.
+    room = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
+    rows = np.empty((3, num_rows), np.int64)
+    num_tokens, num_wanted, num_sampled = _fill_work(
+        c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, num_rows,
+        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
+    )  # fmt: skip
+    return Work._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:2, :num_sampled], rows[2]])
+
+
+@njit(cache=True, nogil=True)
+def _fill_work(
+    context: NDArray[np.int32],
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    num_prefixed: Int64Array,
+    first_prefix: Int64Array,
+    first_own: Int64Array,
+    is_ready: NDArray[np.bool_],
+    num_rows: int,
+    max_prefill: int,
+    draft_tokens: NDArray[np.int32],
+    offsets: Int64Array,
+    depths: Int64Array,
+    bits: Int64Array,
+    room: Int64Array,
+    row_room: Int64Array,
+) -> tuple[int, int, int]:
+    """Fills the columns of `Work`, 9 and `wanted` of `room`, 3 of `row_room`; tokens, wanted ones and sampled rows."""
+    tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
+        room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
+    )  # fmt: skip
+    wanted, rows, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2]
     at = num_wanted = num_sampled = 0
     for row in range(num_rows):
-        missing = columns.num_tokens[row] - columns.num_computed[row]
-        if not columns.is_ready[row] or (missing > 1 and max_prefill == 0):
+        num_fed[row] = 0
+        missing = num_tokens[row] - num_computed[row]
+        if not is_ready[row] or (missing > 1 and max_prefill == 0):
             continue
         num_fed[row] = missing if missing == 1 else min(missing, max_prefill)
         max_prefill -= num_fed[row] if missing > 1 else 0
-        first_draft, num_drafts = drafts.offsets[row], drafts.offsets[row + 1] - drafts.offsets[row]
+        first_draft, num_drafts = offsets[row], offsets[row + 1] - offsets[row]
         # Of its own span, what is filled once the fed tokens are computed.
-        num_filled = columns.num_computed[row] + num_fed[row] - columns.num_prefix[row]
+        num_filled = num_computed[row] + num_fed[row] - num_prefixed[row]
         is_sampled = num_fed[row] == missing
         if is_sampled:
             rows[num_sampled], first_logits[num_sampled] = row, num_wanted
             num_sampled += 1
         for step in range(num_fed[row] + num_drafts):
-            prefix_start[at], num_prefix[at] = columns.prefix_start[row], columns.num_prefix[row]
-            own_start[at] = columns.own_start[row]
+            prefix_start[at], num_prefix[at] = first_prefix[row], num_prefixed[row]
+            own_start[at] = first_own[row]
             tree_start[at], tree_bits[at] = own_start[at] + num_filled, 0
             number = step - num_fed[row]
             if number < 0:
-                positions[at] = columns.num_computed[row] + step
-                tokens[at] = columns.tokens[row, positions[at]]
+                positions[at] = num_computed[row] + step
+                tokens[at] = context[row, positions[at]]
                 num_own[at] = num_filled + number + 1
                 slots[at] = own_start[at] + num_own[at] - 1
             else:
                 draft = first_draft + number
-                tokens[at], tree_bits[at] = drafts.tokens[draft], drafts.bits[draft]
-                positions[at] = num_prefix[at] + num_filled + drafts.depths[draft] - 1
+                tokens[at], tree_bits[at] = draft_tokens[draft], bits[draft]
+                positions[at] = num_prefix[at] + num_filled + depths[draft] - 1
                 num_own[at] = num_filled + (number + 1 if tree_bits[at] == 0 else 0)
                 slots[at] = tree_start[at] + number
             if is_sampled and number >= -1:
                 wanted[num_wanted] = at
                 num_wanted += 1
             at += 1
-    return Work(
-        tokens[:at],
-        positions[:at],
-        slots[:at],
-        prefix_start[:at],
-        num_prefix[:at],
-        own_start[:at],
-        num_own[:at],
-        tree_start[:at],
-        tree_bits[:at],
-        wanted[:num_wanted],
-        rows[:num_sampled],
-        first_logits[:num_sampled],
-        num_fed,
-    )
+    return at, num_wanted, num_sampled

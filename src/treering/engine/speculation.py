@@ -51,7 +51,8 @@ class Speculation:
 
     def propose(self, table: Table, *, num_waiting: int) -> Proposed:
         """Drafts of all rows that decode; with nothing waiting, those that have far to go are worth more."""
-        if self._drafter is None:
+        self._has_drafted = False
+        if self._drafter is None or self._drafter.rests():
             return nothing(table.num_rows)
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:

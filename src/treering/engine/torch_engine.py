@@ -12,6 +12,7 @@ from torch import nn
 from treering.engine.admission import Admission
 from treering.engine.backends import Backend, make_machinery
 from treering.engine.decoder_check import check_decoder
+from treering.engine.draft_prices import measure_with_prices
 from treering.engine.gains import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
 from treering.engine.prefill import join, plan_chunks
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
@@ -22,7 +23,7 @@ from treering.engine.settings import check_settings, check_update
 from treering.engine.speculation import Speculation
 from treering.engine.stop_strings import Decode
 from treering.engine.table import Table
-from treering.engine.verify_costs import Costs, measure
+from treering.engine.verify_costs import Costs
 from treering.engine.weights import read_weights
 from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
@@ -186,9 +187,9 @@ class TorchEngine(Engine):
         self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
 
     def measure_costs(self) -> VerifyCosts:
-        """Seconds of a pass by its tokens, here and now; rollouts, counts and noise stay as they are.
+        """Seconds of a pass by its tokens, and of drafting, here and now; rollouts, counts and noise stay as they are.
 
-        It takes some tenths of a second, or a dozen passes where these are slow. The engine measures once by itself,
+        It takes some tenths of a second, or two dozen passes where these are slow. The engine measures once by itself,
         before its first pass, where `costs` is "measured" and it has a drafter that has no costs yet.
 
         Raises:
@@ -197,7 +198,7 @@ class TorchEngine(Engine):
         Example: with max_batch=2 the result has entries for 1, 2, 4, 8 and 16 tokens.
         """
         with threads(self._num_threads):
-            return measure(
+            return measure_with_prices(
                 self._decoder,
                 self._draw,
                 num_slots=self._max_tokens,

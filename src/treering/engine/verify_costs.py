@@ -71,8 +71,7 @@ def measure(
             f"context={context} and num_slots={num_slots}; raise them"
         )
     sizes = _sizes(max_batch)
-    own_starts = np.arange(max_batch) * context % max(1, num_slots + 1 - context)
-    passes = [_plan(size, own_starts, min(context, num_slots), decoder, draw) for size in sizes]
+    passes = [plan(size, decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes]
     for one_pass in passes:
         # The first one of a size compiles, makes room and starts threads.
         one_pass()
@@ -99,8 +98,12 @@ def _sizes(max_batch: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def _plan(num_tokens: int, own_starts: Int64Array, context: int, decoder: Decoder, draw: Draw) -> Callable[[], object]:
-    """A pass over rows whose own spans start at `own_starts`, or fewer, and the drawing behind it."""
+def plan(
+    num_tokens: int, decoder: Decoder, draw: Draw, *, num_slots: int, max_batch: int, context: int
+) -> Callable[[], object]:
+    """A pass over rows that see `context` slots each, at most `max_batch` of them, and the drawing behind it."""
+    own_starts = np.arange(max_batch) * context % max(1, num_slots + 1 - context)
+    context = min(context, num_slots)
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
     work = _work_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)

@@ -14,6 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.history.costs import DraftPrices
 from treering.history.lean import lean
 
 Float64Array = NDArray[np.float64]
@@ -82,15 +83,17 @@ class Rest:
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
     2, then 4, up to 64, until a step with drafts wins again. Looking for drafts costs time too: where none is found
     that pays, the next 1, 2, 4, ... steps do not look, as many as make it half a percent of them, and none where steps
-    take longer than 200 looks. Looking is counted at a fixed 20 us and 4 us a row, a draft and learning from it at 40
-    us more and 3 us a token, so that no decision depends on a clock.
+    take longer than 200 looks. Looking, what is found and learning from it are counted at their prices, so that no
+    decision depends on a clock.
 
     Example: a batch of 8 rows at 0.6 ms a step that accepts nothing rests for 1, 2, 4, ... steps. Where it finds
-    nothing, it looks again after 1, 2, 4, 8, 16, 17, 17, ... steps: 52 us are half a percent of 17 steps.
+    nothing, it looks again after 1, 2, 4, 8, 16, 17, 17, ... steps by the prices that stand where none were measured:
+    52 us are half a percent of 17 steps.
     """
 
-    def __init__(self) -> None:
-        """Drafts at first."""
+    def __init__(self, prices: DraftPrices | None = None) -> None:
+        """Drafts at first; None for the prices that stand where none were measured."""
+        self._prices = DraftPrices() if prices is None else prices
         self._seconds_plain = 0.0
         self._seconds_drafted = 0.0
         self._num_plain = 0.0
@@ -107,33 +110,40 @@ class Rest:
         return False
 
     def note(
-        self, num_rows: int, num_drafted: int, num_accepted: int, seconds_plain: float, seconds_drafted: float
+        self,
+        num_rows: int,
+        num_drafted: int,
+        num_accepted: int,
+        seconds_plain: float,
+        seconds_drafted: float,
+        num_grown: int | None = None,
     ) -> None:
-        """What a step with drafts came to: its rows, drafted and accepted tokens, and both costs of its pass."""
+        """What a step with drafts came to.
+
+        Args:
+            num_rows: of the step.
+            num_drafted: tokens that it verified.
+            num_accepted: of these.
+            seconds_plain: of its pass without drafts.
+            seconds_drafted: of its pass.
+            num_grown: tokens that were found for it; None for no more than were drafted.
+        """
         self._num_idle = 0
         keep = 0.9 if self._length == 0 else 0.5
+        drafting = self._prices.of_drafting(num_rows, num_drafted if num_grown is None else num_grown, num_drafted)
         self._num_plain = keep * self._num_plain + num_rows
         self._num_drafted = keep * self._num_drafted + num_rows + num_accepted
         self._seconds_plain = keep * self._seconds_plain + seconds_plain
-        self._seconds_drafted = (
-            keep * self._seconds_drafted + seconds_drafted + _seconds_to_draft(num_rows, num_drafted)
-        )
+        self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
         if self._num_drafted * self._seconds_plain >= self._num_plain * self._seconds_drafted:
             self._length = 0
             return
         self._length = min(max(1, 2 * self._length), _LONGEST)
         self._num_left = self._length
 
-    def note_nothing(self, num_rows: int, seconds_plain: float) -> None:
-        """A step found nothing that pays: its rows, and the cost of its pass."""
-        most = min(int(_seconds_to_look(num_rows) / (_SHARE_OF_LOOKS * seconds_plain)), _LONGEST)
+    def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
+        """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
+        looking = self._prices.of_looking(num_rows, num_grown)
+        most = int(min(looking / (_SHARE_OF_LOOKS * seconds_plain), _LONGEST))
         self._num_idle = min(max(1, 2 * self._num_idle), most)
         self._num_left = self._num_idle
-
-
-def _seconds_to_look(num_rows: int) -> float:
-    return 20e-6 + 4e-6 * num_rows
-
-
-def _seconds_to_draft(num_rows: int, num_drafted: int) -> float:
-    return _seconds_to_look(num_rows) + 40e-6 + 3e-6 * num_drafted

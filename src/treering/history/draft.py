@@ -118,11 +118,12 @@ class Drafter:
         return self._spending.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
-        """Takes what passes of this drafter's engine cost from now on: drafts as long as pays, none where none does.
-
-        None goes back to `min_acceptance`.
-        """
+        """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`."""
         self._spending.use_costs(costs)
+
+    def rests(self) -> bool:
+        """Whether this step makes no drafts, whatever its rows: it is counted then, and needs no `propose`."""
+        return not self._spending.is_due()
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
@@ -133,7 +134,7 @@ class Drafter:
         num_rows = len(rows.prompt_ids)
         # Should this call fail, what is kept of rows is no longer that of the call before.
         self._latest = None
-        if not self._spending.is_due():
+        if self.rests():
             self._latest = (rows, no_drafts(num_rows))
             return self._latest[1]
         self._prepare(rows, num_rows)
@@ -141,7 +142,7 @@ class Drafter:
         offsets = np.empty(num_rows + 1, np.int64)
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
-        bad_row, cutoff = propose(
+        bad_row, cutoff, num_grown = propose(
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
             self._slots, self._owners, *self._arena.arrays, self._arena.generation, *self._live_arguments(),
             *self._recent.arrays, *self._live.threads, self._uses, *self._kind, self._max_draft,
@@ -152,7 +153,7 @@ class Drafter:
             raise InputError(contradiction(rows, bad_row))
         end = int(offsets[-1])
         if rows.max_drafts.any():
-            self._spending.note_drafts(num_rows, end, cutoff)
+            self._spending.note_drafts(num_rows, end, cutoff, num_grown)
         drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)
         return drafts
@@ -239,6 +240,7 @@ class Drafter:
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)
         self._owners = np.array([self._recent.number(prompt_id) for prompt_id in rows.prompt_ids], np.int64)
         self._worth = np.ones(num_rows) if rows.worth is None else rows.worth
+        self._spending.use_rows(num_rows, self._worth)
         self._rows, self._snapshot = rows, snapshot
         if self._shares.shape[0] < num_rows * self._max_draft:
             self._shares = np.empty((num_rows * self._max_draft, NUM_VOTES), np.float32)

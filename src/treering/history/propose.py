@@ -181,7 +181,7 @@ def _note_undrafted(rows: Rows, running: Running, threads: Threads, quiet: Int64
             quiet[0] = ROWS_PER_PROBE
 
 
-def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
+def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
     """The compiled call, cached by its sources; see `stamp`."""
 
     @njit(cache=True, nogil=True, error_model="numpy")
@@ -203,8 +203,8 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         quiet: Int64Array, cost_sizes: Int64Array, cost_seconds: Float64Array,
         out_offsets: Int64Array, out_tokens: Int32Array, out_parents: Int32Array, out_estimates: Float32Array,
         out_paths: Float64Array, out_shares: Float32Array, out_features: Int32Array,
-    ) -> tuple[int, float]:  # fmt: skip
-        """Fills the output; returns -1, or the first row whose counts contradict, and what `cut` does with costs.
+    ) -> tuple[int, float, int]:  # fmt: skip
+        """Fills the output; returns -1 or the first row whose counts contradict, what `cut` does, and tokens before it.
 
         The arguments are the fields of the records above, flat because the compiled call unpacks arrays much faster
         than tuples of them. Costs of size 0 leave every drafted token in.
@@ -216,7 +216,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         )  # fmt: skip
         bad_row: int = _first_bad_row(rows)
         if bad_row >= 0:
-            return bad_row, 0.0
+            return bad_row, 0.0, 0
         history = Histories(spans, text, order, keys, about, rewards)
         chains = Chains(live_tokens, live_short, live_long, live_wide, live_heads, live_wide_heads)
         running = Running(chains, num_noted, first, scopes, live_slots, prompt_slots, width)
@@ -240,9 +240,9 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float]]:
         if cost_sizes.size > 0 and num_out > 0:
             cutoff = cut(rows.worth, output, cost_sizes, cost_seconds)
         _note_undrafted(rows, running, threads, quiet, output)
-        return -1, cutoff
+        return -1, cutoff, num_out
 
-    compiled: Callable[..., tuple[int, float]] = propose
+    compiled: Callable[..., tuple[int, float, int]] = propose
     return compiled
 
 

@@ -1,4 +1,4 @@
-"""How much a drafter drafts: by a least acceptance, or by what passes of its engine cost.
+"""How much a drafter drafts: by a least acceptance, or by what passes of its engine and drafting cost.
 
 Knows costs, and what has paid in the steps before. Knows nothing of rows, tokens and estimates, and reads no clock.
 """
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from treering.history.budget import Rest, seconds_of
 from treering.history.costs import VerifyCosts
+from treering.history.step_costs import StepCosts, step_costs
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
@@ -22,24 +23,45 @@ class Spending:
     """What a step's drafts may be, and whether it makes any.
 
     Attributes:
-        costs: of passes; None where they are not known.
-        curve: sizes int64 [K] and seconds float64 [K] of the costs; K is 0 where they are not known.
+        costs: of passes and drafting; None where they are not known.
+        curve: tokens int64 [J] of a pass over the present rows, and seconds float64 [J] of its step; J is 0 where
+            costs are not known.
 
     Example: with a least acceptance of 0.018 and no costs, `leasts` is (0.018, 0.0036), and every step drafts. With
-    costs it is (0.05, 0.0) at first, and (0.02, 0.0) once steps have taken nothing out.
+    costs it is (0.05, 0.0) at first, and (0.02, 0.0) once steps have taken nothing out, if a token more is cheap. For
+    8 rows whose pass takes 1 ms, and 50 us for each token more, it is never below 0.4: at 8 tokens a millisecond, 50 us
+    are worth 0.4 tokens.
     """
 
     def __init__(self, min_acceptance: float) -> None:
         """By a least acceptance, as long as nothing is known of costs."""
         self._min_acceptance = min_acceptance
+        self._num_rows, self._worth = 0, np.ones(0)
         self.use_costs(None)
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
         """Goes by costs from now on, None for by acceptance; whether drafts pay is found out anew."""
         self.costs = costs
-        self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE if costs is None else (costs.num_tokens, costs.seconds)
-        self._rest = Rest()
-        self._cutoff = _FIRST_CUTOFF
+        self._rest = Rest() if costs is None else Rest(costs.prices)
+        self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
+        self._by_rows: dict[int, StepCosts] = {}
+        self.use_rows(self._num_rows, self._worth)
+
+    def use_rows(self, num_rows: int, worth: Float64Array) -> None:
+        """Takes the number of rows, and what their tokens are worth, of the steps from now on."""
+        self._num_rows, self._worth = num_rows, worth
+        self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE
+        self._floor = 0.0
+        if self.costs is None or num_rows == 0:
+            return
+        if num_rows not in self._by_rows:
+            self._by_rows[num_rows] = step_costs(self.costs, num_rows)
+        sizes, seconds, per_token = self._by_rows[num_rows]
+        prices = self.costs.prices
+        seconds = seconds + prices.of_looking(num_rows, self._grown)
+        self.curve = sizes, seconds
+        # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`).
+        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / worth.max()
 
     def is_due(self) -> bool:
         """Whether this step makes drafts; counts the step."""
@@ -49,24 +71,35 @@ class Spending:
     def leasts(self) -> tuple[float, float]:
         """Below the first nothing is looked at, and by the second it rises along a draft; see `tree.least_behind`.
 
-        With costs it is somewhat below what paid in the steps before, and the costs say what longer drafts cost.
+        With costs it is somewhat below what paid in the steps before, as long as that may pay at all, and the costs say
+        what longer drafts cost.
         """
         if self.costs is None:
             return self._min_acceptance, _RISE
-        return max(_LEAST_WITH_COSTS, 0.5 * self._cutoff), 0.0
+        return min(max(_LEAST_WITH_COSTS, 0.5 * self._cutoff, self._floor), 1.0), 0.0
 
-    def note_drafts(self, num_rows: int, num_drafted: int, cutoff: float) -> None:
-        """What a step drafted, and the least probability that paid, 0 where that is not known: then more is looked at.
+    def note_drafts(self, num_rows: int, num_drafted: int, cutoff: float, num_grown: int) -> None:
+        """What a step drafted, and how many tokens it weighed; where nothing was drafted, the next ones need not look.
 
-        Where nothing was drafted, the next steps need not look.
+        Args:
+            num_rows: of the step.
+            num_drafted: tokens.
+            cutoff: the least probability that paid, 0 where that is not known: then more is looked at.
+            num_grown: tokens that were found likely enough to be weighed, those that are drafted among them.
         """
         self._cutoff = 0.5 * (self._cutoff + cutoff)
+        self._num_grown, self._grown = num_grown, 0.5 * (self._grown + num_grown)
         if num_drafted == 0 and self.costs is not None:
-            self._rest.note_nothing(num_rows, seconds_of(num_rows, *self.curve))
+            self._rest.note_nothing(num_rows, self._seconds_of(num_rows), num_grown)
 
     def note_accepted(self, num_rows: int, num_drafted: int, num_accepted: int) -> None:
-        """What became of a step's drafts: where they lose, some steps make none."""
+        """What became of the latest drafts: where they lose, some steps make none."""
         if self.costs is None:
             return
-        plain, drafted = seconds_of(num_rows, *self.curve), seconds_of(num_rows + num_drafted, *self.curve)
-        self._rest.note(num_rows, num_drafted, num_accepted, plain, drafted)
+        plain, drafted = self._seconds_of(num_rows), self._seconds_of(num_rows + num_drafted)
+        self._rest.note(num_rows, num_drafted, num_accepted, plain, drafted, self._num_grown)
+
+    def _seconds_of(self, num_tokens: int) -> float:
+        assert self.costs is not None
+        seconds: float = seconds_of(num_tokens, self.costs.num_tokens, self.costs.seconds)
+        return seconds

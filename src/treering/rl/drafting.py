@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
-from treering.history.costs import VerifyCosts
+from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.features import SOURCES, Source
 from treering.history.index import MARKER
@@ -23,7 +25,7 @@ from treering.history.snapshot import SnapshotSource
 from treering.history.store import HistoryStore
 from treering.types import PromptId
 
-_COSTS = ("num_tokens", "seconds")
+_SIZES, _SECONDS, _PRICES = _COSTS = ("costs.num_tokens", "costs.seconds", "costs.prices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,18 +116,17 @@ class Drafting:
         self.store.close()
 
     def state(self) -> dict[str, Tensor]:
-        """What the drafter has learnt about its drafts, and what passes cost its engine, as tensors."""
+        """What the drafter has learnt about its drafts, and what passes and drafts cost its engine, as tensors."""
         costs = self.drafter.costs
-        known = {} if costs is None else {name: getattr(costs, name) for name in _COSTS}
-        arrays = {**self.drafter.state(), **{f"costs.{name}": values for name, values in known.items()}}
+        arrays = {**self.drafter.state(), **({} if costs is None else _columns_of(costs))}
         return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continues from a `state`; one of another version of Treering is a warning, and the drafter learns anew."""
         arrays = {name: values.numpy().copy() for name, values in state.items()}
-        costs = {name: arrays.pop(f"costs.{name}") for name in _COSTS if f"costs.{name}" in arrays}
+        costs = {name: arrays.pop(name) for name in _COSTS if name in arrays}
         try:
-            known = VerifyCosts(**costs) if len(costs) == len(_COSTS) else None
+            known = _costs_of(costs)
             self.drafter.load_state(arrays)
         except InputError as error:
             warnings.warn(f"the drafter learns anew, because its saved state is of another kind: {error}", stacklevel=2)
@@ -152,6 +153,22 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         shape=options.shape,
         sources=options.sources,
     )
+
+
+def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
+    return {_SIZES: costs.num_tokens, _SECONDS: costs.seconds, _PRICES: costs.prices.to_array()}
+
+
+def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
+    """The record of saved columns, None where there is none; one without prices gets those that stand for unmeasured.
+
+    Raises:
+        InputError: columns that are no costs.
+    """
+    if not {_SIZES, _SECONDS} <= columns.keys():
+        return None
+    prices = DraftPrices.from_array(columns[_PRICES]) if _PRICES in columns else DraftPrices()
+    return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS], prices=prices)
 
 
 def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
