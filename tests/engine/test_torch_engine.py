@@ -209,6 +209,17 @@ def test_prompts_of_a_group_are_computed_once(model: PreTrainedModel) -> None:
     assert engine.stats.num_prefilled == sum(range(16))
 
 
+def test_a_prompt_that_comes_again_is_computed_again_under_new_weights_only(model: PreTrainedModel) -> None:
+    requests = group_requests(13, 6)[-6:]
+    engine = TorchEngine(model, max_batch=4)
+    rollouts = run(engine, requests[:2]) | run(engine, requests[2:5])
+    assert engine.stats.num_prefilled == 12
+    assert_same(rollouts, run(TorchEngine(model), requests[:5]))
+    engine.update_weights(1)
+    run(engine, requests[5:])
+    assert engine.stats.num_prefilled == 24
+
+
 def test_memory_comes_back(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=3, max_tokens=70)
     for _ in range(3):

@@ -70,15 +70,18 @@ def seats(fleet: Fleet) -> list[QuietSeat]:
     return fleet.seats  # type: ignore[return-value]
 
 
-def step_run(step: int = 1, *, max_turns: int = 1, moving: str = "faster") -> StepRun:
-    """Four rollouts, two a worker."""
+def step_run(
+    step: int = 1, *, max_turns: int = 1, moving: str = "faster", stealing: str = "off", size: int = 4
+) -> StepRun:
+    """Four rollouts or more, the first half for worker 0."""
     assignment = Assignment(
-        workers=np.array([0, 0, 1, 1]),
-        order=np.arange(4),
+        workers=np.arange(size) * 2 // size,
+        order=np.arange(size),
+        stealing=stealing,  # type: ignore[arg-type]
         moving=moving,  # type: ignore[arg-type]
     )
-    collection = Collection(TinyTask(1).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=max_turns)
-    plan = Plan(step=step, assignment=assignment, predicted=np.ones(4))
+    collection = Collection(TinyTask(1).prompts, {}, group_size=size, sampling=SAMPLING, max_turns=max_turns)
+    plan = Plan(step=step, assignment=assignment, predicted=np.ones(size))
     return StepRun(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 
@@ -204,3 +207,20 @@ def test_a_tail_stays_where_no_later_step_could_begin(fleet, monkeypatch) -> Non
             fleet.receive(runs)
             fleet.dispatch(runs, labels)
             assert asked == ([1] if len(runs) == 2 and labels is LABELS else [])
+
+
+def test_more_waits_in_an_engine_whose_rollouts_end_many_at_a_time(fleet) -> None:
+    run, seat, held = step_run(stealing="queued", size=80), seats(fleet)[0], []
+
+    def given_after(num_ended: int) -> int:
+        ended, held[:num_ended] = held[:num_ended], []
+        seat.says.append(says(1, *(written(request, 2, "length") for request in ended)))
+        seat.sent.clear()
+        fleet.receive({1: run})
+        fleet.dispatch({1: run}, LABELS)
+        held.extend(requests_of(seat))
+        return len(held)
+
+    assert TinyRecipe().max_batch == 3
+    # Three run and one waits; where one has ended, two wait, and where three have, three; later fewer, one by one.
+    assert [given_after(num_ended) for num_ended in (0, 1, 3, 1, 1, 1)] == [4, 5, 6, 6, 5, 5]

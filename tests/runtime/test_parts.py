@@ -66,6 +66,12 @@ def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_i
     assert names(run.take(1, num_running=3, max_batch=4)) == []
 
 
+def test_as_many_wait_in_an_engine_as_it_needs_until_it_hears_more() -> None:
+    run = step_run([0, 0, 0, 1, 0, 0, 0, 1], stealing="queued")
+    assert names(run.take(0, num_running=0, max_batch=2, num_spare=3)) == [6, 5, 4, 2, 1]
+    assert names(run.take(0, num_running=4, max_batch=2, num_spare=3)) == [0]
+
+
 def test_a_worker_without_a_share_steals_nothing() -> None:
     run = step_run([0] * 8, stealing="queued")
     assert not run.has_work(1)

@@ -1,6 +1,7 @@
 """Prompts whose keys and values lie in the arena once, for all rollouts that continue them.
 
-Knows prompts, spans and how many requests need them. Knows nothing of rows or passes.
+Knows prompts, spans and how many requests need them. Knows nothing of rows or passes, and of what an arena keeps of
+prompts that no request has any more.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Prefixes:
         return prefix.start is not None or prefix.num_tokens == 0
 
     def release(self, prompt: TokenIds) -> None:
-        """Counts a request that left the engine; the last one takes the span with it."""
+        """Counts a request that left the engine; the last one gives the span back."""
         prefix = self.of(prompt)
         prefix.num_requests -= 1
         if prefix.num_requests == 0:
@@ -77,7 +78,7 @@ class Prefixes:
         return bool(idle)
 
     def drop_span(self, prefix: Prefix) -> None:
-        """Frees the span of a prefix, if it has one: what is not known where it is placed next is computed anew."""
+        """Gives back the span of a prefix, if it has one: what is not known where it is placed next is computed anew."""
         if prefix.start is not None:
             self.spans.give_back(prefix.start)
         prefix.start = None

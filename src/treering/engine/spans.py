@@ -45,6 +45,9 @@ class Arena(ABC):
 class Spans(Arena):
     """An allocator over slots 0 to num_slots - 1.
 
+    Computed prompts that nobody reads are kept, for whoever asks for the same tokens next, until their room is needed:
+    oldest first. Two spans share nothing.
+
     Example: of 10 slots, `take(4)` gives 0, `take(4)` gives 4, `take(4)` gives None; after `give_back(0)` it gives 0.
     """
 
@@ -56,27 +59,32 @@ class Spans(Arena):
         self._holes: list[tuple[int, int]] = [(0, num_slots)]  # (start, length), ascending, never adjacent
         self._taken: dict[int, int] = {}
         self._computed: dict[int, int] = {}
+        self._prompts: dict[int, bytes] = {}
+        self._kept: dict[bytes, int] = {}  # by the tokens, oldest first
 
     @property
     def num_free(self) -> int:
-        """See `Arena.num_free`."""
-        return sum(length for _, length in self._holes)
+        """See `Arena.num_free`; what is only kept counts as free."""
+        return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._kept.values())
 
     def take(self, length: int) -> int | None:
-        """See `Arena.take`; None where no hole is long enough."""
+        """See `Arena.take`; None where no hole is long enough, with all that is only kept given up."""
         assert length >= 1
-        for index, (start, hole) in enumerate(self._holes):
-            if hole < length:
-                continue
-            rest = [(start + length, hole - length)] if hole > length else []
-            self._holes[index : index + 1] = rest
-            self._taken[start], self._computed[start] = length, 0
-            return start
-        return None
+        start = self._fit(length)
+        while start is None and self._kept:
+            self._free(self._kept.pop(next(iter(self._kept))))
+            start = self._fit(length)
+        return start
 
     def take_known(self, tokens: TokenIds) -> int | None:
-        """See `Arena.take_known`; no two spans share anything here."""
-        return self.take(tokens.size)
+        """See `Arena.take_known`; a kept span of these very tokens, else a new one."""
+        prompt = tokens.tobytes()
+        start = self._kept.pop(prompt, None)
+        if start is None:
+            start = self.take(tokens.size)
+        if start is not None:
+            self._prompts[start] = prompt
+        return start
 
     def num_computed(self, start: int) -> int:
         """See `Arena.num_computed`."""
@@ -87,11 +95,33 @@ class Spans(Arena):
         self._computed[start] = max(self._computed[start], num_tokens)
 
     def forget_values(self) -> None:
-        """See `Arena.forget_values`."""
+        """See `Arena.forget_values`; nothing is kept any more."""
+        for start in self._kept.values():
+            self._free(start)
+        self._kept = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
     def give_back(self, start: int) -> None:
-        """See `Arena.give_back`; the span joins the holes beside it."""
+        """See `Arena.give_back`; a prompt that is wholly computed is kept, once."""
+        prompt = self._prompts.pop(start, None)
+        if prompt is not None and prompt not in self._kept and self._computed[start] == self._taken[start]:
+            self._kept[prompt] = start
+        else:
+            self._free(start)
+
+    def _fit(self, length: int) -> int | None:
+        """Takes the first hole that is long enough."""
+        for index, (start, hole) in enumerate(self._holes):
+            if hole < length:
+                continue
+            rest = [(start + length, hole - length)] if hole > length else []
+            self._holes[index : index + 1] = rest
+            self._taken[start], self._computed[start] = length, 0
+            return start
+        return None
+
+    def _free(self, start: int) -> None:
+        """Makes a span a hole, joined with the holes beside it."""
         del self._computed[start]
         self._holes.append((start, self._taken.pop(start)))
         merged: list[tuple[int, int]] = []

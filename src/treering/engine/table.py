@@ -134,8 +134,10 @@ class Table:
         if start is None and self.prefixes.drop_idle():
             start = self._try_to_take(prefix, num_own)
         if start is None and self.num_rows == 0:
-            # Nothing else is in the arena, so only the prefix itself can stand in the way, in the middle of it.
+            # Nothing else is in the arena, so only the prefix itself can stand in the way, in the middle of it, or what
+            # is kept just in case.
             self.prefixes.drop_span(prefix)
+            self.prefixes.forget_values()
             start = self._try_to_take(prefix, num_own)
         return start
 

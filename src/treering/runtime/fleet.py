@@ -38,6 +38,14 @@ class _Post:
     """Worker that is to go on with what this one was asked to give up, until it has answered."""
     has_news: bool = False
     """Whether it has said how far it is since moves were looked for."""
+    num_ended: int = 0
+    """Rollouts that have come since it was last given some."""
+    pace: int = 0
+    """The most that came between two times of late."""
+
+    def num_spare(self, max_batch: int) -> int:
+        """Rollouts that wait in its engine: twice what ends until it hears from the controller, and a few at least."""
+        return min(max(2 * self.pace, max_batch // 4, 1), max_batch)
 
 
 class Fleet:
@@ -98,7 +106,10 @@ class Fleet:
             run = _next_run(number, post, runs)
             if run is None or run.version not in labels:
                 continue
-            requests = run.take(number, num_running=len(post.running), max_batch=self._max_batch)
+            if post.num_ended:
+                post.pace, post.num_ended = max(post.num_ended, post.pace - 1), 0
+            spare = post.num_spare(self._max_batch)
+            requests = run.take(number, num_running=len(post.running), max_batch=self._max_batch, num_spare=spare)
             if not requests:
                 continue
             if post.step != run.step or not post.has_begun:
@@ -164,6 +175,7 @@ class Fleet:
         found = []
         for rollout in message.rollouts:
             del post.running[rollout.key]
+            post.num_ended += 1
             case = Case(rollout=rollout, is_last_turn=run.collection.note_turn(rollout))
             if not case.is_last_turn and rollout.finish_reason == "stop":
                 post.awaited.add(rollout.key)

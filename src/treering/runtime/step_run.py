@@ -95,11 +95,14 @@ class StepRun:
         can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
         return bool(self._queues[worker] or self._left_over or can_steal)
 
-    def take(self, worker: int, *, num_running: int, max_batch: int) -> list[Request]:
-        """What a worker that runs so many rollouts starts now: its own, then what others left, then what it steals."""
+    def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Request]:
+        """What a worker that runs so many rollouts starts now: its own, then what others left, then what it steals.
+
+        Where stealing is planned, so many of its own may wait in its engine, so that no place there is ever empty.
+        """
         taken: list[Request] = []
         queue, room = self._queues[worker], max_batch - num_running
-        limit = room + max(1, max_batch // 4) if self._can_steal else len(queue)
+        limit = room + num_spare if self._can_steal else len(queue)
         while queue and len(taken) < limit:
             taken.append(queue.popleft())
         while self._left_over and len(taken) < room:

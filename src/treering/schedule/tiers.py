@@ -8,16 +8,20 @@ Knows believed lengths of groups and times of decode steps. Knows nothing of whi
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from treering.schedule.cluster import Cluster
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 _NUM_STARTS = 8
 _NUM_HALVINGS = 24
 _STEEPNESS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
 
-def share_out(groups: Sequence[NDArray[np.float64]], cluster: Cluster) -> NDArray[np.int64]:
+def share_out(groups: Sequence[Floats], cluster: Cluster) -> Ints:
     """int64 [N]: workers of each group, at least one each and W in all, for groups with rising lengths, N <= W.
 
     As printed (section 6.4) group i ends by t0 + i d, with the least slope d that the workers suffice for. Faults of
@@ -33,13 +37,13 @@ def share_out(groups: Sequence[NDArray[np.float64]], cluster: Cluster) -> NDArra
     times = _times(groups, cluster)
     slowest, fastest = times[0, 0], times[0, -1]
     starts = np.linspace(fastest, slowest, _NUM_STARTS)
-    plans = [_by_slope(times, start, steepness) for start in starts for steepness in _STEEPNESS]
+    plans = [counts for start in starts for counts in _by_slopes(times, start)]
     best = _spend(times, min(plans, key=lambda counts: _two_steps(times, counts)), cluster.num_workers)
     alike = np.diff(np.arange(len(groups) + 1) * cluster.num_workers // len(groups))
     return min((best, alike), key=lambda counts: _two_steps(times, counts))
 
 
-def _times(groups: Sequence[NDArray[np.float64]], cluster: Cluster) -> NDArray[np.float64]:
+def _times(groups: Sequence[Floats], cluster: Cluster) -> Floats:
     """float64 [N, K]: what each group takes on 1 to K = W - N + 1 workers, never more on more of them."""
     token_s = cluster.latency.token_s(cluster.num_slots)
     rows = np.arange(token_s.size)
@@ -52,28 +56,40 @@ def _times(groups: Sequence[NDArray[np.float64]], cluster: Cluster) -> NDArray[n
     return np.minimum.accumulate(found, axis=1)
 
 
-def _by_slope(times: NDArray[np.float64], start: float, steepness: float) -> NDArray[np.int64]:
-    """The fewest workers that keep to a slope, so many times the least one that there are enough for."""
+def _by_slopes(times: Floats, start: float) -> list[Ints]:
+    """The fewest workers that keep to the least slope that there are enough for, and to steeper ones."""
+    least = _least_slope(times, start)
+    most = 1 if least == times.max() else times.shape[1]
+    return [np.minimum(_needed(times, start, steepness * least), most) for steepness in _STEEPNESS]
+
+
+@njit(cache=True)
+def _least_slope(times: Floats, start: float) -> float:
+    """The least slope that there are workers enough for, as near as halving finds it."""
     num_groups, num_counts = times.shape
-    low, high = 0.0, float(times.max())
+    low, high = 0.0, times.max()
     for _ in range(_NUM_HALVINGS):
         slope = (low + high) / 2
         counts = _needed(times, start, slope)
-        if (counts <= num_counts).all() and counts.sum() < num_counts + num_groups:
+        if counts.max() <= num_counts and counts.sum() < num_counts + num_groups:
             high = slope
         else:
             low = slope
-    return np.minimum(_needed(times, start, steepness * high), 1 if high == times.max() else num_counts)
+    return float(high)
 
 
-def _needed(times: NDArray[np.float64], start: float, slope: float) -> NDArray[np.int64]:
+@njit(cache=True)
+def _needed(times: Floats, start: float, slope: float) -> Ints:
     """int64 [N]: workers with which each group ends in time; more than there are where none suffice."""
-    due = start + slope * np.arange(times.shape[0])
-    found: NDArray[np.int64] = 1 + (times > due[:, None]).sum(axis=1)
+    num_groups, num_counts = times.shape
+    found = np.ones(num_groups, np.int64)
+    for group in range(num_groups):
+        while found[group] <= num_counts and times[group, found[group] - 1] > start + slope * group:
+            found[group] += 1
     return found
 
 
-def _spend(times: NDArray[np.float64], counts: NDArray[np.int64], num_workers: int) -> NDArray[np.int64]:
+def _spend(times: Floats, counts: Ints, num_workers: int) -> Ints:
     """Gives what is left, a worker at a time, to the group where two steps gain the most; the first where none does."""
     for _ in range(num_workers - int(counts.sum())):
         choices = counts + np.eye(counts.size, dtype=np.int64)
@@ -81,7 +97,11 @@ def _spend(times: NDArray[np.float64], counts: NDArray[np.int64], num_workers: i
     return counts
 
 
-def _two_steps(times: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
+@njit(cache=True)
+def _two_steps(times: Floats, counts: Ints) -> float:
     """The longest that a worker runs in an odd and an even step together, workers paired by rank."""
-    mine = np.repeat(times[np.arange(counts.size), counts - 1], counts)
+    mine, place = np.empty(counts.sum()), 0
+    for group in range(counts.size):
+        mine[place : place + counts[group]] = times[group, counts[group] - 1]
+        place += counts[group]
     return float((mine + mine[::-1]).max())
