@@ -2,8 +2,8 @@
 
 `treering bench pipe` runs this: the demo's policy and task on the runtime with two workers, every policy at staleness 0
 and 1, runs in turns, wall time. What passes, loads and updates take, and how they slow each other down, is measured in
-the workers and the trainer of each round's fifo runs; the rest is the simulator's, from each run's own lengths. There
-is little to win: on two processors a worker each keeps both of them busy.
+the workers and the trainer of the same round's other policies, never in the run that is predicted; the rest is the
+simulator's, from each run's own lengths. There is little to win: on two processors a worker each keeps both busy.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.engine_cases import OnProgress
 from benchmarks.loop import environment
 from benchmarks.loop_runs import RunSize, Start, Variant, configuration, count_differing, make_start
-from benchmarks.pipe_machine import Machine, fit_machine
+from benchmarks.pipe_machine import Machine, Observed, fit_machine, merged
 from benchmarks.pipe_prediction import Prediction, predict
 from benchmarks.pipe_runs import PipeRun, run_timed
 from benchmarks.timing import check_runs
@@ -31,19 +31,19 @@ SIZE = RunSize(num_train_threads=1)
 """One thread a process, so that processors are shared by processes alone."""
 
 POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "halves", "histopipe")
-"""The first is measured."""
+"""Gains are over the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
-    """A run beside its prediction, from the latency of another one."""
+    """A run beside its prediction, from the times of others."""
 
     measured: PipeRun
     predicted: Prediction
 
 
 def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:
-    """The runs of a round: staleness 0, 1, and 1 with drafts; the first of each group gives its latency."""
+    """The runs of a round: staleness 0, 1, and 1 with drafts; those of a group are predicted from each other."""
 
     def variant(policy: str, staleness: int, drafts: Any = "off") -> Variant:
         return Variant(
@@ -67,13 +67,13 @@ def measure(
     policies: Sequence[str] = POLICIES,
     on_progress: OnProgress = lambda words: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "policies", "latency" as each group had it, "notes" and the "environment".
+    """The report, ready for JSON: "policies", "latency" that each was predicted with, "notes" and the "environment".
 
     Args:
         num_runs: rounds, each of which runs every policy.
         size: of a run.
         start: the policy that is trained; None trains the demo's.
-        policies: the first of which is measured.
+        policies: gains are over the first; with one alone its own times predict it.
         on_progress: told what happens.
 
     Raises:
@@ -88,20 +88,19 @@ def measure(
         start = start or make_start(folder / "start", size.num_prompts, seed=SEED, on_progress=on_progress)
         for done in range(num_runs):
             ran: dict[str, PipeRun] = {}
-            for variant in (variant for group in groups for variant in group):
+            # By turns, so that no row has the machine's slow minutes in every round.
+            for variant in (variant for group in groups for variant in _rotated(group, done)):
                 on_progress(f"round {done + 1} of {num_runs}: {variant.name}")
                 run_dir = folder / f"{variant.name}-{done}"
                 ran[variant.name] = run_timed(
                     configuration(start, size, variant, seed=SEED, run_dir=run_dir), first=first
                 )
-            seen = [ran[group[0].name].observed for group in groups]
-            for group, curve in zip(groups, seen, strict=True):
-                machine = fit_machine(curve, seen[:2], drafts=group[0].drafts == "on")
-                machines[group[0].name] = machine
+            for group in groups:
                 for variant in group:
-                    own = ran[variant.name]
+                    own, machine = ran[variant.name], _machine_without(variant, group, groups, ran)
                     predicted = predict(own.config, own.run.lengths(), machine, first=first, told=own.told)
                     found[variant.name].append(Compared(measured=own, predicted=predicted))
+                    machines[variant.name] = machine
     rows = [_row(variant, found, group[0], size) for group in groups for variant in group]
     return {
         "policies": rows,
@@ -112,9 +111,25 @@ def measure(
     }
 
 
-def _row(variant: Variant, found: dict[str, list[Compared]], calibration: Variant, size: RunSize) -> dict[str, Any]:
+def _rotated(group: Sequence[Variant], num_places: int) -> list[Variant]:
+    first = num_places % len(group)
+    return [*group[first:], *group[:first]]
+
+
+def _machine_without(
+    variant: Variant, group: Sequence[Variant], groups: Sequence[Sequence[Variant]], ran: dict[str, PipeRun]
+) -> Machine:
+    """The machine as the round's other runs saw it: passes by those of the group, the rest by those without drafts."""
+
+    def seen(variants: Sequence[Variant]) -> Observed:
+        return merged([ran[each.name].observed for each in variants if each != variant] or [ran[variant.name].observed])
+
+    return fit_machine(seen(group), [seen(each) for each in groups[:2]], drafts=variant.drafts == "on")
+
+
+def _row(variant: Variant, found: dict[str, list[Compared]], base: Variant, size: RunSize) -> dict[str, Any]:
     first, own = size.steps_per_epoch, found[variant.name]
-    others = found[calibration.name]
+    others = found[base.name]
     step_s = [each.measured.run.step_s(first) for each in own]
     reports = [report for each in own for report in each.measured.run.reports[first:]]
     overlaps = [report.overlap for report in reports if report.overlap is not None]
@@ -122,7 +137,7 @@ def _row(variant: Variant, found: dict[str, list[Compared]], calibration: Varian
         "policy": variant.schedule,
         "staleness": variant.staleness,
         "drafts": variant.drafts,
-        "is_calibration": variant == calibration,
+        "is_base": variant == base,
         "step_s": median(step_s),
         "step_s_of_runs": step_s,
         "median_step_s": median(each.measured.run.median_step_s(first) for each in own),
@@ -168,8 +183,8 @@ def _as_json(machine: Machine) -> dict[str, Any]:
 def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     cores = os.cpu_count() or 1
     notes = [
-        f"the first policy of each group, {rows[0]['policy']}, is where passes, loads and updates were timed, so its "
-        "ratio says how well the simulator adds them up; those of the others are predictions",
+        "each row is predicted from passes, loads and updates as they were timed in the other rows of its group and "
+        "round",
         f"{NUM_WORKERS} workers, a trainer, a judge and a controller share {cores} processors, and a worker keeps one "
         "busy with matrix products whatever the policy: a policy saves only what stood idle, and at staleness 1 "
         "training takes processors from the workers (latency.factors_beside)",

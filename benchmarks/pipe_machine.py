@@ -33,6 +33,21 @@ class Observed:
     """Taking weights out of shared memory; what the engine takes for them is among the records."""
 
 
+def merged(runs: Sequence[Observed]) -> Observed:
+    """What was seen of several runs, one after another, as if it were one run.
+
+    Example: runs of 2 and 3 updates are one of 5, with the mean of their gaps.
+    """
+    in_order = sorted(runs, key=lambda run: float(run.trained[0, 0]))
+    return Observed(
+        records=np.concatenate([run.records for run in in_order]),
+        trained=np.concatenate([run.trained for run in in_order]),
+        gap_s=sum(run.gap_s for run in in_order) / len(in_order),
+        num_rollouts=sum(run.num_rollouts for run in in_order),
+        read_s=sum(run.read_s for run in in_order) / len(in_order),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
     """Times of a process that runs alone, and what others beside it do to them."""

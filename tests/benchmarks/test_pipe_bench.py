@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks import pipe
 from benchmarks.loop_runs import Variant, configuration
-from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, num_beside
+from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe_passes import LOAD, PASS, TimedEngine, read_passes
 from benchmarks.pipe_prediction import Told, beside_each_other, cluster_of, predict, trace_of
 from numpy.typing import NDArray
@@ -115,6 +116,37 @@ def test_a_machine_is_found_from_what_passes_took_on_it() -> None:
     drafted = fit_machine(busy, [quiet, busy], drafts=True)
     assert drafted.factors == pytest.approx([1.0, 1.0, 1.6])
     assert drafted.alone.token_s(8) == pytest.approx(1.25 * alone.token_s(8) / 2)
+
+
+def test_of_two_runs_as_one_each_record_has_the_processes_of_its_own_beside_it() -> None:
+    early = observed(records((PASS, 0.0, 2.0, 1, 0, 1, 0), (PASS, 0.5, 1.0, 2, 0, 2, 1)), [(3.0, 4.0)], gap_s=1.0)
+    late = observed(records((PASS, 10.0, 2.0, 1, 0, 1, 0), (PASS, 11.25, 2.0, 4, 0, 4, 1)), [(11.5, 13.0)])
+    both = merged([late, early])
+    assert num_beside(both).tolist() == [*num_beside(early), *num_beside(late)] == [1, 1, 0, 1]
+    assert both.trained.tolist() == [[3.0, 4.0], [11.5, 13.0]]
+    assert (both.gap_s, both.num_rollouts, both.read_s) == (0.5, 20, 0.25)
+
+
+def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[float]] = []
+
+    def fit(curve: Observed, others: list[Observed], *, drafts: bool) -> str:
+        seen.append([curve.gap_s, *(each.gap_s for each in others)])
+        return "drafts" if drafts else "none"
+
+    groups = pipe.variants(("a", "b", "c"))
+    names = [variant.name for group in groups for variant in group]
+    assert names == ["a-0-off", "b-0-off", "c-0-off", "a-1-off", "b-1-off", "c-1-off", "a-1-on", "c-1-on"]
+    monkeypatch.setattr(pipe, "fit_machine", fit)
+    runs = {
+        name: SimpleNamespace(observed=observed(records(), [(float(at), at + 1.0)], gap_s=2.0**at))
+        for at, name in enumerate(names)
+    }
+    assert pipe._machine_without(groups[0][1], groups[0], groups, runs) == "none"
+    assert pipe._machine_without(groups[2][0], groups[2], groups, runs) == "drafts"
+    assert pipe._machine_without(groups[1][0], groups[1][:1], [groups[0], groups[1][:1]], runs) == "none"
+    # 1, 2 and 4 are the gaps at staleness 0, 8, 16 and 32 at 1, then 64 and 128.
+    assert seen == [[2.5, 2.5, 56 / 3], [128, 7 / 3, 56 / 3], [8, 7 / 3, 8]]
 
 
 def test_a_machine_with_passes_of_one_size_is_refused() -> None:
@@ -245,12 +277,12 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
     for row in rows:
         assert (row["num_differing"], row["num_rollouts"]) == (0, 24)
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])
-        assert row["is_calibration"] == (row["policy"] == "fifo")
+        assert row["is_base"] == (row["policy"] == "fifo")
         assert 0.0 <= row["bubble"] <= 1.0
         assert (row["choices"], row["num_choices_differing"]) == ([], 0)
-        if row["is_calibration"]:
+        if row["is_base"]:
             assert row["speedup"] == row["predicted_speedup"] == 1.0
-    assert set(found["latency"]) == {"fifo-0-off", "fifo-1-off", "fifo-1-on"}
+    assert set(found["latency"]) == {f"{row['policy']}-{row['staleness']}-{row['drafts']}" for row in rows}
     assert found["latency"]["fifo-0-off"]["tokens_per_step"] is None
     assert any(note.startswith("predicted within 15%") for note in found["notes"])
 

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "about ten minutes, one of which trains the small policy that is trained on"
+NOTE = "about twenty minutes, one of which trains the small policy that is trained on"
 """Said before it is measured."""
 
 
@@ -33,14 +33,14 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def policy_table(report: dict[str, Any]) -> Table:
-    """Measured and predicted side by side; a star marks the policy that the latency was measured with."""
+    """Measured and predicted side by side; a star marks the policy that gains are over."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for name in ("stale", "drafts", "step", "predicted", "ratio", "gain", "predicted", "bubble", "predicted", "differ"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in report["policies"]:
         table.add_row(
-            row["policy"] + ("*" if row["is_calibration"] else ""),
+            row["policy"] + ("*" if row["is_base"] else ""),
             str(row["staleness"]),
             row["drafts"],
             f"{row['step_s']:.3f}",

@@ -78,7 +78,7 @@ class Prefixes:
         return bool(idle)
 
     def drop_span(self, prefix: Prefix) -> None:
-        """Gives back the span of a prefix, if it has one: what is not known where it is placed next is computed anew."""
+        """Gives a prefix's span back, if it has one: what is not known where it is placed next is computed anew."""
         if prefix.start is not None:
             self.spans.give_back(prefix.start)
         prefix.start = None
