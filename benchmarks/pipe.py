@@ -98,7 +98,14 @@ def measure(
             for group in groups:
                 for variant in group:
                     own, machine = ran[variant.name], _machine_without(variant, group, groups, ran)
-                    predicted = predict(own.config, own.run.lengths(), machine, first=first, told=own.told)
+                    predicted = predict(
+                        own.config,
+                        own.run.lengths(),
+                        machine,
+                        first=first,
+                        told=own.told,
+                        slowness=own.observed.slowness,
+                    )
                     found[variant.name].append(Compared(measured=own, predicted=predicted))
                     machines[variant.name] = machine
     rows = [_row(variant, found, group[0], size) for group in groups for variant in group]
@@ -141,6 +148,7 @@ def _row(variant: Variant, found: dict[str, list[Compared]], base: Variant, size
         "step_s": median(step_s),
         "step_s_of_runs": step_s,
         "median_step_s": median(each.measured.run.median_step_s(first) for each in own),
+        "slowness_of_runs": [each.measured.observed.slowness for each in own],
         "predicted_step_s": median(each.predicted.step_s for each in own),
         "ratio": median(each.predicted.step_s / seconds for each, seconds in zip(own, step_s, strict=True)),
         "speedup": median(
@@ -190,6 +198,12 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         "training takes processors from the workers (latency.factors_beside)",
         "running rollouts stay on their workers here; the simulator was told so",
     ]
+    slowest = max(max(row["slowness_of_runs"]) for row in rows)
+    if slowest > 1.0 + TARGET / 5:
+        notes.append(
+            f"the machine's host gave processor time to others, so that runs took up to {slowest:.2f} times as long; "
+            "predictions are of times without that, times what it was in the run that is predicted"
+        )
     missed = [row for row in rows if abs(row["ratio"] - 1.0) > TARGET]
     names = ", ".join(f"{_name(row)} ({row['ratio']:.2f})" for row in missed)
     notes.append(

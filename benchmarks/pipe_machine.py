@@ -31,6 +31,8 @@ class Observed:
     num_rollouts: int
     read_s: float
     """Taking weights out of shared memory; what the engine takes for them is among the records."""
+    slowness: float = 1.0
+    """See `stolen.slowness`."""
 
 
 def merged(runs: Sequence[Observed]) -> Observed:
@@ -45,12 +47,13 @@ def merged(runs: Sequence[Observed]) -> Observed:
         gap_s=sum(run.gap_s for run in in_order) / len(in_order),
         num_rollouts=sum(run.num_rollouts for run in in_order),
         read_s=sum(run.read_s for run in in_order) / len(in_order),
+        slowness=sum(run.slowness for run in in_order) / len(in_order),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """Times of a process that runs alone, and what others beside it do to them."""
+    """Times of a process that runs alone, nothing stolen, and what others beside it do to them."""
 
     alone: Latency
     """Its `prefill_s` is per rollout, each with a prompt of one token; its `training_s` contains the gap of a step."""
@@ -81,8 +84,8 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
     """The machine under which passes and updates took, on average, what they took.
 
     Seconds of a pass are a curve over its rows, linear between powers of 2, and so much for each prefilled token, all
-    of it times a factor for the processes beside it. Averages and not the shortest: what messages and other programs
-    take belongs to a run.
+    of it times a factor for the processes beside it, and for what the host gave to others. Averages and not the
+    shortest: what messages and other programs take belongs to a run.
 
     Args:
         curve: a run like those that are to be predicted; rows, prefill and tokens per pass are its.
@@ -103,6 +106,7 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
         curve, "kind", "seconds", "num_rows", "num_prefilled", "num_sampled"
     )
     gain = max(1.0, float(sampled[kind == PASS].sum() / rows[kind == PASS].sum()))
+    seconds = seconds / curve.slowness
     loads = seconds[kind == LOAD]
     quiet, *_ = others
     training_s, update_s = _training(others)
@@ -112,8 +116,8 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
         decode_s=never_falling(np.maximum(decode_s, float(seconds[kind == PASS].min() / factors.max()))),
         tokens_per_step=np.full(knots.size, gain) if drafts else None,
         prefill_s=float(per_token * prefilled.sum()) / curve.num_rollouts,
-        load_s=curve.read_s + (float(np.median(loads)) if loads.size else 0.0),
-        training_s=training_s + quiet.gap_s,
+        load_s=curve.read_s / curve.slowness + (float(np.median(loads)) if loads.size else 0.0),
+        training_s=training_s + quiet.gap_s / quiet.slowness,
     )
     return Machine(alone=alone, factors=factors, update_s=update_s)
 
@@ -147,7 +151,7 @@ def _curve(run: Observed, factors: NDArray[np.float64]) -> tuple[NDArray[np.int6
     if np.unique(rows[seen]).size < 2:
         raise InputError("a curve needs passes with two numbers of rows or more; sample more rollouts than fit at once")
     knots = _knots(rows[seen])
-    alone = seconds[seen] / factors[np.minimum(num_beside(run)[seen], factors.size - 1)]
+    alone = seconds[seen] / factors[np.minimum(num_beside(run)[seen], factors.size - 1)] / run.slowness
     design = np.column_stack([*(np.interp(rows[seen], knots, unit) for unit in np.eye(knots.size)), prefilled[seen]])
     found, *_ = np.linalg.lstsq(design, alone, rcond=None)
     if found[-1] < 0:
@@ -165,7 +169,7 @@ def _factors(runs: Sequence[Observed], knots: NDArray[np.int64], base: NDArray[n
         seen = (kind == PASS) & (rows > 0)
         state = np.minimum(num_beside(run)[seen], 2)
         expected = np.interp(rows[seen], knots, base[:-1]) + base[-1] * prefilled[seen]
-        for total, each in ((real, seconds[seen]), (said, expected), (count, np.ones(state.size))):
+        for total, each in ((real, seconds[seen] / run.slowness), (said, expected), (count, np.ones(state.size))):
             total += np.bincount(state, each, minlength=3)
     known = count >= _FEW
     if not known.any():
@@ -177,10 +181,10 @@ def _factors(runs: Sequence[Observed], knots: NDArray[np.int64], base: NDArray[n
 def _training(runs: Sequence[Observed]) -> tuple[float, float]:
     """Seconds of an update alone, and what each worker beside it adds."""
     quiet, *busy = runs
-    alone = float((quiet.trained[:, 1] - quiet.trained[:, 0]).mean())
+    alone = float((quiet.trained[:, 1] - quiet.trained[:, 0]).mean()) / quiet.slowness
     if not busy or mean_busy(busy[0]) < 0.1:
         return alone, 0.0
-    beside = float((busy[0].trained[:, 1] - busy[0].trained[:, 0]).mean())
+    beside = float((busy[0].trained[:, 1] - busy[0].trained[:, 0]).mean()) / busy[0].slowness
     return alone, max(0.0, (beside - alone) / mean_busy(busy[0]))
 
 

@@ -101,11 +101,13 @@ def predict(
     *,
     first: int,
     told: Sequence[Latency | None],
+    slowness: float = 1.0,
 ) -> Prediction:
     """Seconds and bubble of the steps after the first `first`, planned with what the run had measured, see `Told`.
 
     How many processes share the machine decides how fast they are, and how fast they are decides when they run. So it
-    is simulated again and again, each time with what the time before says of the processes beside each other.
+    is simulated again and again, each time with what the time before says of the processes beside each other. All of it
+    takes `slowness` times as long where the host gives processor time to others (see `stolen`).
 
     Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
     """
@@ -120,7 +122,7 @@ def predict(
         shares, num_busy = (shares + new_shares) / 2, (num_busy + new_busy) / 2
     begins, ends = float(timeline.trained_s[first - 1]), float(timeline.trained_s[-1])
     return Prediction(
-        step_s=(ends - begins) / (len(lengths) - first),
+        step_s=slowness * (ends - begins) / (len(lengths) - first),
         bubble=_bubble(timeline, begins, ends),
         choices=timeline.choices,
     )

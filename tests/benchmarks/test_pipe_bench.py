@@ -1,6 +1,7 @@
 """The pipe benchmark: passes are timed as they are, a machine is fitted to them, the simulator predicts from it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from benchmarks.loop_runs import Variant, configuration
 from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe_passes import LOAD, PASS, TimedEngine, read_passes
 from benchmarks.pipe_prediction import Told, beside_each_other, cluster_of, predict, trace_of
+from benchmarks.stolen import slowness, ticks
 from numpy.typing import NDArray
 
 from tests.benchmarks.loops import TINY, random_start
@@ -37,8 +39,12 @@ def records(*rows: tuple[float, ...]) -> NDArray[np.float64]:
     return np.array(rows, np.float64).reshape(-1, 7)
 
 
-def observed(rows: NDArray[np.float64], trained: list[tuple[float, float]], gap_s: float = 0.0) -> Observed:
-    return Observed(records=rows, trained=np.array(trained), gap_s=gap_s, num_rollouts=10, read_s=0.25)
+def observed(
+    rows: NDArray[np.float64], trained: list[tuple[float, float]], gap_s: float = 0.0, slowness: float = 1.0
+) -> Observed:
+    return Observed(
+        records=rows, trained=np.array(trained), gap_s=gap_s, num_rollouts=10, read_s=0.25, slowness=slowness
+    )
 
 
 def test_a_timed_engine_samples_the_same_and_writes_each_pass_down(tmp_path: Path) -> None:
@@ -149,6 +155,41 @@ def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [[2.5, 2.5, 56 / 3], [128, 7 / 3, 56 / 3], [8, 7 / 3, 8]]
 
 
+def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
+    quiet, busy = synthetic()
+    slow = [
+        replace(
+            run,
+            records=run.records * np.array([1.0, by, by, 1.0, 1.0, 1.0, 1.0]),
+            trained=run.trained * by,
+            gap_s=run.gap_s * by,
+            read_s=run.read_s * by,
+            slowness=by,
+        )
+        for run, by in ((quiet, 1.25), (busy, 1.5))
+    ]
+    for drafts in (False, True):
+        expected = fit_machine(busy, [quiet, busy], drafts=drafts)
+        found = fit_machine(slow[1], slow, drafts=drafts)
+        assert found.factors == pytest.approx(expected.factors)
+        assert found.update_s == pytest.approx(expected.update_s)
+        for name in ("decode_s", "prefill_s", "load_s", "training_s"):
+            assert getattr(found.alone, name) == pytest.approx(getattr(expected.alone, name)), name
+
+
+def test_stolen_time_is_what_the_kernel_says(tmp_path: Path) -> None:
+    file = tmp_path / "stat"
+    file.write_text("cpu  400 10 80 9000 5 0 10 100 0 0\ncpu0 1 2 3\n")
+    before = ticks(file)
+    assert before == (500, 100)
+    file.write_text("cpu  800 10 80 9900 5 0 110 200 0 0\n")
+    assert slowness(before, ticks(file)) == 1.2
+    assert slowness(before, before) == 1.0
+    assert ticks(tmp_path / "absent") == (0, 0)
+    file.write_text("cpu  800 10\n")
+    assert ticks(file) == (0, 0)
+
+
 def test_a_machine_with_passes_of_one_size_is_refused() -> None:
     run = observed(records((PASS, 0.0, 1.0, 4, 0, 4, 0), (PASS, 2.0, 1.0, 4, 0, 4, 0)), [(5.0, 6.0)])
     with pytest.raises(InputError, match="two numbers of rows"):
@@ -216,6 +257,8 @@ def test_a_prediction_of_equal_rollouts_is_what_one_calculates(tmp_path: Path) -
     # Three rollouts a worker, two at one time: 4 tokens at 1.5 s, then 4 at 1 s; loading and training besides.
     assert found.step_s == pytest.approx(6.0 + 4.0 + 0.5 + 4.0)
     assert found.bubble == pytest.approx(1.0 - 10.0 / 14.5)
+    stolen = predict(config, lengths, machine, first=2, told=[None] * 5, slowness=1.5)
+    assert (stolen.step_s, stolen.bubble) == (pytest.approx(1.5 * found.step_s), found.bubble)
     slow = Machine(alone=alone, factors=np.array([1.0, 2.0, 2.0]), update_s=1.0)
     # Both workers begin and end together, so each always runs beside the other; the trainer runs alone.
     assert predict(config, lengths, slow, first=2, told=[None] * 5).step_s == pytest.approx(20.0 + 0.5 + 4.0, rel=0.01)
