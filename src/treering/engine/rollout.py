@@ -5,8 +5,9 @@ Knows which arrays fit together and how rollouts are continued. Knows nothing of
     R tokens of the rollout, those of an environment included
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ Logprobs: TypeAlias = NDArray[np.float64]
 
 _State: TypeAlias = tuple[PromptId, int, int, FinishReason, float | None, int, bytearray]
 
-_ARRAYS = {
+_ARRAYS: Mapping[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float64),
     "policy_logprobs": np.dtype(np.float64),
     "tokens": np.dtype(np.int32),
