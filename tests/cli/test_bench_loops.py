@@ -22,7 +22,7 @@ def pipe_report() -> dict[str, Any]:
             "policy": policy,
             "staleness": staleness,
             "drafts": drafts,
-            "is_base": is_calibration,
+            "is_base": is_base,
             "num_differing": 0,
             **dict(zip(names, figures, strict=True)),
         }
