@@ -31,12 +31,16 @@ def groups_of(lengths, num_groups):
     return np.array_split(np.sort(np.asarray(lengths, np.float64)), num_groups)
 
 
+def case_of(num_groups, num_more, seed, row_s):
+    rng = np.random.default_rng(seed)
+    groups = groups_of(rng.lognormal(5, rng.uniform(0.1, 1.5), rng.integers(num_groups, 100)), num_groups)
+    return groups, cluster(num_groups + num_more, int(rng.integers(1, 33)), step_s=20.0, row_s=row_s)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 10**6), st.sampled_from([0.0, 0.05, 1.0, 20.0]))
 def test_all_workers_are_given_out_and_each_group_has_one(num_groups, num_more, seed, row_s):
-    rng = np.random.default_rng(seed)
-    groups = groups_of(rng.lognormal(5, rng.uniform(0.1, 1.5), rng.integers(num_groups, 100)), num_groups)
-    where = cluster(num_groups + num_more, int(rng.integers(1, 33)), step_s=20.0, row_s=row_s)
+    groups, where = case_of(num_groups, num_more, seed, row_s)
     counts = share_out(groups, where)
     assert counts.shape == (num_groups,)
     assert counts.min() >= 1
@@ -63,9 +67,7 @@ def by_slopes(times, num_workers):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 24), st.integers(0, 10**6), st.sampled_from([0.0, 0.05, 1.0, 20.0]))
 def test_plans_are_at_least_as_good_as_the_printed_ones(num_groups, num_more, seed, row_s):
-    rng = np.random.default_rng(seed)
-    groups = groups_of(rng.lognormal(5, rng.uniform(0.1, 1.5), rng.integers(num_groups, 100)), num_groups)
-    where = cluster(num_groups + num_more, int(rng.integers(1, 33)), step_s=20.0, row_s=row_s)
+    groups, where = case_of(num_groups, num_more, seed, row_s)
     each = [[seconds(group, count, where) for count in range(1, num_more + 2)] for group in groups]
     times = np.minimum.accumulate(np.array(each), axis=1)
     printed = min(two_steps(groups, counts, where) for counts in by_slopes(times, where.num_workers))
