@@ -15,7 +15,7 @@ from benchmarks.loop_runs import LoopRun
 from benchmarks.pipe_machine import Observed
 from benchmarks.pipe_passes import TimedRecipe, read_passes
 from benchmarks.pipe_prediction import cluster_of
-from benchmarks.stolen import slowness, ticks
+from benchmarks.stolen import TickWatch, slowness
 from treering.cli.settings import compute_options, optim_options
 from treering.cli.train_loop import make_model
 from treering.cli.train_settings import make_drafting, rl_options
@@ -51,7 +51,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
     assert num_steps is not None, "configuration sets it"
     policy = make_policy(config.schedule)
     reports, latest, ended = [], [], []
-    with PipelineLoop(
+    with TickWatch() as watch, PipelineLoop(
         model,
         source.task,
         TimedRecipe(config, beside, config.run.dir),
@@ -63,12 +63,12 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
         drafting=make_drafting(config),
     ) as loop:
-        told, counts = [loop.measured], []
+        told, num_samples = [loop.measured], []
         began = time.perf_counter()
         for _ in range(num_steps):
             reports.append(loop.step())
             ended.append(time.perf_counter())
-            counts.append(ticks())
+            num_samples.append(len(watch.samples))
             latest.append(loop.latest)
             told.append(loop.measured)
     run = LoopRun(reports=reports, latest=latest, ended_s=np.array(ended) - began)
@@ -81,7 +81,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         gap_s=0.0 if config.rl.staleness else max(0.0, sum(gaps) / len(gaps)),
         num_rollouts=sum(len(step) for step in latest[first:]),
         read_s=_read_s(model),
-        slowness=slowness(counts[first - 1], counts[-1]),
+        slowness=slowness(watch.samples[num_samples[first - 1] : num_samples[-1]]),
     )
     return PipeRun(config=config, run=run, observed=observed, told=told, choices=policy.choices)
 

@@ -1,6 +1,7 @@
 """The pipe benchmark: passes are timed as they are, a machine is fitted to them, the simulator predicts from it."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from benchmarks.loop_runs import Variant, configuration
 from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe_passes import LOAD, PASS, TimedEngine, read_passes
 from benchmarks.pipe_prediction import Told, beside_each_other, cluster_of, predict, trace_of
-from benchmarks.stolen import slowness, ticks
+from benchmarks.stolen import Ticks, TickWatch, slowness, ticks
 from numpy.typing import NDArray
 
 from tests.benchmarks.loops import TINY, random_start
@@ -177,17 +178,38 @@ def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
             assert getattr(found.alone, name) == pytest.approx(getattr(expected.alone, name)), name
 
 
-def test_stolen_time_is_what_the_kernel_says(tmp_path: Path) -> None:
+def test_ticks_are_those_of_each_processor(tmp_path: Path) -> None:
     file = tmp_path / "stat"
-    file.write_text("cpu  400 10 80 9000 5 0 10 100 0 0\ncpu0 1 2 3\n")
-    before = ticks(file)
-    assert before == (500, 100)
-    file.write_text("cpu  800 10 80 9900 5 0 110 200 0 0\n")
-    assert slowness(before, ticks(file)) == 1.2
-    assert slowness(before, before) == 1.0
-    assert ticks(tmp_path / "absent") == (0, 0)
-    file.write_text("cpu  800 10\n")
-    assert ticks(file) == (0, 0)
+    file.write_text("cpu  1 2 3 4 5 6 7 8 0 0\ncpu0 400 10 80 9000 5 0 10 100 0 0\ncpu1 1 0 0 2 0 0 0 3\nintr 5\n")
+    assert ticks(file) == ((500, 9005, 100), (1, 2, 3))
+    assert ticks(tmp_path / "absent") == ()
+    file.write_text("cpu0  800 10\n")
+    assert ticks(file) == ()
+
+
+def test_what_is_stolen_of_a_processor_that_idles_slows_nothing() -> None:
+    first = (Ticks(0, 0, 0), Ticks(0, 7, 0))
+    second = (Ticks(10, 0, 2), Ticks(5, 8, 5))
+    third = (Ticks(15, 1, 4), Ticks(15, 8, 6))
+    assert slowness([first, second]) == 1.2
+    assert slowness([first, second, third]) == 1 + 3 / 20
+    assert slowness([second, third, (Ticks(15, 2, 5), Ticks(15, 8, 6))]) == 1.1
+    for nothing in ([], [first], [(), ()], [first, first]):
+        assert slowness(nothing) == 1.0
+
+
+def test_samples_are_taken_as_long_as_the_block_lasts(tmp_path: Path) -> None:
+    file = tmp_path / "stat"
+    file.write_text("cpu0 1 0 0 0 0 0 0 0 0 0\n")
+    with TickWatch(every_s=0.001, file=file) as watch:
+        deadline = time.monotonic() + 30
+        while len(watch.samples) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    num = len(watch.samples)
+    assert num >= 3
+    assert set(watch.samples) == {(Ticks(1, 0, 0),)}
+    time.sleep(0.01)
+    assert len(watch.samples) == num
 
 
 def test_a_machine_with_passes_of_one_size_is_refused() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from treering.runtime.process import Seat
+from treering.runtime.process import MAX_DEATHS, Seat
 
 
 @contextmanager
 def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
     """A block in which SIGKILL meets a process after the n-th message that the controller has taken.
+
+    One more death in a row would end the run: who has died as often as it may is spared until it has done something.
 
     Args:
         moments: n -> how the victim's name begins; of several the first that lives.
@@ -38,7 +40,8 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
             if due and count >= due[0][0]:
                 victim = next(each for each in seats.values() if each.name.startswith(due[0][1]) and each.pid)
                 # A process dies once: one that is dead and not yet replaced is met again at a later message.
-                if victim.pid is not None and victim.pid not in killed:
+                is_last_chance = victim.num_deaths == MAX_DEATHS - 1
+                if victim.pid is not None and victim.pid not in killed and not is_last_chance:
                     os.kill(victim.pid, signal.SIGKILL)
                     killed.add(victim.pid)
                     dead.append(victim.name)

@@ -77,7 +77,8 @@ class Seat:
         self._memory = memory
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
-        self._num_deaths = 0
+        self.num_deaths = 0
+        """In a row, without anything done in between."""
         self.is_ready = False
 
     @property
@@ -147,16 +148,16 @@ class Seat:
             StateError: it is the `MAX_DEATHS`-th in a row.
         """
         status = self.empty()
-        self._num_deaths += 1
-        if self._num_deaths >= MAX_DEATHS:
+        self.num_deaths += 1
+        if self.num_deaths >= MAX_DEATHS:
             raise StateError(
-                f"a process that dies is started again, and the {self.name} died {self._num_deaths} times in a row "
+                f"a process that dies is started again, and the {self.name} died {self.num_deaths} times in a row "
                 f"without having done anything, last with {_words(status)}; free memory, or look at what it printed"
             )
 
     def note_progress(self) -> None:
         """Deaths are counted anew from here."""
-        self._num_deaths = 0
+        self.num_deaths = 0
 
     def empty(self) -> int | None:
         """Ends the child, if there is one, and returns its exit status."""
