@@ -38,7 +38,9 @@ class Prediction:
 class Told(Policy):
     """A policy that is told for each step what a run's was told: what had been measured when the step was planned.
 
-    Example: at staleness 1, with `latencies=[None, None, measured]`, the fourth step is planned with the measured one,
+    A step is planned while the last one that it may know of is trained, so the times of that one are not known yet.
+
+    Example: at staleness 1, with `latencies=[None, None, measured]`, the fifth step is planned with the measured one,
     and those before it with the cluster's.
     """
 
@@ -56,7 +58,7 @@ class Told(Policy):
         return self._policy.choices
 
     def assign(self, outlook: Outlook) -> Assignment:
-        known = self._latencies[max(0, outlook.step - 1 - outlook.cluster.staleness)]
+        known = self._latencies[max(0, outlook.step - 2 - outlook.cluster.staleness)]
         cluster = replace(outlook.cluster, latency=known or outlook.cluster.latency)
         return self._policy.assign(replace(outlook, cluster=cluster))
 

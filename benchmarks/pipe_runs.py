@@ -51,18 +51,21 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
     assert num_steps is not None, "configuration sets it"
     policy = make_policy(config.schedule)
     reports, latest, ended = [], [], []
-    with TickWatch() as watch, PipelineLoop(
-        model,
-        source.task,
-        TimedRecipe(config, beside, config.run.dir),
-        optim=optim_options(config.optim, num_steps),
-        options=rl_options(config, source, compute_options(config.model, config.rl)),
-        num_steps=num_steps,
-        cluster=cluster_of(config),
-        policy=policy,
-        predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
-        drafting=make_drafting(config),
-    ) as loop:
+    with (
+        TickWatch() as watch,
+        PipelineLoop(
+            model,
+            source.task,
+            TimedRecipe(config, beside, config.run.dir),
+            optim=optim_options(config.optim, num_steps),
+            options=rl_options(config, source, compute_options(config.model, config.rl)),
+            num_steps=num_steps,
+            cluster=cluster_of(config),
+            policy=policy,
+            predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
+            drafting=make_drafting(config),
+        ) as loop,
+    ):
         told, num_samples = [loop.measured], []
         began = time.perf_counter()
         for _ in range(num_steps):

@@ -1,7 +1,7 @@
 """Processor time that the host of a virtual machine gave to others: what nothing that runs here can be blamed for.
 
-Knows the kernel's counts. Knows nothing of what is measured. A processor that idles waits for its turn as well, whenever
-it wakes up, and the kernel counts that, though nobody here waited: so a processor counts while it has no idle time.
+Knows the kernel's counts. Knows nothing of what is measured. A processor that idles waits for its turn as well when it
+wakes up, and the kernel counts that, though nobody here waited: so a processor counts while it has no idle time.
 """
 
 import threading
@@ -47,8 +47,8 @@ def slowness(samples: Sequence[tuple[Ticks, ...]]) -> float:
     Args:
         samples: of the same processors, one after another.
 
-    Example: between two samples one processor was 10 ticks busy, none idle and 2 stolen, another one 5 idle and 5 stolen:
-    1.2.
+    Example: between two samples one processor was 10 ticks busy, none idle and 2 stolen, another one 5 idle and 5
+    stolen: 1.2.
     """
     busy = stolen = 0
     for before, after in pairwise(samples):

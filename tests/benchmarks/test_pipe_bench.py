@@ -310,13 +310,15 @@ class Listening(Policy):
         return Assignment(workers=np.zeros(size, np.int32), order=np.arange(size))
 
 
-@pytest.mark.parametrize(("staleness", "expected"), [(0, [20.0, 1.0, 20.0, 3.0]), (1, [20.0, 20.0, 1.0, 20.0])])
+@pytest.mark.parametrize(
+    ("staleness", "expected"), [(0, [20.0, 20.0, 1.0, 20.0, 3.0]), (1, [20.0, 20.0, 20.0, 1.0, 20.0])]
+)
 def test_a_predicted_policy_is_told_what_was_measured_when_the_step_was_planned(
     staleness: int, expected: list[float], tmp_path: Path
 ) -> None:
     config, policy = config_of(tmp_path, staleness=staleness), Listening()
     told = [None, linear_latency(step_s=1.0, row_s=0.0), None, linear_latency(step_s=3.0, row_s=0.0), None]
-    trace = trace_of(config, [np.full(6, 4, np.int64)] * 4)
+    trace = trace_of(config, [np.full(6, 4, np.int64)] * 5)
     simulate(Told(policy, told), trace, workers=cluster_of(config))
     assert policy.told == expected
 

@@ -116,11 +116,45 @@ def test_it_plans_anew_where_times_are_others(monkeypatch):
     for step, factor in enumerate((1.0, 1.1, 2.0, 2.0, 2.1), 1):
         assign(step, replace(where.latency, training_s=factor * seconds))
     assert asked == [seconds, 2.0 * seconds]
-    # The same in another unit, and then with passes that grow with their rows.
+    # The same in another unit.
     assign(6, with_decode_scaled(replace(where, latency=replace(where.latency, training_s=seconds)), 0.5).latency)
     assert len(asked) == 2
-    assign(7, linear_latency(step_s=1.0, row_s=1.0, training_s=2 * seconds / 20))
+    # Between those that the plan was found for, then with passes that grow with their rows.
+    assign(7, replace(where.latency, training_s=1.4 * seconds))
+    assert len(asked) == 2
+    assign(8, linear_latency(step_s=1.0, row_s=1.0, training_s=2 * seconds / 20))
     assert len(asked) == 3
+
+
+def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
+    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
+    found, asked = iter(["one", "other", "other", "one", "one"]), []
+
+    def search(question, present=None):
+        asked.append(question.cluster.latency.training_s)
+        return Plan(name=next(found))
+
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
+    policy, seconds = HistoPipe(replan_every=100), where.latency.training_s
+    for step, factor in enumerate((1.0, 2.0, 1.5, 1.7, 1.0, 1.2, 1.5), 1):
+        latency = replace(where.latency, training_s=factor * seconds)
+        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,)))
+    # 1.7 lies between two that have the other plan. What is known of that says nothing of the first one, found again.
+    assert asked == [factor * seconds for factor in (1.0, 2.0, 1.5, 1.0, 1.5)]
+
+
+def test_times_that_change_nothing_do_not_make_searches_more_frequent(monkeypatch):
+    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
+    asked = []
+    monkeypatch.setattr(
+        "treering.schedule.histopipe.search", lambda question, present=None: asked.append(step) or Plan(name="any")
+    )
+    policy = HistoPipe(replan_every=2)
+    for step in range(1, 14):
+        latency = replace(where.latency, training_s=where.latency.training_s * (1.0 if step < 5 else 2.0))
+        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,)))
+    # Every second step, then every fourth; that of step 5 is for its times, and the next one 4 steps behind it.
+    assert asked == [1, 3, 5, 9]
 
 
 def test_it_learns_that_predictions_are_reversed():

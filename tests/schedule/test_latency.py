@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from treering.errors import InputError
-from treering.schedule.latency import Latency, are_alike, linear_latency, shape_of
+from treering.schedule.latency import Latency, is_among, linear_latency, shape_of
 
 
 def test_a_linear_step_grows_by_each_row():
@@ -54,7 +54,7 @@ def test_times_below_0_are_refused_by_name(name, seconds):
 
 
 def alike(one, other, max_rows):
-    return are_alike(shape_of(one, max_rows), shape_of(other, max_rows))
+    return is_among(shape_of(one, max_rows), [shape_of(other, max_rows)])
 
 
 def test_latencies_are_alike_up_to_their_unit_and_a_quarter():
@@ -67,6 +67,16 @@ def test_latencies_are_alike_up_to_their_unit_and_a_quarter():
     # 64 rows take 23.2 instead of 20.05 s, or 84 instead of 21: 1.16 and 4 times.
     assert not alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 64)
     assert alike(one, linear_latency(step_s=20, row_s=1.0, training_s=1000), 1)
+
+
+def test_what_lies_between_latencies_of_one_plan_asks_for_it_too():
+    assert not is_among((1.2, 22.0), [])
+    known = [(1.0, 20.0), (2.0, 10.0)]
+    assert is_among((1.5, 15.0), known)
+    assert is_among((0.8, 8.0), known)
+    assert is_among((2.5, 25.0), known)
+    for other in ((0.79, 15.0), (2.51, 15.0), (1.5, 7.9), (1.5, 25.1)):
+        assert not is_among(other, known)
 
 
 def test_what_speculation_gains_counts_where_it_depends_on_rows():

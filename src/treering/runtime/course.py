@@ -27,8 +27,8 @@ from treering.schedule.policy import Policy
 class Course:
     """The steps of a run, one after another.
 
-    Example: at staleness 1 `steps_to_open(0)` gives the steps 1 and 2; once 1 is taken over, `steps_to_open(2)` gives
-    the third.
+    Example: at staleness 1 `steps_to_open(0)` gives the steps 1 and 2. Once 1 is sampled the third is planned, and when
+    1 is taken over, `steps_to_open(2)` gives it.
     """
 
     def __init__(
@@ -114,13 +114,19 @@ class Course:
                 prices=prices_of(cluster) if cluster.rebalancing == "running" else None,
             )
 
+    def note_sampled(self, run: StepRun) -> None:
+        """Takes what a step's rollouts came to be; while it is trained, plans the first step that may know of it."""
+        self._planner.tell(run.step, run.lengths)
+        following = run.step + 1 + self._cluster.staleness
+        if following <= self._num_steps:
+            self._planner.plan(following)
+
     def take_over(self, finished: Finished) -> list[Trajectory]:
         """Makes a trained step the latest one, and gives its rollouts with advantages."""
         run, trained = finished.run, finished.done.trained
         self.account.add(settled(finished))
         self._agenda.note_done(run.step)
         self._planner.note_times(finished.times)
-        self._planner.tell(run.step, run.lengths)
         self.version += trained.update is not None
         return as_trajectories(
             run.collection.result().groups,

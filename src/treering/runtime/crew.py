@@ -48,7 +48,7 @@ class Finished:
 class Crew:
     """Rollout workers, judge and trainer of one run.
 
-    Example: with the steps 4 and 5 open, `finish(4)` returns once 4 is trained, and 5 is sampled all the while.
+    Example: with the steps 4 and 5 open, `finish(4, print)` returns once 4 is trained, and 5 is sampled all the while.
     """
 
     def __init__(
@@ -110,8 +110,12 @@ class Crew:
         self._fleet.dispatch(self._runs, self.labels)
         self._court.dispatch()
 
-    def finish(self, step: int) -> Finished:
+    def finish(self, step: int, on_sampled: Callable[[StepRun], None]) -> Finished:
         """Works until a step is trained, the first one that is open.
+
+        Args:
+            step: its number.
+            on_sampled: takes the step when its training begins; what it does costs the trainer no time.
 
         Raises:
             StateError: a process dies again and again.
@@ -123,6 +127,7 @@ class Crew:
             if sent_s is None and run.is_whole:
                 self.workshop.train(step, run.collection.result().groups)
                 sent_s = time.perf_counter()
+                on_sampled(run)
             done = self._listen()
             if done is not None:
                 assert sent_s is not None, "a step is trained after it was sent"

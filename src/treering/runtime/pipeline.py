@@ -152,7 +152,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             crew = self._started()
             started_s = time.perf_counter()
             self._open_steps(crew)
-            finished = crew.finish(self._course.num_steps_done + 1)
+            finished = crew.finish(self._course.num_steps_done + 1, self._course.note_sampled)
             self._take_over(crew, finished)
             # Workers have something to do until the next call.
             self._open_steps(crew)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from treering.errors import ConfigError
 from treering.schedule.beliefs import PRIOR_SIGMA, Beliefs
-from treering.schedule.latency import Shape, are_alike, shape_of
+from treering.schedule.latency import Shape, is_among, shape_of
 from treering.schedule.planner import ask, rescaled, search
 from treering.schedule.plans import Plan, place
 from treering.schedule.policy import Assignment, Outlook, Policy
@@ -38,8 +38,8 @@ class HistoPipe(Policy):
         Args:
             sigma: spread of log(length / prediction) until the first step has ended.
             replan_every: steps until the next search, twice as many after each search that leaves the plan as it is.
-                The first step that knows how one came out is planned anew, too, and one whose latency is unlike that
-                of the search before.
+                The first step that knows how one came out is planned anew, too, and one whose latency is neither like
+                one that the present plan was found for nor between such.
             seed: of the lengths that could come true.
 
         Raises:
@@ -58,7 +58,8 @@ class HistoPipe(Policy):
         self._num_workers = 0
         self._planned_for = 0
         self._has_learnt = False
-        self._shape: Shape | None = None
+        self._shapes: list[Shape] = []
+        """Of the latencies that the present plan was found for."""
         self._choices: list[str] = []
 
     @property
@@ -87,18 +88,22 @@ class HistoPipe(Policy):
         is_due = outlook.step >= self._planned_for + self._interval
         has_news = self._beliefs.has_seen and not self._has_learnt
         shape = shape_of(outlook.cluster.latency, outlook.cluster.num_slots)
-        is_other = self._shape is None or not are_alike(self._shape, shape)
+        is_other = not is_among(shape, self._shapes)
         if self._plan is None or is_due or has_news or is_other:
             question = ask(outlook, self._beliefs, seed=self._seed)
             num_workers = question.cluster.num_workers
             # A plan for a sample of another size, after a step with more or fewer rollouts, is none for this one.
             before = self._found if num_workers == self._num_workers else None
             self._found = search(question, before)
-            self._interval = 2 * self._interval if is_due and self._found == before else self._replan_every
+            is_same = self._found == before
+            if not is_same:
+                self._interval = self._replan_every
+            elif is_due:
+                self._interval *= 2
             self._num_workers = num_workers
             self._plan = rescaled(self._found, outlook.cluster.num_workers, num_workers)
             self._planned_for = outlook.step
-            self._shape = shape
+            self._shapes = [*self._shapes, shape] if is_same else [shape]
             self._has_learnt = self._beliefs.has_seen
         return self._plan
 
@@ -110,7 +115,7 @@ class HistoPipe(Policy):
             "planned_for": self._planned_for,
             "interval": self._interval,
             "num_workers": self._num_workers,
-            "shape": None if self._shape is None else list(self._shape),
+            "shapes": [list(shape) for shape in self._shapes],
         }
         return {**known, **numbers, "has_learnt": self._has_learnt}
 
@@ -119,5 +124,4 @@ class HistoPipe(Policy):
         self._plan, self._found = (Plan(**state[name]) if name in state else None for name in ("plan", "found"))
         self._planned_for, self._interval = state["planned_for"], state["interval"]
         self._num_workers, self._has_learnt = state["num_workers"], state["has_learnt"]
-        shape = state.get("shape")
-        self._shape = None if shape is None else (shape[0], shape[1])
+        self._shapes = [(shape[0], shape[1]) for shape in state.get("shapes", [])]

@@ -5,6 +5,7 @@ Knows units of time as the user gives them, seconds by convention. Knows nothing
     B rows that a worker decodes at one time
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -80,12 +81,16 @@ def shape_of(latency: Latency, max_rows: int) -> Shape:
     return float(token_s[-1] / token_s[1]), float(latency.training_s / token_s[1])
 
 
-def are_alike(one: Shape, other: Shape) -> bool:
-    """Whether two latencies ask for the same plans: alike within a quarter.
+def is_among(shape: Shape, others: Sequence[Shape]) -> bool:
+    """Whether a latency asks for the plan that all others ask for: none of its figures is a quarter beyond theirs.
 
-    Example: (1.16, 20) is like (1.2, 22), and unlike (1.16, 30).
+    Example: (1.2, 22) is among (1.16, 20) alone, as a quarter is little. (1.16, 30) is not, but is among (1.16, 20) and
+    (1.16, 35). Nothing is among none.
     """
-    return all(max(pair) <= _ALIKE * min(pair) for pair in zip(one, other, strict=True))
+    if not others:
+        return False
+    figures = zip(shape, zip(*others, strict=True), strict=True)
+    return all(min(known) <= _ALIKE * one and one <= _ALIKE * max(known) for one, known in figures)
 
 
 def linear_latency(

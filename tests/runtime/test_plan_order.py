@@ -1,0 +1,56 @@
+"""When steps are planned: as soon as what they may know is there, and while nobody waits for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.runtime.runs import Dealt, pipeline
+from treering.runtime.course import Course
+from treering.runtime.workshop import Workshop
+from treering.schedule.policy import Assignment, Outlook
+
+
+class Noting(Dealt):
+    """Notes when steps are planned and learnt."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self._events = events
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        self._events.append(("planned", outlook.step))
+        return super().assign(outlook)
+
+    def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        self._events.append(("learnt", step))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, int]] = []
+    monkeypatch.setattr(Workshop, "train", noting(Workshop.train, "sent", events))
+    monkeypatch.setattr(Course, "take_over", noting(Course.take_over, "trained", events))
+    with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
+        for _ in range(4):
+            loop.step()
+    first = [("planned", step) for step in range(1, 2 + staleness)]
+    for step in range(1, 5):
+        later = step + 1 + staleness
+        planned = [("planned", later)] if later <= 4 else []
+        first += [("sent", step), ("learnt", step), *planned, ("trained", step)]
+    assert events == first
+
+
+def noting(method: Callable[..., Any], name: str, events: list[tuple[str, int]]) -> Callable[..., Any]:
+    """The method, noting the step that its first argument is or belongs to."""
+
+    def noted(self: Any, what: Any, *arguments: Any) -> Any:
+        events.append((name, what if isinstance(what, int) else what.run.step))
+        return method(self, what, *arguments)
+
+    return noted
