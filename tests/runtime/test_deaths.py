@@ -20,6 +20,7 @@ from tests.runtime.test_pipeline import Result, assert_same, run
 from treering.engine.request import Sampling
 from treering.errors import InputError, StateError
 from treering.runtime.account import Account
+from treering.runtime.process import MAX_DEATHS
 
 NUM_STEPS = 6
 NUM_ROLLOUTS = 8 * 4 + 4 * 2
@@ -48,6 +49,17 @@ def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     assert is_complete(account)
     deaths = (account.worker_deaths, account.judge_deaths, account.trainer_deaths)
     assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "judge", "trainer"))
+
+
+def test_deaths_in_a_row_end_no_run_as_long_as_something_is_done_in_between(undisturbed: Result) -> None:
+    moments = dict.fromkeys(range(5, 12), "rollout worker 0")
+    with killing(moments) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
+        result = run(loop, NUM_STEPS)
+        account = loop.account
+    assert len(dead) == len(moments) > MAX_DEATHS
+    assert_same(result, undisturbed)
+    assert is_complete(account)
+    assert account.worker_deaths == len(moments)
 
 
 def test_a_new_trainer_gets_to_the_very_weights_of_the_one_that_died() -> None:
