@@ -3,10 +3,10 @@
 `treering bench pipe` runs this: the demo's policy and task on the runtime with two workers, every policy at staleness 0
 and 1, runs in turns, wall time. What passes, loads and updates take, and how they slow each other down, is measured in
 the workers and the trainer of the same round's other policies, never in the run that is predicted; the rest is the
-simulator's, from each run's own lengths. There is little to win: on two processors a worker each keeps both busy.
+simulator's, from each run's own lengths. Runs that the machine's host disturbs are made again. There is little to win:
+on two processors a worker each keeps both busy.
 """
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from benchmarks.engine_cases import OnProgress
 from benchmarks.loop import environment
 from benchmarks.loop_runs import RunSize, Start, Variant, configuration, count_differing, make_start
 from benchmarks.pipe_machine import Machine, Observed, fit_machine, merged
+from benchmarks.pipe_notes import TARGET, notes_of
 from benchmarks.pipe_prediction import Prediction, predict
-from benchmarks.pipe_runs import PipeRun, run_timed
+from benchmarks.pipe_runs import PipeRun, run_undisturbed
 from benchmarks.timing import check_runs
+from treering.config import RlConfig
 
 SEED = 0
 NUM_WORKERS = 2
-TARGET = 0.15
-"""Largest difference between prediction and measurement that the claim allows."""
 
 SIZE = RunSize(num_train_threads=1)
 """One thread a process, so that processors are shared by processes alone."""
@@ -83,18 +83,13 @@ def measure(
     groups, first = variants(policies), size.steps_per_epoch
     found: dict[str, list[Compared]] = {variant.name: [] for group in groups for variant in group}
     machines: dict[str, Machine] = {}
+    num_disturbed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = start or make_start(folder / "start", size.num_prompts, seed=SEED, on_progress=on_progress)
         for done in range(num_runs):
-            ran: dict[str, PipeRun] = {}
-            # By turns, so that no row has the machine's slow minutes in every round.
-            for variant in (variant for group in groups for variant in _rotated(group, done)):
-                on_progress(f"round {done + 1} of {num_runs}: {variant.name}")
-                run_dir = folder / f"{variant.name}-{done}"
-                ran[variant.name] = run_timed(
-                    configuration(start, size, variant, seed=SEED, run_dir=run_dir), first=first
-                )
+            ran, num_left_out = _run_round(groups, done, start, size, folder, on_progress)
+            num_disturbed += num_left_out
             for group in groups:
                 for variant in group:
                     own, machine = ran[variant.name], _machine_without(variant, group, groups, ran)
@@ -113,9 +108,27 @@ def measure(
         "policies": rows,
         "latency": {name: _as_json(machine) for name, machine in machines.items()},
         "target": TARGET,
-        "notes": _notes(rows),
+        "num_disturbed": num_disturbed,
+        "notes": notes_of(rows, num_workers=NUM_WORKERS, num_disturbed=num_disturbed),
         "environment": environment(num_runs, size, start) | {"workers": NUM_WORKERS},
     }
+
+
+def _run_round(
+    groups: Sequence[Sequence[Variant]], done: int, start: Start, size: RunSize, folder: Path, on_progress: OnProgress
+) -> tuple[dict[str, PipeRun], int]:
+    """Each variant's run by name, and how many runs are left out; by turns, so that none always has slow minutes."""
+    ran, num_left_out = {}, 0
+    for variant in (variant for group in groups for variant in _rotated(group, done)):
+
+        def config_of(number: int, variant: Variant = variant) -> RlConfig:
+            on_progress(f"round {done + 1}: {variant.name}" + (", again" if number else ""))
+            run_dir = folder / f"{variant.name}-{done}-{number}"
+            return configuration(start, size, variant, seed=SEED, run_dir=run_dir)
+
+        ran[variant.name], *others = run_undisturbed(config_of, first=size.steps_per_epoch)
+        num_left_out += len(others)
+    return ran, num_left_out
 
 
 def _rotated(group: Sequence[Variant], num_places: int) -> list[Variant]:
@@ -186,52 +199,3 @@ def _as_json(machine: Machine) -> dict[str, Any]:
         "training_s": alone.training_s,
         "training_s_per_busy_worker": machine.update_s,
     }
-
-
-def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    cores = os.cpu_count() or 1
-    notes = [
-        "each row is predicted from passes, loads and updates as they were timed in the other rows of its group and "
-        "round",
-        f"{NUM_WORKERS} workers, a trainer, a judge and a controller share {cores} processors, and a worker keeps one "
-        "busy with matrix products whatever the policy: a policy saves only what stood idle, and at staleness 1 "
-        "training takes processors from the workers (latency.factors_beside)",
-        "running rollouts stay on their workers here; the simulator was told so",
-    ]
-    slowest = max(max(row["slowness_of_runs"]) for row in rows)
-    if slowest > 1.0 + TARGET / 5:
-        notes.append(
-            f"the machine's host gave processor time to others, so that runs took up to {slowest:.2f} times as long; "
-            "predictions are of times without that, times what it was in the run that is predicted"
-        )
-    missed = [row for row in rows if abs(row["ratio"] - 1.0) > TARGET]
-    names = ", ".join(f"{_name(row)} ({row['ratio']:.2f})" for row in missed)
-    notes.append(
-        f"predicted within {TARGET:.0%}: {len(rows) - len(missed)} of {len(rows)}" + (f"; not {names}" if names else "")
-    )
-    uneven = [
-        f"{_name(row)} ({min(row['step_s_of_runs']):.2f} to {max(row['step_s_of_runs']):.2f} s)"
-        for row in rows
-        if max(row["step_s_of_runs"]) > (1.0 + TARGET) * min(row["step_s_of_runs"])
-    ]
-    if uneven:
-        notes.append(
-            f"runs of one row that differ by more than {TARGET:.0%}, so that something else ran on the machine and no "
-            f"prediction can be held against them: {', '.join(uneven)}"
-        )
-    slower = [_name(row) for row in rows if row["speedup"] < 1.0]
-    if slower:
-        notes.append(f"slower than {rows[0]['policy']} at the same staleness: {', '.join(slower)}")
-    differing = [
-        f"{_name(row)} {row['num_differing']} of {row['num_rollouts']}" for row in rows if row["num_differing"]
-    ]
-    if differing:
-        notes.append(
-            f"rollouts with other tokens than {rows[0]['policy']}'s: {', '.join(differing)}; batches are summed in "
-            "another order in float32, so weights differ in the last digit, and a near-tie may fall otherwise"
-        )
-    return notes
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['policy']} at staleness {row['staleness']}" + (" with drafts" if row["drafts"] == "on" else "")

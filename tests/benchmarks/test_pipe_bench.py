@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks import pipe
+from benchmarks import pipe, pipe_runs
 from benchmarks.loop_runs import Variant, configuration
 from benchmarks.pipe_machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe_passes import LOAD, PASS, TimedEngine, read_passes
@@ -212,6 +212,26 @@ def test_samples_are_taken_as_long_as_the_block_lasts(tmp_path: Path) -> None:
     assert len(watch.samples) == num
 
 
+@pytest.mark.parametrize(
+    ("slownesses", "expected"),
+    [([1.05], [1.05]), ([1.3, 1.02], [1.02, 1.3]), ([1.3, 1.1, 1.2, 1.0], [1.1, 1.2, 1.3])],
+)
+def test_a_run_that_is_disturbed_is_made_again_three_times_at_most(
+    slownesses: list[float], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def run_timed(config: int, *, first: int) -> SimpleNamespace:
+        assert first == 2
+        made.append(config)
+        return SimpleNamespace(observed=SimpleNamespace(slowness=slownesses[config]))
+
+    monkeypatch.setattr(pipe_runs, "run_timed", run_timed)
+    tries = pipe_runs.run_undisturbed(lambda number: number, first=2)  # type: ignore[arg-type, return-value]
+    assert [each.observed.slowness for each in tries] == expected
+    assert made == list(range(len(expected)))
+
+
 def test_a_machine_with_passes_of_one_size_is_refused() -> None:
     run = observed(records((PASS, 0.0, 1.0, 4, 0, 4, 0), (PASS, 2.0, 1.0, 4, 0, 4, 0)), [(5.0, 6.0)])
     with pytest.raises(InputError, match="two numbers of rows"):
@@ -340,7 +360,7 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
         ("fifo", 1, "on"),
         ("work_stealing", 1, "on"),
     ]
-    assert len(told) == 6
+    assert len(told) == 6 + found["num_disturbed"]
     for row in rows:
         assert (row["num_differing"], row["num_rollouts"]) == (0, 24)
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])
