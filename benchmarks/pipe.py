@@ -33,6 +33,10 @@ SIZE = RunSize(num_train_threads=1)
 POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "halves", "histopipe")
 """Gains are over the first."""
 
+ALONE = Variant(name="alone", layout="tree", workers=1)
+"""A worker beside which no other one ever works. With two, full batches are seldom alone, and what the last rollouts of
+a step take alone, which are long and few, does not say what a full batch would."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
@@ -119,7 +123,7 @@ def _run_round(
 ) -> tuple[dict[str, PipeRun], int]:
     """Each variant's run by name, and how many runs are left out; by turns, so that none always has slow minutes."""
     ran, num_left_out = {}, 0
-    for variant in (variant for group in groups for variant in _rotated(group, done)):
+    for variant in [ALONE, *(variant for group in groups for variant in _rotated(group, done))]:
 
         def config_of(number: int, variant: Variant = variant) -> RlConfig:
             on_progress(f"round {done + 1}: {variant.name}" + (", again" if number else ""))
@@ -139,12 +143,17 @@ def _rotated(group: Sequence[Variant], num_places: int) -> list[Variant]:
 def _machine_without(
     variant: Variant, group: Sequence[Variant], groups: Sequence[Sequence[Variant]], ran: dict[str, PipeRun]
 ) -> Machine:
-    """The machine as the round's other runs saw it: passes by those of the group, the rest by those without drafts."""
+    """The machine as the round's other runs saw it: passes by those of the group, the rest by those without drafts.
 
-    def seen(variants: Sequence[Variant]) -> Observed:
-        return merged([ran[each.name].observed for each in variants if each != variant] or [ran[variant.name].observed])
+    What others beside do to a pass follows from the run of a single worker as well.
+    """
 
-    return fit_machine(seen(group), [seen(each) for each in groups[:2]], drafts=variant.drafts == "on")
+    def seen(variants: Sequence[Variant]) -> list[Observed]:
+        return [ran[each.name].observed for each in variants if each != variant] or [ran[variant.name].observed]
+
+    quiet, busy = (seen(each) for each in groups[:2])
+    quiet.append(ran[ALONE.name].observed)
+    return fit_machine(merged(seen(group)), [merged(quiet), merged(busy)], drafts=variant.drafts == "on")
 
 
 def _row(variant: Variant, found: dict[str, list[Compared]], base: Variant, size: RunSize) -> dict[str, Any]:

@@ -147,13 +147,13 @@ def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pipe, "fit_machine", fit)
     runs = {
         name: SimpleNamespace(observed=observed(records(), [(float(at), at + 1.0)], gap_s=2.0**at))
-        for at, name in enumerate(names)
+        for at, name in enumerate([*names, pipe.ALONE.name])
     }
     assert pipe._machine_without(groups[0][1], groups[0], groups, runs) == "none"
     assert pipe._machine_without(groups[2][0], groups[2], groups, runs) == "drafts"
     assert pipe._machine_without(groups[1][0], groups[1][:1], [groups[0], groups[1][:1]], runs) == "none"
-    # 1, 2 and 4 are the gaps at staleness 0, 8, 16 and 32 at 1, then 64 and 128.
-    assert seen == [[2.5, 2.5, 56 / 3], [128, 7 / 3, 56 / 3], [8, 7 / 3, 8]]
+    # 1, 2 and 4 are the gaps at staleness 0, 8, 16 and 32 at 1, then 64 and 128, and 256 of the single worker.
+    assert seen == [[2.5, 261 / 3, 56 / 3], [128, 263 / 4, 56 / 3], [8, 263 / 4, 8]]
 
 
 def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
@@ -360,7 +360,7 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
         ("fifo", 1, "on"),
         ("work_stealing", 1, "on"),
     ]
-    assert len(told) == 6 + found["num_disturbed"]
+    assert len(told) == 1 + 6 + found["num_disturbed"]
     for row in rows:
         assert (row["num_differing"], row["num_rollouts"]) == (0, 24)
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])
