@@ -87,7 +87,7 @@ def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_nex
     drafter.use_costs(VerifyCosts(num_tokens=SIZES, seconds=SECONDS))
     state = drafter.state()
     weights = state["weights"]
-    weights[NUM_VOTES + FIRST[15] + np.arange(200, 230)] = -8.0
+    weights[NUM_VOTES + FIRST[19] + np.arange(200, 230)] = -8.0
     weights[NUM_VOTES + FIRST[10] + NO_DRAFT * NUM_SOURCES] = 40.0
     drafter.load_state(state)
 

@@ -154,6 +154,19 @@ def test_tokens_behind_others_of_their_row_must_be_likelier(least: float) -> Non
     assert 3 < sizes[False] < sizes[True]
 
 
+@pytest.mark.parametrize("least", [0.018, 0.05, 0.1, 0.3])
+def test_a_draft_ends_where_the_next_likeliest_token_is_too_unlikely_and_not_before(least: float) -> None:
+    rng = np.random.default_rng(3)
+    rollouts = [[1, *rng.integers(2, 4, 60)] for _ in range(8)]
+    row = draft_rows([Row(rollout=(1,))])
+    everything = np.array(reached(simple(*rollouts, min_acceptance=1e-6).propose(row)))
+    behind = np.arange(everything.size)
+    is_poor = everything < least + 0.0036 * behind * (1 + behind / 32)
+    expected = everything[: int(np.argmax([*is_poor, True]))]
+    assert 1 < expected.size < everything.size
+    np.testing.assert_allclose(reached(simple(*rollouts, min_acceptance=least).propose(row)), expected, rtol=1e-6)
+
+
 def test_fewer_tokens_are_the_likeliest_of_more() -> None:
     rng = np.random.default_rng(1)
     rollouts = [[1, *rng.integers(2, 4, 12)] for _ in range(6)]

@@ -22,14 +22,30 @@ from treering.history.features import (
     NUM_SOURCES,
     NUM_STATES,
     count_bucket,
+    crowd_bucket,
     depth_bucket,
+    fine_share,
     hash_of,
     length_bucket,
     near_bucket,
+    rivals,
+    tally,
 )
 from treering.history.lean import lean
 from treering.history.places import IN_HISTORY, IN_OTHERS, Places, age_of, newness_of, vote_bucket
-from treering.history.rooms import COUNT, CROWD, LENGTH, MAX_CANDIDATES, PLACE, RANK, TENTH, Candidates
+from treering.history.rooms import (
+    ALL_LONGEST,
+    COUNT,
+    CROWD,
+    LENGTH,
+    MAX_CANDIDATES,
+    NUM_LONGEST,
+    PLACE,
+    RANK,
+    RIVALS,
+    SHARE,
+    Candidates,
+)
 
 Int32Array = NDArray[np.int32]
 Float64Array = NDArray[np.float64]
@@ -147,10 +163,10 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    i, rank, crowd = facts[PLACE], facts[RANK], facts[CROWD]
+    i, rank, own, crowd, share = facts[PLACE], facts[RANK], facts[COUNT], facts[CROWD], facts[SHARE]
     source = places.source[i]
     length, near = length_bucket(facts[LENGTH]), near_bucket(depth)
-    count, far = count_bucket(facts[COUNT]), depth_bucket(depth)
+    count, far = count_bucket(own), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     is_history = source == HISTORY
     note = places.note[i] % 12 if is_history else 12 + places.note[i]
@@ -160,7 +176,7 @@ def describe(
     out[2] = FIRST[2] + edit * 7 + min(length, 6)
     out[3] = FIRST[3] + shift
     out[4] = FIRST[4] + note
-    out[5] = FIRST[5] + facts[TENTH] * 4 + near
+    out[5] = FIRST[5] + (share >> 1) * 4 + near
     out[6] = FIRST[6] + source * NUM_COUNTS + count
     out[7] = FIRST[7] + far
     out[8] = FIRST[8] + start * NUM_LENGTHS + length
@@ -168,10 +184,14 @@ def describe(
     out[10] = FIRST[10] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
     out[11] = FIRST[11] + near * NUM_LENGTHS + length
     out[12] = FIRST[12] + near * NUM_SHIFTS + shift
-    out[13] = FIRST[13] + near * 8 + crowd
-    out[14] = FIRST[14] + before % NUM_HASHES
-    out[15] = FIRST[15] + token % NUM_HASHES
-    out[16] = FIRST[16] + hash_of(token, before, 0)
-    out[17] = FIRST[17] + hash_of(token, before, earlier + 1)
-    out[18] = FIRST[18] + hash_of(token, source, 0)
-    out[19] = FIRST[19] + hash_of(token, length, 0)
+    out[13] = FIRST[13] + near * 8 + crowd_bucket(crowd)
+    out[14] = FIRST[14] + tally(own, crowd) * (NUM_STATES + 1) + (state if depth == 0 else NUM_STATES)
+    out[15] = FIRST[15] + tally(facts[NUM_LONGEST], facts[ALL_LONGEST])
+    out[16] = FIRST[16] + rivals(own, facts[RIVALS])
+    out[17] = FIRST[17] + fine_share(share, crowd)
+    out[18] = FIRST[18] + before % NUM_HASHES
+    out[19] = FIRST[19] + token % NUM_HASHES
+    out[20] = FIRST[20] + hash_of(token, before, 0)
+    out[21] = FIRST[21] + hash_of(token, before, earlier + 1)
+    out[22] = FIRST[22] + hash_of(token, source, 0)
+    out[23] = FIRST[23] + hash_of(token, length, 0)

@@ -27,6 +27,7 @@ FAR = NUM_SHIFTS - 1
 """The bucket of the largest shifts, and of places whose shift says nothing."""
 NUM_RANKS = 4
 NUM_SHARES = 10
+NUM_FINE_SHARES = 2 * NUM_SHARES
 NUM_COUNTS = 4
 NUM_DEPTHS = 7
 NUM_STATES = 4
@@ -37,7 +38,9 @@ _NUM_NEAR = 4
 _NUM_CROWDS = 8
 NUM_HASHES = 2048
 NUM_PAIRS = 4 * NUM_HASHES
-NUM_GENERAL_KINDS = 14
+NUM_GENERAL_KINDS = 18
+_MOST_COUNT, _MOST_PLACES, _MOST_CANDIDATES = 12, 20, 12
+_NUM_TALLIES = (_MOST_COUNT + 1) * (_MOST_PLACES + 1)
 
 SIZES = (
     1,
@@ -54,6 +57,10 @@ SIZES = (
     _NUM_NEAR * NUM_LENGTHS,
     _NUM_NEAR * NUM_SHIFTS,
     _NUM_NEAR * _NUM_CROWDS,
+    _NUM_TALLIES * (NUM_STATES + 1),
+    _NUM_TALLIES,
+    (_MOST_COUNT + 1) * (_MOST_CANDIDATES + 1),
+    NUM_FINE_SHARES * (_MOST_PLACES + 1),
     NUM_HASHES,
     NUM_HASHES,
     NUM_PAIRS,
@@ -121,6 +128,27 @@ def near_bucket(depth: int) -> int:
 def count_bucket(count: int) -> int:
     """1, 2, 4 and more."""
     return int((count > 1) + (count > 2) + (count > 4))
+
+
+@lean
+def tally(count: int, num_places: int) -> int:
+    """So many of so many places as one number, exact for up to 12 of 20: of 12 places 11 say more than of 2 places 2.
+
+    Example: 2 of 3 is 45, and so is 2 of 3 of anything else that is counted.
+    """
+    return int(min(count, _MOST_COUNT) * (_MOST_PLACES + 1) + min(num_places, _MOST_PLACES))
+
+
+@lean
+def rivals(count: int, num_candidates: int) -> int:
+    """So many places for one of so many candidates as one number, exact for up to 12 of either."""
+    return int(min(count, _MOST_COUNT) * (_MOST_CANDIDATES + 1) + min(num_candidates, _MOST_CANDIDATES))
+
+
+@lean
+def fine_share(share: int, num_places: int) -> int:
+    """A share in twentieths, of so many places, as one number."""
+    return int(share * (_MOST_PLACES + 1) + min(num_places, _MOST_PLACES))
 
 
 @lean

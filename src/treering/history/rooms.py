@@ -21,10 +21,11 @@ Float64Array = NDArray[np.float64]
 MAX_NODES = 64
 MAX_WAITING = 256
 MAX_CANDIDATES = 12
-NUM_FACTS = 8
-PLACE, LENGTH, COUNT, TENTH, RANK, CROWD, BEGIN, END = range(NUM_FACTS)
-"""Of a candidate: the place with the greatest vote, the longest match, how many places have it, tenth of the share,
-rank, bucket of its node's places, and where its own places stand among the members."""
+NUM_FACTS = 11
+PLACE, LENGTH, COUNT, SHARE, RANK, CROWD, NUM_LONGEST, ALL_LONGEST, RIVALS, BEGIN, END = range(NUM_FACTS)
+"""Of a candidate: the place with the greatest vote, the longest match, how many places have it, twentieth of the share,
+rank, its node's places, how many of its own and of the node's have the longest match of all, the node's candidates, and
+where its own places stand among the members."""
 
 
 class Nodes(NamedTuple):

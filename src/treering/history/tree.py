@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 
 from treering.history.acceptance import estimate
 from treering.history.candidates import CALIBRATED, Texts, Votes, count_votes, describe
-from treering.history.features import NUM_SHARES, crowd_bucket, length_bucket
+from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.lean import lean
 from treering.history.places import Places
 from treering.history.rooms import (
+    ALL_LONGEST,
     BEGIN,
     COUNT,
     CROWD,
     END,
     LENGTH,
     MAX_WAITING,
+    NUM_LONGEST,
     PLACE,
     RANK,
-    TENTH,
+    RIVALS,
+    SHARE,
     Nodes,
     Room,
     Waiting,
@@ -91,22 +94,25 @@ def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model
     node, num_nodes, path = -1, 0, 1.0
     so_far = Grown(0, 0, num_places)
     begin, end = 0, num_places
-    token, before = row.token, row.before
+    token, before, least = row.token, row.before, row.least
     while True:
-        so_far = _expand(texts, places, room, node, begin, end, path, model, row, token, before, so_far)
+        # What is below the least probability now is so for ever: it rises with the nodes.
+        if path >= least:
+            so_far = _expand(texts, places, room, node, begin, end, path, least, model, row, token, before, so_far)
         if so_far.num_waiting == 0 or num_nodes == row.most:
             return num_nodes
         best, path = 0, paths[0]
         for k in range(1, so_far.num_waiting):
             if paths[k] > path:
                 best, path = k, paths[k]
-        if path < least_behind(row.least, row.rise, num_nodes):
+        if path < least:
             return num_nodes
         node, parent = num_nodes, waiting.parents[best]
         _take(nodes, node, waiting, best)
         num_nodes += 1
         if num_nodes == row.most:
             return num_nodes
+        least = least_behind(row.least, row.rise, num_nodes)
         before = nodes.tokens[parent] if parent >= 0 else row.token
         token = nodes.tokens[node]
         facts = room.described.facts[nodes.described[node]]
@@ -128,8 +134,8 @@ def least_behind(least: float, rise: float, num_nodes: int) -> float:
 
 @lean
 def _expand(
-    texts: Texts, places: Places, room: Room, node: int, begin: int, end: int, path: float, model: Model, row: Row,
-    token: int, before: int, so_far: Grown,
+    texts: Texts, places: Places, room: Room, node: int, begin: int, end: int, path: float, least: float, model: Model,
+    row: Row, token: int, before: int, so_far: Grown,
 ) -> Grown:  # fmt: skip
     """Adds a node's candidates that are likely enough to those that wait.
 
@@ -148,7 +154,6 @@ def _expand(
     sums, lines = candidates.votes, candidates.lines
     total, num_longest = sum_up(candidates, num)
     all_votes = total + (model.votes.none[length_bucket(longest + depth)] if is_calibrated else 0.0)
-    crowd = crowd_bucket(members.size)
     best_waiting, best_path = -1, 0.0
     for c in range(num):
         lines[c] = -1
@@ -164,11 +169,12 @@ def _expand(
         shares, facts = described.shares[num_described], described.facts[num_described]
         write_shares(shares, candidates, c, share, num_longest)
         facts[PLACE], facts[LENGTH] = candidates.best[c], candidates.length[c] + depth
-        facts[COUNT], facts[RANK], facts[CROWD] = candidates.counts[c], rank, crowd
-        facts[TENTH] = min(int(share * NUM_SHARES), NUM_SHARES - 1)
+        facts[COUNT], facts[RANK], facts[CROWD] = candidates.counts[c], rank, members.size
+        facts[NUM_LONGEST], facts[ALL_LONGEST], facts[RIVALS] = candidates.num_longest[c], num_longest, num
+        facts[SHARE] = min(int(share * NUM_FINE_SHARES), NUM_FINE_SHARES - 1)
         describe(described.features, places, facts, depth, candidates.tokens[c], row.state, token, before)
         chance = estimate(model.weights, shares, described.features)
-        if path * chance < row.least or (model.is_chain and path * chance <= best_path):
+        if path * chance < least or (model.is_chain and path * chance <= best_path):
             continue
         k = best_waiting if model.is_chain and best_waiting >= 0 else num_waiting
         waiting.tokens[k], waiting.parents[k] = candidates.tokens[c], node

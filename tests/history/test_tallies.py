@@ -1,0 +1,92 @@
+"""What is learnt of so many places out of so many holds for just these numbers, and for tokens of any text."""
+
+import numpy as np
+import pytest
+
+from tests.history.reference import Row, draft_rows, store_of
+from treering.history.draft import Drafter
+from treering.history.features import FIRST, NUM_STATES, NUM_VOTES, fine_share, rivals, tally
+
+BEHIND_SEVEN = draft_rows([Row(rollout=(7,))])
+TALLY, LONGEST, RIVALS, FINE_SHARE = FIRST[14:18]
+
+
+def estimates(continuations: list[int], taught: int | None = None, context: tuple[int, ...] = (7,)) -> dict[int, float]:
+    """Estimates of the tokens that rollouts go on with behind a 7, once something is learnt of one feature."""
+    history = [[7, token, 50 + k] for k, token in enumerate(continuations)]
+    drafter = Drafter(store_of({"q": {0: history}}), min_acceptance=1e-6, sources=("history",))
+    if taught is not None:
+        state = drafter.state()
+        state["weights"][NUM_VOTES + taught] += 3.0
+        drafter.load_state(state)
+    drafts = drafter.propose(draft_rows([Row(rollout=context)]))
+    firsts = drafts.parents == -1
+    return dict(zip(drafts.tokens[firsts].tolist(), drafts.acceptance[firsts].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "taught",
+    [
+        TALLY + tally(2, 3) * (NUM_STATES + 1),
+        LONGEST + tally(2, 3),
+        RIVALS + rivals(2, 2),
+    ],
+)
+def test_two_of_three_places_are_told_from_one_of_three_and_from_two_of_four(taught: int) -> None:
+    before, after = estimates([30, 30, 31]), estimates([30, 30, 31], taught)
+    assert after[30] > before[30] + 0.1
+    assert after[31] == before[31]
+    others = [30, 30, 31, 32]
+    assert estimates(others, taught) == estimates(others)
+    # Which tokens they are says nothing.
+    assert estimates([90, 90, 31], taught)[90] > estimates([90, 90, 31])[90] + 0.1
+
+
+def test_of_places_of_which_two_agree_longer_the_two_are_counted_beside_those_of_the_longest_match() -> None:
+    longest = {0: [[1, 7, 30, 50], [1, 7, 30, 51], [1, 7, 31, 52], [2, 7, 31, 53]]}
+    rows = draft_rows([Row(rollout=(1, 7))])
+
+    def first_estimates(taught: int | None) -> dict[int, float]:
+        drafter = Drafter(store_of({"q": longest}), min_acceptance=1e-6, sources=("history",))
+        state = drafter.state()
+        if taught is not None:
+            state["weights"][NUM_VOTES + taught] += 3.0
+        drafter.load_state(state)
+        drafts = drafter.propose(rows)
+        firsts = drafts.parents == -1
+        return dict(zip(drafts.tokens[firsts].tolist(), drafts.acceptance[firsts].tolist(), strict=True))
+
+    plain = first_estimates(None)
+    # Of 31's two places one is among the three whose match is the longest.
+    for taught, token, other in ((tally(2, 3), 30, 31), (tally(1, 3), 31, 30)):
+        found = first_estimates(LONGEST + taught)
+        assert found[token] > plain[token] + 0.1
+        assert found[other] == plain[other]
+    assert first_estimates(LONGEST + tally(2, 4)) == plain
+
+
+def test_behind_a_drafted_token_a_tally_says_something_else() -> None:
+    drafter = Drafter(store_of({"q": {0: [[7, 30, 31]] * 2}}), min_acceptance=1e-6, sources=("history",))
+    plain = drafter.propose(BEHIND_SEVEN).acceptance
+    state = drafter.state()
+    state["weights"][NUM_VOTES + TALLY + tally(2, 2) * (NUM_STATES + 1) + NUM_STATES] += 3.0
+    drafter.load_state(state)
+    first, second = drafter.propose(BEHIND_SEVEN).acceptance.tolist()
+    assert first == plain[0]
+    assert second > plain[1] + 0.05
+
+
+def test_numbers_are_exact_up_to_twelve_of_twenty_and_of_one_kind_beyond() -> None:
+    pairs = [(count, places) for places in range(21) for count in range(min(places, 12) + 1)]
+    assert len({tally(count, places) for count, places in pairs}) == len(pairs)
+    assert tally(13, 40) == tally(12, 20) == 12 * 21 + 20
+    assert len({rivals(count, num) for count in range(13) for num in range(13)}) == 13 * 13
+    assert rivals(99, 99) == 13 * 13 - 1
+    assert len({fine_share(share, places) for share in range(20) for places in range(21)}) == 420
+    assert fine_share(19, 21) == 419
+    # Every number stands within its kind.
+    assert tally(12, 20) * (NUM_STATES + 1) + NUM_STATES == LONGEST - TALLY - 1
+    assert (tally(12, 20), rivals(12, 12), fine_share(19, 20)) == (
+        RIVALS - LONGEST - 1, FINE_SHARE - RIVALS - 1, FIRST[18] - FINE_SHARE - 1,
+    )  # fmt: skip
+    assert np.all(np.diff(FIRST) > 0)
