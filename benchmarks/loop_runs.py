@@ -70,6 +70,7 @@ class Variant:
     name: str
     layout: Literal["packed", "tree"] = "packed"
     drafts: Literal["off", "on"] = "off"
+    verify_costs: Literal["measured", "fixed"] = "measured"
     workers: int = 0
     schedule: str = "fifo"
     staleness: int = 0
@@ -133,7 +134,7 @@ def configuration(start: Start, size: RunSize, variant: Variant, *, seed: int, r
             "seed": seed,
         },
         "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
-        "history": {"drafts": variant.drafts, "verify_costs": "measured"},
+        "history": {"drafts": variant.drafts, "verify_costs": variant.verify_costs},
         "optim": {"learning_rate": 2e-4, "betas": (0.9, 0.99)},
         "run": {"dir": run_dir},
         "runtime": {"workers": variant.workers},

@@ -3,8 +3,9 @@
 `treering bench pipe` runs this: the demo's policy and task on the runtime with two workers, every policy at staleness 0
 and 1, runs in turns, wall time. What passes, loads and updates take, and how they slow each other down, is measured in
 the workers and the trainer of the same round's other policies, never in the run that is predicted; the rest is the
-simulator's, from each run's own lengths. Runs that the machine's host disturbs are made again. There is little to win:
-on two processors a worker each keeps both busy.
+simulator's, from each run's own lengths. How much is drafted goes by fixed costs, the default, as what an engine
+measures when it starts differs from run to run. Runs that the machine's host disturbs are made again. There is little
+to win: on two processors a worker each keeps both busy.
 """
 
 import tempfile
@@ -54,6 +55,7 @@ def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:
             name=f"{policy}-{staleness}-{drafts}",
             layout="tree",
             drafts=drafts,
+            verify_costs="fixed",
             workers=NUM_WORKERS,
             schedule=policy,
             staleness=staleness,
@@ -145,15 +147,17 @@ def _machine_without(
 ) -> Machine:
     """The machine as the round's other runs saw it: passes by those of the group, the rest by those without drafts.
 
-    What others beside do to a pass follows from the run of a single worker as well.
+    The run of a single worker belongs to both, so that full batches that nothing runs beside are among the passes; it
+    drafts nothing.
     """
 
     def seen(variants: Sequence[Variant]) -> list[Observed]:
         return [ran[each.name].observed for each in variants if each != variant] or [ran[variant.name].observed]
 
     quiet, busy = (seen(each) for each in groups[:2])
-    quiet.append(ran[ALONE.name].observed)
-    return fit_machine(merged(seen(group)), [merged(quiet), merged(busy)], drafts=variant.drafts == "on")
+    passes, has_drafts, single = seen(group), variant.drafts == "on", ran[ALONE.name].observed
+    curve = passes if has_drafts else [*passes, single]
+    return fit_machine(merged(curve), [merged([*quiet, single]), merged(busy)], drafts=has_drafts)
 
 
 def _row(variant: Variant, found: dict[str, list[Compared]], base: Variant, size: RunSize) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from treering.schedule.latency import Latency
 
 _FEW = 30
 """Passes below which a state is taken for the one with a process fewer."""
+_CLOSE = 1e-6
+_MOST_TURNS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,11 +98,7 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
         InputError: no passes with at least two numbers of rows.
     """
     # Passes that verify drafts say nothing of those that do not.
-    runs = [curve] if drafts else others
-    factors = np.ones(3)
-    for _ in range(5):
-        knots, base = _curve(curve, factors)
-        factors = _factors(runs, knots, base)
+    knots, base, factors = _fit(curve, [curve] if drafts else others)
     decode_s, per_token = base[:-1], base[-1]
     kind, seconds, rows, prefilled, sampled = _columns(
         curve, "kind", "seconds", "num_rows", "num_prefilled", "num_sampled"
@@ -142,6 +140,22 @@ def mean_busy(run: Observed) -> float:
         shared = np.minimum(run.trained[:, 1], started + seconds) - np.maximum(run.trained[:, 0], started)
         busy += float(np.maximum(shared, 0.0).sum())
     return busy / float(lengths.sum())
+
+
+def _fit(
+    curve: Observed, runs: Sequence[Observed]
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    """Knots, seconds alone and factors that agree with each other: those of `_curve` and `_factors` by turns.
+
+    Where full batches are seldom alone and small ones seldom beside others, each turn moves them by little.
+    """
+    factors = np.ones(3)
+    for _ in range(_MOST_TURNS):
+        knots, base = _curve(curve, factors)
+        before, factors = factors, _factors(runs, knots, base)
+        if np.allclose(factors, before, rtol=_CLOSE, atol=0.0):
+            break
+    return knots, base, factors
 
 
 def _curve(run: Observed, factors: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -125,6 +125,23 @@ def test_a_machine_is_found_from_what_passes_took_on_it() -> None:
     assert drafted.alone.token_s(8) == pytest.approx(1.25 * alone.token_s(8) / 2)
 
 
+def test_full_batches_that_are_hardly_ever_alone_are_told_from_small_ones_that_hardly_ever_are_not() -> None:
+    found, clock, random = [], 0.0, np.random.default_rng(1)
+    for number in range(2000):
+        # Both workers run full batches and one runs the rest; every hundredth time one runs a full one.
+        num_workers = 1 + number % 2 if number % 100 else 1
+        rows = 8 if num_workers == 2 or number % 100 == 0 else int(random.integers(1, 8))
+        prefilled = int(random.integers(0, 3))
+        seconds = seconds_of(rows, prefilled, num_workers - 1)
+        for worker in range(num_workers):
+            found.append((PASS, clock, seconds, rows, prefilled, rows, worker))
+        clock += seconds + 0.001
+    run = observed(records(*found), [(clock + 1.0, clock + 5.0)])
+    machine = fit_machine(run, [run, run])
+    assert machine.factors[1] == pytest.approx(1.25, rel=1e-3)
+    assert machine.alone.token_s(8)[1:] == pytest.approx([0.01 + 0.002 * rows for rows in range(1, 9)], rel=1e-3)
+
+
 def test_of_two_runs_as_one_each_record_has_the_processes_of_its_own_beside_it() -> None:
     early = observed(records((PASS, 0.0, 2.0, 1, 0, 1, 0), (PASS, 0.5, 1.0, 2, 0, 2, 1)), [(3.0, 4.0)], gap_s=1.0)
     late = observed(records((PASS, 10.0, 2.0, 1, 0, 1, 0), (PASS, 11.25, 2.0, 4, 0, 4, 1)), [(11.5, 13.0)])
@@ -153,7 +170,7 @@ def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert pipe._machine_without(groups[2][0], groups[2], groups, runs) == "drafts"
     assert pipe._machine_without(groups[1][0], groups[1][:1], [groups[0], groups[1][:1]], runs) == "none"
     # 1, 2 and 4 are the gaps at staleness 0, 8, 16 and 32 at 1, then 64 and 128, and 256 of the single worker.
-    assert seen == [[2.5, 261 / 3, 56 / 3], [128, 263 / 4, 56 / 3], [8, 263 / 4, 8]]
+    assert seen == [[261 / 3, 261 / 3, 56 / 3], [128, 263 / 4, 56 / 3], [264 / 2, 263 / 4, 8]]
 
 
 def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
