@@ -42,6 +42,15 @@ def test_two_of_three_places_are_told_from_one_of_three_and_from_two_of_four(tau
     assert estimates([90, 90, 31], taught)[90] > estimates([90, 90, 31])[90] + 0.1
 
 
+def test_places_of_a_token_are_told_from_the_number_of_candidates_and_from_all_places() -> None:
+    plain = estimates([30, 30, 31, 32])
+    assert estimates([30, 30, 31, 32], RIVALS + rivals(2, 3))[30] > plain[30] + 0.1
+    assert estimates([30, 30, 31, 32], RIVALS + rivals(3, 2)) == plain
+    for num_places, is_taught in ((4, True), (2, False)):
+        found = [estimates([30, 30, 31, 32], FINE_SHARE + fine_share(share, num_places)) for share in range(20)]
+        assert any(each[30] > plain[30] + 0.1 for each in found) == is_taught
+
+
 def test_of_places_of_which_two_agree_longer_the_two_are_counted_beside_those_of_the_longest_match() -> None:
     longest = {0: [[1, 7, 30, 50], [1, 7, 30, 51], [1, 7, 31, 52], [2, 7, 31, 53]]}
     rows = draft_rows([Row(rollout=(1, 7))])
