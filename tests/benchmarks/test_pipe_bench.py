@@ -173,6 +173,13 @@ def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [[261 / 3, 261 / 3, 56 / 3], [128, 263 / 4, 56 / 3], [264 / 2, 263 / 4, 8]]
 
 
+def test_all_runs_draft_by_fixed_costs(tmp_path: Path) -> None:
+    start = random_start(tmp_path / "start")
+    for variant in (variant for group in pipe.variants() for variant in group):
+        config = configuration(start, TINY, variant, seed=0, run_dir=tmp_path / "run")
+        assert config.history.verify_costs == "fixed", variant.name
+
+
 def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
     quiet, busy = synthetic()
     slow = [

@@ -11,9 +11,8 @@ BEHIND_SEVEN = draft_rows([Row(rollout=(7,))])
 TALLY, LONGEST, RIVALS, FINE_SHARE = FIRST[14:18]
 
 
-def estimates(continuations: list[int], taught: int | None = None, context: tuple[int, ...] = (7,)) -> dict[int, float]:
-    """Estimates of the tokens that rollouts go on with behind a 7, once something is learnt of one feature."""
-    history = [[7, token, 50 + k] for k, token in enumerate(continuations)]
+def first_estimates(history: list[list[int]], taught: int | None, context: tuple[int, ...]) -> dict[int, float]:
+    """Estimates of the tokens that may come next, once something is learnt of one feature."""
     drafter = Drafter(store_of({"q": {0: history}}), min_acceptance=1e-6, sources=("history",))
     if taught is not None:
         state = drafter.state()
@@ -22,6 +21,11 @@ def estimates(continuations: list[int], taught: int | None = None, context: tupl
     drafts = drafter.propose(draft_rows([Row(rollout=context)]))
     firsts = drafts.parents == -1
     return dict(zip(drafts.tokens[firsts].tolist(), drafts.acceptance[firsts].tolist(), strict=True))
+
+
+def estimates(continuations: list[int], taught: int | None = None) -> dict[int, float]:
+    """The same of the tokens that rollouts go on with behind a 7."""
+    return first_estimates([[7, token, 50 + k] for k, token in enumerate(continuations)], taught, (7,))
 
 
 @pytest.mark.parametrize(
@@ -52,26 +56,14 @@ def test_places_of_a_token_are_told_from_the_number_of_candidates_and_from_all_p
 
 
 def test_of_places_of_which_two_agree_longer_the_two_are_counted_beside_those_of_the_longest_match() -> None:
-    longest = {0: [[1, 7, 30, 50], [1, 7, 30, 51], [1, 7, 31, 52], [2, 7, 31, 53]]}
-    rows = draft_rows([Row(rollout=(1, 7))])
-
-    def first_estimates(taught: int | None) -> dict[int, float]:
-        drafter = Drafter(store_of({"q": longest}), min_acceptance=1e-6, sources=("history",))
-        state = drafter.state()
-        if taught is not None:
-            state["weights"][NUM_VOTES + taught] += 3.0
-        drafter.load_state(state)
-        drafts = drafter.propose(rows)
-        firsts = drafts.parents == -1
-        return dict(zip(drafts.tokens[firsts].tolist(), drafts.acceptance[firsts].tolist(), strict=True))
-
-    plain = first_estimates(None)
+    history = [[1, 7, 30, 50], [1, 7, 30, 51], [1, 7, 31, 52], [2, 7, 31, 53]]
+    plain = first_estimates(history, None, (1, 7))
     # Of 31's two places one is among the three whose match is the longest.
     for taught, token, other in ((tally(2, 3), 30, 31), (tally(1, 3), 31, 30)):
-        found = first_estimates(LONGEST + taught)
+        found = first_estimates(history, LONGEST + taught, (1, 7))
         assert found[token] > plain[token] + 0.1
         assert found[other] == plain[other]
-    assert first_estimates(LONGEST + tally(2, 4)) == plain
+    assert first_estimates(history, LONGEST + tally(2, 4), (1, 7)) == plain
 
 
 def test_behind_a_drafted_token_a_tally_says_something_else() -> None:
