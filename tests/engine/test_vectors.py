@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from treering.engine.attention_cpu import attend
 from treering.engine.kernels_cpu import silu_mul
-from treering.engine.vectors_cpu import exponential, lanes, lanes_of, largest, load, store, total
+from treering.engine.vectors_cpu import choose, exponential, lanes, lanes_of, largest, load, store, total
 
 Floats = NDArray[np.floating]
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
@@ -25,6 +25,11 @@ def exponentials(x: Floats, out: Floats) -> None:
 def reduced(x: Floats) -> tuple[float, float]:
     vector = load(x, 1)
     return largest(vector), total(vector)
+
+
+@njit
+def chosen(bits: int, x: Floats, out: Floats) -> None:
+    store(out, 0, choose(bits, load(x, 0), load(x, lanes(x))))
 
 
 def room(array: Floats) -> Floats:
@@ -68,6 +73,15 @@ def test_a_vector_is_reduced_whole_from_any_place(dtype: np.dtype) -> None:
         x[0] = x[-1] = 1e6
         x[1 + best] = 1000
         assert reduced(x) == (1000, x[1:-1].sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [0, 1, 0b101101, 1 << 7, -1, (1 << 40) + 2, -(1 << 62)])
+def test_the_lowest_bits_choose_between_two_vectors(dtype: np.dtype, bits: int) -> None:
+    size = lanes_of(dtype)
+    x, out = np.arange(2 * size).astype(dtype), np.zeros(size, dtype)
+    chosen(bits, x, out)
+    assert out.tolist() == [lane if bits >> lane & 1 else size + lane for lane in range(size)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,6 +177,22 @@ def test_attention_of_a_token_has_the_same_bits_in_every_batch(dtype: np.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 1 << 20, (1 << 63) - 1, -1, -(1 << 63), 0b1011 << 30])
+def test_trees_of_up_to_64_drafts_are_seen_by_their_bits(dtype: np.dtype, bits: int) -> None:
+    case = Case(dtype, 32, 4, 2, 5)
+    case.tree_bits[2], case.tree_start[2] = bits, 3
+    rng = np.random.default_rng(7)
+    spare = 2 * lanes_of(dtype)
+    case.keys = rng.normal(size=(2, 32, 67 + spare)).astype(dtype)
+    case.values = rng.normal(size=(2, 67, 32)).astype(dtype)
+    seen = [*range(9, 14), *(3 + j for j in range(64) if bits >> j & 1)]
+    case.seen = lambda token: seen  # type: ignore[method-assign]
+    np.testing.assert_allclose(
+        case.run([2])[0], case.expected(2).astype(float), rtol=0, atol=20 * SLACK * np.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slot", [9, 9 + 20, 9 + 39])
 def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_stands(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
@@ -171,3 +201,13 @@ def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_sta
     case.keys[:, 0, slot] = 2000 / case.scale[0]
     case.qkv[:, ::32] = 1
     np.testing.assert_array_equal(case.run([0])[0].reshape(2, 2, 32), case.values[:, None, slot, :32].repeat(2, axis=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slot", [9, 9 + 39])
+def test_a_key_that_is_nan_makes_nan_of_all_that_see_it(dtype: np.dtype, slot: int) -> None:
+    case = Case(dtype, 32, 4, 2, 40)
+    case.keys[0, 3, slot] = np.nan
+    heads = case.run([0])[0].reshape(2, -1)
+    assert np.isnan(heads[0]).all()
+    assert np.isfinite(heads[1]).all()

@@ -13,6 +13,7 @@ from numba import njit
 from treering.engine.kernels_cpu import Floats, Ints
 from treering.engine.vectors_cpu import (
     add,
+    choose,
     divide,
     exponential,
     lanes,
@@ -27,9 +28,13 @@ from treering.engine.vectors_cpu import (
     subtract,
     total,
 )
+from treering.history.lean import lean
+
+_FLOOR = -64.0
+"""Of a score below the largest: e**-64 is 1.6e-28, and a machine takes a hundred times as long for less than 1e-38."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
 def attend(
     qkv: Floats,
     keys: Floats,
@@ -61,20 +66,15 @@ def attend(
             query, result = t * qkv.shape[1] + head * head_size, t * out.shape[1] + head * head_size
             key = head // group * head_size * num_slots
             value = head // group * values.shape[1] * padded_size
-            _score(qkv, query, keys, key + prefix_start[t], prefix, scale[0], scores, 0)
-            _score(qkv, query, keys, key + own_start[t], own, scale[0], scores, prefix)
-            num_seen = prefix + own
-            if bits != 0:
-                _score(qkv, query, keys, key + tree_start[t], num_tree, scale[0], scores, num_seen)
-                num_seen += _pick(bits, num_tree, scores, num_seen)
-            sum_of_weights = spread(_soften(scores, num_seen))
+            own_at = _score(qkv, query, keys, key + prefix_start[t], prefix, 0, scale[0], scores, 0)
+            tree_at = _score(qkv, query, keys, key + own_start[t], own, 0, scale[0], scores, own_at)
+            end = _score(qkv, query, keys, key + tree_start[t], num_tree, bits, scale[0], scores, tree_at)
+            sum_of_weights = spread(_soften(scores, end))
             for d in range(0, padded_size, size):
                 at = value + d
                 sums = _gather(values, at + prefix_start[t] * padded_size, prefix, scores, 0, nothing)
-                sums = _gather(values, at + own_start[t] * padded_size, own, scores, prefix, sums)
-                if bits != 0:
-                    at += tree_start[t] * padded_size
-                    sums = _gather_tree(values, at, bits, scores, prefix + own, num_seen, sums)
+                sums = _gather(values, at + own_start[t] * padded_size, own, scores, own_at, sums)
+                sums = _gather_tree(values, at + tree_start[t] * padded_size, num_tree, bits, scores, tree_at, sums)
                 store(out, result + d, divide(sums, sum_of_weights))
 
 
@@ -88,32 +88,45 @@ def move_slots(keys: Floats, values: Floats, sources: Ints, targets: Ints) -> No
                 values[layer, g, targets[k]] = values[layer, g, sources[k]]
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _score(
-    qkv: Floats, query: int, keys: Floats, first: int, count: int, scale: Any, scores: Floats, offset: int
-) -> None:
-    """Puts scale * query . keys[:, j] into scores[offset + j], and anything behind them; keys begin at number `first`.
+    qkv: Floats, query: int, keys: Floats, first: int, count: int, bits: int, scale: Any, scores: Floats, offset: int
+) -> int:
+    """Puts scale * query . keys[:, j] into scores[offset + j] where bit j is set, all of them where none is.
 
-    keys is [D, S], so that slots are vectors. Two sums of each, over even and odd d, do not wait for one another.
+    keys is [D, S], so that slots are vectors; they begin at number `first`. Whole vectors are written, with -inf where
+    nothing is seen, and what stands behind them is returned. Two sums of each, over even and odd d, do not wait for one
+    another.
     """
     head_size, num_slots = keys.shape[1], keys.shape[2]
     size = lanes(keys)
-    factor, zero = spread(scale), spread(keys.dtype.type(0))
+    factor, zero, unseen = spread(scale), spread(keys.dtype.type(0)), spread(keys.dtype.type(-np.inf))
     for j in range(0, count, 2 * size):
         even, odd, next_even, next_odd = zero, zero, zero, zero
-        at = first + j
+        at, has_next = first + j, count - j > size
         for d in range(query, query + head_size, 2):
             one, other = spread_from(qkv, d), spread_from(qkv, d + 1)
             even = muladd(one, load(keys, at), even)
-            next_even = muladd(one, load(keys, at + size), next_even)
             odd = muladd(other, load(keys, at + num_slots), odd)
-            next_odd = muladd(other, load(keys, at + num_slots + size), next_odd)
+            if has_next:
+                next_even = muladd(one, load(keys, at + size), next_even)
+                next_odd = muladd(other, load(keys, at + num_slots + size), next_odd)
             at += 2 * num_slots
-        store(scores, offset + j, multiply(add(even, odd), factor))
-        store(scores, offset + j + size, multiply(add(next_even, next_odd), factor))
+        seen = _seen(bits, j, count, size)
+        store(scores, offset + j, choose(seen, multiply(add(even, odd), factor), unseen))
+        if has_next:
+            seen = _seen(bits, j + size, count, size)
+            store(scores, offset + j + size, choose(seen, multiply(add(next_even, next_odd), factor), unseen))
+    return int(offset + (count + size - 1) // size * size)
 
 
-@njit(cache=True, nogil=True)
+@lean
+def _seen(bits: int, j: int, count: int, size: int) -> int:
+    """A bit for each of the slots from j on, as many as a vector has."""
+    return int(bits >> j if bits != 0 else (np.int64(1) << min(count - j, size)) - 1)
+
+
+@lean
 def _length(bits: int) -> int:
     """Slots up to the last one whose bit is set."""
     count = 64
@@ -122,18 +135,7 @@ def _length(bits: int) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
-def _pick(bits: int, num_slots: int, scores: Floats, offset: int) -> int:
-    """Keeps the scores whose bit is set, one behind another, and counts them."""
-    num_seen = 0
-    for j in range(num_slots):
-        if (bits >> j) & 1 == 1:
-            scores[offset + num_seen] = scores[offset + j]
-            num_seen += 1
-    return num_seen
-
-
-@njit(cache=True, nogil=True)
+@lean
 def _gather(values: Floats, first: int, count: int, weights: Floats, offset: int, sums: Any) -> Any:
     """`sums` and weights[offset + j] times the vector of slot j, which begins at number `first` + j E of values."""
     step = values.shape[2]
@@ -153,35 +155,29 @@ def _gather(values: Floats, first: int, count: int, weights: Floats, offset: int
     return add(add(sums, second), add(third, fourth))
 
 
-@njit(cache=True, nogil=True)
-def _gather_tree(values: Floats, first: int, bits: int, weights: Floats, offset: int, end: int, sums: Any) -> Any:
-    """`_gather` of the slots whose bit is set, with weights[offset:end]."""
-    j = 0
-    for k in range(offset, end):
-        while (bits >> j) & 1 == 0:
-            j += 1
-        sums = muladd(spread_from(weights, k), load(values, first + j * values.shape[2]), sums)
-        j += 1
+@lean
+def _gather_tree(values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any) -> Any:
+    """`_gather` of those of the slots whose bit is set."""
+    for j in range(count):
+        if (bits >> j) & 1 == 1:
+            sums = muladd(spread_from(weights, offset + j), load(values, first + j * values.shape[2]), sums)
     return sums
 
 
-@njit(cache=True, nogil=True)
-def _soften(scores: Floats, count: int) -> Any:
-    """Turns the first scores into exp(score - largest), in place, and returns their sum.
+@lean
+def _soften(scores: Floats, end: int) -> Any:
+    """Turns the first scores, whole vectors of them, into exp(score - largest), in place, and returns their sum.
 
-    What stands behind them up to a whole vector becomes as good as nothing.
+    -inf becomes as good as nothing, and NaN stays NaN.
     """
     size = lanes(scores)
-    end = (count + size - 1) // size * size
-    for j in range(count, end):
-        scores[j] = -np.inf
     top = load(scores, 0)
     for j in range(size, end, size):
         top = maximum(top, load(scores, j))
-    highest = spread(largest(top))
+    highest, floor = spread(largest(top)), spread(scores.dtype.type(_FLOOR))
     sums = spread(scores.dtype.type(0))
     for j in range(0, end, size):
-        weights = exponential(subtract(load(scores, j), highest))
+        weights = exponential(maximum(floor, subtract(load(scores, j), highest)))
         store(scores, j, weights)
         sums = add(sums, weights)
     return total(sums)

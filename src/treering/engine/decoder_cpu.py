@@ -37,7 +37,7 @@ class CpuDecoder(Decoder):
         self._keys = np.zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
         self._num_slots = num_slots
         self._values = np.zeros((sizes.num_layers, sizes.num_kv_heads, num_slots + 1, padded), dtype)
-        self._scores = np.zeros(sizes.num_positions + _MOST_DRAFTS + 2 * lanes, dtype)
+        self._scores = np.zeros(sizes.num_positions + _MOST_DRAFTS + 4 * lanes, dtype)
         self._eps = np.array([sizes.eps], dtype)
         self._scale = np.array([sizes.head_size**-0.5], dtype)
         self._rotation = weights.cos.numpy(), weights.sin.numpy()

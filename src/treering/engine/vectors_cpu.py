@@ -135,6 +135,17 @@ def maximum(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def choose(typing: Any, bits: Any, a: Any, b: Any) -> Any:
+    """The numbers of `a` where a bit is set, the lowest for the first of them, those of `b` elsewhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = builder.trunc(args[0], ir.IntType(a.lanes))
+        return builder.select(builder.bitcast(number, ir.VectorType(ir.IntType(1), a.lanes)), args[1], args[2])
+
+    return a(types.int64, a, a), generate
+
+
+@intrinsic
 def largest(typing: Any, a: Any) -> Any:
     """The largest number of a vector."""
     return a.dtype(a), lambda context, builder, signature, args: _reduce(builder, args[0], _larger)
