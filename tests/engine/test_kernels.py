@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.engine.vector_cases import DTYPES, Floats, room
 from treering.engine.kernels_cpu import write_keys
-from treering.engine.vectors_cpu import lanes_of
 
-Floats = NDArray[np.floating]
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 SLACK = 16
 """Units in the last place: of a norm, two products and a sum, each of numbers up to about 4."""
 NUM_HEADS, NUM_KV_HEADS, NUM_SLOTS, NUM_TOKENS = 4, 2, 40, 7
@@ -31,16 +29,12 @@ class Case:
 
     def run(self, tokens: list[int]) -> tuple[Floats, Floats, Floats]:
         """Heads [T, H + 2 G, D] after one call with these tokens, and the arena's keys and values; NaN is unwritten."""
-        dtype, own = self.qkv.dtype, self.qkv[tokens]
-        room = np.full(own.size + lanes_of(dtype), np.nan, dtype)
-        room[: own.size] = own.reshape(-1)
-        qkv = room[: own.size].reshape(own.shape)
+        dtype, qkv = self.qkv.dtype, room(self.qkv[tokens])
         keys = np.full((NUM_KV_HEADS, self.head_size, NUM_SLOTS), np.nan, dtype)
         values = np.full((NUM_KV_HEADS, NUM_SLOTS, self.head_size), np.nan, dtype)
         angles, eps = (self.cos, self.sin), np.array([EPS], dtype)
         places = self.positions[tokens], self.slots[tokens]
         write_keys(qkv, self.q_norm, self.k_norm, eps, *angles, *places, keys, values)
-        assert np.isnan(room[own.size :]).all()
         return qkv.reshape(len(tokens), -1, self.head_size), keys, values
 
     def expected(self) -> NDArray[np.longdouble]:

@@ -5,12 +5,11 @@ import pytest
 from numba import njit
 from numpy.typing import NDArray
 
+from tests.engine.vector_cases import DTYPES, Floats, room
 from treering.engine.attention_cpu import attend
 from treering.engine.kernels_cpu import silu_mul
 from treering.engine.vectors_cpu import choose, exponential, lanes, lanes_of, largest, load, store, total
 
-Floats = NDArray[np.floating]
-DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 SLACK = 8
 """Units in the last place, for sums in another order."""
 
@@ -30,13 +29,6 @@ def reduced(x: Floats) -> tuple[float, float]:
 @njit
 def chosen(bits: int, x: Floats, out: Floats) -> None:
     store(out, 0, choose(bits, load(x, 0), load(x, lanes(x))))
-
-
-def room(array: Floats) -> Floats:
-    """The same numbers with a vector of NaN behind them."""
-    spare = np.full(array.size + lanes_of(array.dtype), np.nan, array.dtype)
-    spare[: array.size] = array.reshape(-1)
-    return spare[: array.size].reshape(array.shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

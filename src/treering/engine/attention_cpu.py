@@ -28,13 +28,12 @@ from treering.engine.vectors_cpu import (
     subtract,
     total,
 )
-from treering.history.lean import lean
 
 _FLOOR = -64.0
-"""Of a score below the largest: e**-64 is 1.6e-28, and a machine takes a hundred times as long for less than 1e-38."""
+"""Of a score below the largest: e**-64 is 1.6e-28, nothing beside 1; with much less float32 is slow to compute."""
 
 
-@njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+@njit(cache=True, nogil=True, error_model="numpy")
 def attend(
     qkv: Floats,
     keys: Floats,
@@ -88,7 +87,7 @@ def move_slots(keys: Floats, values: Floats, sources: Ints, targets: Ints) -> No
                 values[layer, g, targets[k]] = values[layer, g, sources[k]]
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _score(
     qkv: Floats, query: int, keys: Floats, first: int, count: int, bits: int, scale: Any, scores: Floats, offset: int
 ) -> int:
@@ -120,13 +119,13 @@ def _score(
     return int(offset + (count + size - 1) // size * size)
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _seen(bits: int, j: int, count: int, size: int) -> int:
     """A bit for each of the slots from j on, as many as a vector has."""
     return int(bits >> j if bits != 0 else (np.int64(1) << min(count - j, size)) - 1)
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _length(bits: int) -> int:
     """Slots up to the last one whose bit is set."""
     count = 64
@@ -135,7 +134,7 @@ def _length(bits: int) -> int:
     return count
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _gather(values: Floats, first: int, count: int, weights: Floats, offset: int, sums: Any) -> Any:
     """`sums` and weights[offset + j] times the vector of slot j, which begins at number `first` + j E of values."""
     step = values.shape[2]
@@ -155,7 +154,7 @@ def _gather(values: Floats, first: int, count: int, weights: Floats, offset: int
     return add(add(sums, second), add(third, fourth))
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _gather_tree(values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any) -> Any:
     """`_gather` of those of the slots whose bit is set."""
     for j in range(count):
@@ -164,7 +163,7 @@ def _gather_tree(values: Floats, first: int, count: int, bits: int, weights: Flo
     return sums
 
 
-@lean
+@njit(cache=True, nogil=True)
 def _soften(scores: Floats, end: int) -> Any:
     """Turns the first scores, whole vectors of them, into exp(score - largest), in place, and returns their sum.
 

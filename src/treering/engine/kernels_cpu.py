@@ -10,19 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.engine.vectors_cpu import (
-    add,
-    divide,
-    exponential,
-    lanes,
-    load,
-    muladd,
-    multiply,
-    spread,
-    store,
-    subtract,
-    total,
-)
+from treering.engine.vectors_cpu import add, divide, exponential, lanes, load, multiply, spread, store, subtract
 
 Floats = NDArray[np.floating]
 Ints = NDArray[np.int64]
@@ -60,6 +48,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
             store(out, t * size + f, multiply(shrunk, up))
 
 
+# Without numba's runtime: counting references to the slices of each head took most of the time.
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy", _nrt=False)
 def write_keys(
     qkv: Floats,
@@ -79,16 +68,11 @@ def write_keys(
     """
     num_kv_heads, head_size, _ = keys.shape
     num_heads = qkv.shape[1] // head_size - 2 * num_kv_heads
-    in_vectors = head_size // 2 % lanes(qkv) == 0
     for t in range(qkv.shape[0]):
         at, slot = positions[t], slots[t]
         for head in range(num_heads + num_kv_heads):
-            norm = q_norm if head < num_heads else k_norm
-            if in_vectors:
-                number = t * qkv.shape[1] + head * head_size
-                _turn_head(qkv, number, norm, eps, cos, sin, at * head_size, head_size)
-                continue
             x = qkv[t, head * head_size : (head + 1) * head_size]
+            norm = q_norm if head < num_heads else k_norm
             if norm.size > 0:
                 _norm_head(x, norm, eps)
             _rotate(x, cos[at], sin[at])
@@ -98,33 +82,6 @@ def write_keys(
                 keys[g, d, slot] = qkv[t, first + d]
             for d in range(head_size):
                 values[g, slot, d] = qkv[t, behind + d]
-
-
-@njit(cache=True, nogil=True, fastmath=FAST, inline="always")
-def _turn_head(
-    qkv: Floats, first: int, norm: Floats, eps: Floats, cos: Floats, sin: Floats, angle: int, head_size: int
-) -> None:
-    """Norms and rotates the head that begins at number `first`; half of it is whole vectors.
-
-    Its cosines and sines begin at number `angle`.
-    """
-    size, half = lanes(qkv), head_size // 2
-    scale = spread(eps.dtype.type(1))
-    if norm.size > 0:
-        squares = spread(eps.dtype.type(0))
-        for number in range(first, first + head_size, size):
-            squares = muladd(load(qkv, number), load(qkv, number), squares)
-        mean = total(squares) / eps.dtype.type(head_size)
-        scale = spread(eps.dtype.type(1) / np.sqrt(mean + eps[0]))
-    for d in range(0, half, size):
-        low, high = load(qkv, first + d), load(qkv, first + half + d)
-        if norm.size > 0:
-            low = multiply(multiply(low, scale), load(norm, d))
-            high = multiply(multiply(high, scale), load(norm, half + d))
-        turned = subtract(multiply(low, load(cos, angle + d)), multiply(high, load(sin, angle + d)))
-        store(qkv, first + d, turned)
-        turned = muladd(high, load(cos, angle + half + d), multiply(low, load(sin, angle + half + d)))
-        store(qkv, first + half + d, turned)
 
 
 @njit(cache=True, nogil=True, fastmath=FAST, inline="always")
