@@ -126,7 +126,7 @@ class Case:
         """Attention of these tokens, in one call."""
         out = room(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
         spans = self.prefix_start, self.num_prefix, self.own_start, self.num_own, self.tree_start, self.tree_bits
-        scores = np.full(self.context + 200, np.nan, self.keys.dtype)
+        scores = np.full((2, self.context + 200), np.nan, self.keys.dtype)
         qkv = room(self.qkv[order])
         attend(qkv, self.keys, self.values, *(span[order] for span in spans), self.scale, scores, out)
         return out
@@ -144,7 +144,7 @@ class Case:
         return np.concatenate(result)
 
 
-SHAPES = [(2, 2, 1), (6, 2, 2), (8, 4, 2), (16, 3, 1), (24, 2, 1), (32, 4, 2), (64, 2, 2)]
+SHAPES = [(2, 2, 1), (6, 2, 2), (8, 4, 2), (16, 3, 1), (24, 2, 1), (32, 4, 2), (64, 2, 2), (8, 10, 2)]
 """Head size, query heads, key-value heads."""
 
 

@@ -30,14 +30,14 @@ class CpuDecoder(Decoder):
         sizes = weights.sizes
         dtype = weights.embedding.numpy().dtype
         lanes = lanes_of(dtype)
-        # Attention reads up to two vectors at once, and beyond the last slot.
-        row = _odd_lines(num_slots + 1 + 2 * lanes, dtype.itemsize)
+        # Attention reads whole vectors, and beyond the last slot.
+        row = _odd_lines(num_slots + 1 + lanes, dtype.itemsize)
         padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
         self._keys = np.zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
         self._num_slots = num_slots
         self._values = np.zeros((sizes.num_layers, sizes.num_kv_heads, num_slots + 1, padded), dtype)
-        self._scores = np.zeros(sizes.num_positions + _MOST_DRAFTS + 4 * lanes, dtype)
+        self._scores = np.zeros((2, sizes.num_positions + _MOST_DRAFTS + 4 * lanes), dtype)
         self._eps = np.array([sizes.eps], dtype)
         self._scale = np.array([sizes.head_size**-0.5], dtype)
         self._rotation = weights.cos.numpy(), weights.sin.numpy()
