@@ -160,6 +160,7 @@ def test_a_stop_token_inside_a_draft_says_that_nothing_comes_behind_it(model: Pr
     drafts, leaf = told[-1]["drafts"], int(told[-1]["leaves"][0])
     # The stop token was drafted and accepted, others stood behind it, and nothing says that they were not tried.
     assert drafts.tokens[leaf] == stop
+    assert told[-1]["accepted"].tolist() == [size - sum(int(step["accepted"][0]) + 1 for step in told[:-1])]
     assert (drafts.parents == leaf).any()
     assert told[-1]["ended"] is None
 

@@ -12,7 +12,7 @@ from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests
 from tests.models import VOCAB, build, build_float64
 from treering.engine.decoder import TokenBatch
 from treering.engine.drawing import Drawn, _draw_in_torch, draw
-from treering.engine.proposed import MOST_DRAFTS, readable
+from treering.engine.proposed import MOST_DRAFTS, as_drafted, readable
 from treering.engine.rows import Work, make_columns
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import StateError
@@ -156,7 +156,7 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
     drafter = ScriptedDrafter(script_of(right_last, Truth(plain)))
     engine = TorchEngine(model, drafter, max_batch=4)
     run(engine, requests_of())
-    num_walked = 0
+    num_walked = num_stops = 0
     told = [step for step in drafter.seen if "accepted" in step]
     assert [step for step in drafter.seen if step["drafts"].tokens.size] == told
     for step in told:
@@ -168,7 +168,10 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
                 at, depth = int(parents[at]), depth + 1
             assert depth == accepted
             num_walked += depth
-    assert num_walked == engine.stats.num_accepted > 0
+            num_stops += leaf >= 0 and drafts.tokens[own][leaf] == STOP
+    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    assert num_walked - num_stops == engine.stats.num_accepted > 0
+    assert num_stops > 0
     assert any((step["leaves"] > step["accepted"]).any() for step in told)
     assert all(step["ended"] is None for step in told)
 
@@ -219,6 +222,39 @@ def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
     assert laid.bits[:64].view(np.uint64).tolist() == [0, *(1 << number for number in range(1, 64))]
     assert laid.depths[64:].tolist() == list(range(1, 65))
     assert not laid.bits[64:].any()
+
+
+def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
+    # 7 and 8 stop the first row, with tokens behind 7 and a branch beside it; 5 stops the second row.
+    trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
+    stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
+    laid = readable(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
+    assert laid.tokens.tolist() == [1, 3, 4, 4, 7, 5]
+    assert laid.offsets.tolist() == [0, 3, 4, 6]
+    assert laid.parents.tolist() == [-1, 0, 1, -1, -1, 0]
+    assert laid.depths.tolist() == [1, 2, 3, 1, 1, 2]
+    assert laid.bits.tolist() == [0] * 6
+    assert laid.numbers.tolist() == [0, 3, 5, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "leaf", "drawn", "told"),
+    [
+        (1, 0, 7, (2, 1)),  # the stop token that was left out
+        (1, 0, 9, (1, 0)),
+        (2, 1, 8, (3, 4)),  # number 1 of what was computed is number 3 of what was drafted
+        (3, 2, 2, (3, 5)),
+        (0, -1, 2, (0, -1)),  # 2 was drafted, but not there
+    ],
+)
+def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
+    num_accepted: int, leaf: int, drawn: int, told: tuple[int, int]
+) -> None:
+    drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
+    laid = readable(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
+    contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
+    heard = as_drafted(drafts, laid, contexts, np.array([2, 3]), np.array([0, num_accepted]), np.array([-1, leaf]))
+    assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
 
 
 @pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])

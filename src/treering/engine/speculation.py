@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.engine.gains import Gains
-from treering.engine.proposed import Proposed, nothing, readable
+from treering.engine.proposed import Proposed, as_drafted, nothing, readable
 from treering.engine.rows import fill_room
 from treering.engine.table import Table
 from treering.engine.verify_costs import Costs
 from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
-from treering.history.records import DraftRows
+from treering.history.records import DraftRows, Drafts
 from treering.types import PromptId
 
 Float64Array = NDArray[np.float64]
@@ -41,7 +41,7 @@ class Speculation:
         self._state = (-1, False)
         self._medians: dict[PromptId, float | None] = {}
         self._newest_row = -1
-        self._has_drafted = False
+        self._latest: tuple[Drafts, Proposed] | None = None
 
     def use_costs(self, costs: VerifyCosts) -> None:
         """Tells the drafter, if there is one, what passes take."""
@@ -51,7 +51,7 @@ class Speculation:
 
     def propose(self, table: Table, *, num_waiting: int) -> Proposed:
         """Drafts of all rows that decode; with nothing waiting, those that have far to go are worth more."""
-        self._has_drafted = False
+        self._latest = None
         if self._drafter is None or self._drafter.rests():
             return nothing(table.num_rows)
         state = (table.num_changes, num_waiting == 0)
@@ -61,16 +61,21 @@ class Speculation:
         c = table.columns
         fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, self._rows.max_drafts)
         drafts = self._drafter.propose(self._rows)
-        self._has_drafted = drafts.tokens.size > 0
-        return readable(drafts, self._rows.max_drafts, self._vocab_size)
+        proposed = readable(drafts, self._rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
+        if drafts.tokens.size > 0:
+            self._latest = drafts, proposed
+        return proposed
 
     def learn(self, gains: Gains) -> None:
         """Tells the drafter what became of the drafts of the latest `propose`, if there were any.
 
         No draft reaches beyond a row's limit (`fill_room`), so none is cut off by anything that tokens do not tell.
         """
-        if self._drafter is not None and self._rows is not None and self._has_drafted:
-            self._drafter.observe(self._rows, gains.num_accepted, leaves=gains.leaves)
+        if self._drafter is None or self._rows is None or self._latest is None:
+            return
+        rows = self._rows
+        accepted, leaves = as_drafted(*self._latest, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves)
+        self._drafter.observe(rows, accepted, leaves=leaves)
 
     def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
         """None while others wait: each row that ends makes room then, and no row is the last one."""

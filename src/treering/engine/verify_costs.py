@@ -129,6 +129,7 @@ def _chains(num_rows: int, num_drafts: int) -> Proposed:
         parents=(depths - 2).astype(np.int32),
         depths=depths,
         bits=np.zeros(num_drafts, np.int64),
+        numbers=depths - 1,
     )
 
 

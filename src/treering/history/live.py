@@ -73,28 +73,29 @@ class Live:
         is_fresh = False
         longest = int(rows.num_tokens.max(initial=0))
         if rows is not self._rows or (longest + 2 > self.width and self.width < self._max_width):
-            is_fresh = self._assign(_keys_of(rows), rows.groups, longest)
+            is_fresh = self._assign(_keys_of(rows), rows.groups.tolist(), longest)
             self._rows = rows
         return self._slots, self._prompt_slots, is_fresh
 
-    def _assign(self, keys: Sequence[object], groups: Int64Array, longest: int) -> bool:
-        present, present_groups = set(keys), set(groups.tolist())
-        is_fresh = not any(key in self._by_row for key in present)
+    def _assign(self, keys: Sequence[object], groups: Sequence[int], longest: int) -> bool:
+        present, present_groups = set(keys), set(groups)
+        is_fresh = self._by_row.keys().isdisjoint(present)
         if is_fresh:
             present, present_groups, self._num_scopes = set(), set(), 0
         for owners, stays in ((self._by_row, present), (self._by_group, present_groups)):
             for key in [key for key in owners if key not in stays]:
                 self._free.append(owners.pop(key))
-        self._scope_of = {group: scope for group, scope in self._scope_of.items() if group in present_groups}
+        for group in self._scope_of.keys() - present_groups:
+            del self._scope_of[group]
         width = min(max(_FIRST_WIDTH, 2 * longest + 2), self._max_width)
         if is_fresh:
             # As a new one would: what is found must not depend on what ran before.
             self._reset(num_slots=2 * len(keys), width=width)
         elif 2 * len(keys) > self.num_noted.size or longest + 2 > self.width < self._max_width:
             self._reset(num_slots=max(2 * len(keys), self.num_noted.size), width=max(width, self.width))
-        self._slots = np.array([self._slot_of(self._by_row, key) for key in keys], np.int64)
-        self._prompt_slots = np.array([self._slot_of(self._by_group, group) for group in groups.tolist()], np.int64)
-        self.row_scopes = np.array([self._scope(group) for group in groups.tolist()], np.int64)
+        self._slots = self._slots_of(self._by_row, keys)
+        self._prompt_slots = self._slots_of(self._by_group, groups)
+        self.row_scopes = np.array([self._scope(group) for group in groups], np.int64)
         return is_fresh
 
     def _scope(self, group: int) -> int:
@@ -104,13 +105,14 @@ class Live:
             self._scope_of[group] = self._num_scopes
         return self._scope_of[group]
 
-    def _slot_of(self, owners: dict[object, int], key: object) -> int:
-        slot = owners.get(key)
-        if slot is None:
-            slot = owners[key] = self._free.pop()
-            self.num_noted[slot] = 0
-            self.threads.num_tokens[slot] = -1
-        return slot
+    def _slots_of(self, owners: dict[object, int], keys: Sequence[object]) -> Int64Array:
+        """The slot of each key; those that have none are given a free one."""
+        for key in keys:
+            if key not in owners:
+                slot = owners[key] = self._free.pop()
+                self.num_noted[slot] = 0
+                self.threads.num_tokens[slot] = -1
+        return np.array([owners[key] for key in keys], np.int64)
 
     def _reset(self, *, num_slots: int, width: int) -> None:
         """Empty slots; what rows of before have is noted again."""
@@ -135,7 +137,7 @@ class Live:
 
 def _keys_of(rows: DraftRows) -> list[object]:
     if rows.row_ids is not None:
-        return list(rows.row_ids)
+        return list(rows.row_ids.tolist())
     return list(zip(range(len(rows.prompt_ids)), rows.prompt_ids, rows.groups.tolist(), strict=True))
 
 
