@@ -21,6 +21,7 @@ Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 _UNKNOWN = -2
+_WRONG_COUNT, _WRONG_LEAF = 1, 2
 
 
 def check_latest(latest: tuple[DraftRows, Drafts] | None, rows: DraftRows) -> Drafts:
@@ -46,22 +47,23 @@ def as_counts(
     was_cut = np.zeros(counts.shape, np.bool_) if ended is None else np.asarray(ended)
     last = np.full(counts.shape, _UNKNOWN, np.int64) if leaves is None else np.asarray(leaves)
     shape = (drafts.offsets.size - 1,)
-    if {counts.shape, was_cut.shape, last.shape} != {shape} or was_cut.dtype != bool or {
-        counts.dtype.kind, last.dtype.kind,
-    } - {"i", "u"}:  # fmt: skip
+    if not (_is_integers(counts, shape) and _is_integers(last, shape) and was_cut.shape == shape) or (
+        was_cut.dtype != np.bool_
+    ):
         raise InputError(
             f"accepted and leaves hold integers and ended booleans, all of shape {shape}, got {counts.dtype} of shape "
             f"{counts.shape}, {last.dtype} of shape {last.shape} and {was_cut.dtype} of shape {was_cut.shape}; pass "
             "one entry per row"
         )
     counts, last = counts.astype(np.int64, copy=False), last.astype(np.int64, copy=False)
+    fault = find_fault(drafts.offsets, drafts.parents, counts, last, leaves is not None)
     num_drafted = drafts.offsets[1:] - drafts.offsets[:-1]
-    if ((counts < 0) | (counts > num_drafted)).any():
+    if fault == _WRONG_COUNT:
         raise InputError(
             f"a row accepts between none and all of its drafted tokens, got {counts.tolist()} of "
             f"{num_drafted.tolist()}; count drafted tokens alone, without the one sampled behind them"
         )
-    if leaves is not None and not reach(drafts.offsets, drafts.parents, counts, last):
+    if fault == _WRONG_LEAF:
         raise InputError(
             f"a leaf is a number within its row's draft and as deep as the row's accepted tokens, -1 for none, got "
             f"{last.tolist()} for {counts.tolist()} of {num_drafted.tolist()}; count within the row"
@@ -69,20 +71,33 @@ def as_counts(
     return counts, was_cut, last
 
 
+def _is_integers(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
+    return values.shape == shape and values.dtype.kind in "iu"
+
+
 @njit(cache=True)
-def reach(offsets: Int64Array, parents: NDArray[np.int32], counts: Int64Array, leaves: Int64Array) -> bool:
-    """Whether every leaf is in its row's draft and stands that many tokens down."""
+def find_fault(
+    offsets: Int64Array, parents: NDArray[np.int32], counts: Int64Array, leaves: Int64Array, has_leaves: bool
+) -> int:
+    """What is wrong with an engine's answer: a count of accepted tokens, a leaf, or 0 for nothing."""
+    fault = 0
     for b in range(counts.size):
-        node = leaves[b]
-        if node < -1 or node >= offsets[b + 1] - offsets[b]:
-            return False
-        depth = 0
-        while node >= 0:
-            depth += 1
-            node = parents[offsets[b] + node]
-        if depth != counts[b]:
-            return False
-    return True
+        size = offsets[b + 1] - offsets[b]
+        if not 0 <= counts[b] <= size:
+            return _WRONG_COUNT
+        if has_leaves and (not -1 <= leaves[b] < size or depth_of(parents[offsets[b] :], leaves[b]) != counts[b]):
+            fault = _WRONG_LEAF
+    return fault
+
+
+@njit(cache=True)
+def depth_of(parents: NDArray[np.int32], node: int) -> int:
+    """Tokens from the beginning of a row's draft down to a node, itself included."""
+    depth = 0
+    while node >= 0:
+        depth += 1
+        node = parents[node]
+    return depth
 
 
 @njit(cache=True, nogil=True)
