@@ -33,19 +33,7 @@ from treering.history.features import (
 )
 from treering.history.lean import lean
 from treering.history.places import IN_HISTORY, IN_OTHERS, Places, age_of, newness_of, vote_bucket
-from treering.history.rooms import (
-    ALL_LONGEST,
-    COUNT,
-    CROWD,
-    LENGTH,
-    MAX_CANDIDATES,
-    NUM_LONGEST,
-    PLACE,
-    RANK,
-    RIVALS,
-    SHARE,
-    Candidates,
-)
+from treering.history.rooms import MAX_CANDIDATES, Candidates
 
 Int32Array = NDArray[np.int32]
 Float64Array = NDArray[np.float64]
@@ -71,6 +59,28 @@ class Texts(NamedTuple):
     history: Int32Array
     live: Int32Array
     others: Int32Array
+
+
+class Facts(NamedTuple):
+    """What is known of a candidate beside its tokens."""
+
+    place: int
+    """With the greatest vote."""
+    length: int
+    """The longest match."""
+    own: int
+    """Places that it has."""
+    share: int
+    """Of the votes, in twentieths."""
+    rank: int
+    crowd: int
+    """Places of its node."""
+    num_longest: int
+    """Places of its own with the longest match of all."""
+    all_longest: int
+    """Places of its node with that."""
+    rivals: int
+    """Candidates of its node."""
 
 
 @lean
@@ -149,23 +159,23 @@ def count_votes(
 
 @lean
 def describe(
-    out: Int32Array, places: Places, facts: Int32Array, depth: int, token: int, state: int, before: int, earlier: int
+    out: Int32Array, places: Places, facts: Facts, depth: int, token: int, state: int, before: int, earlier: int
 ) -> None:
     """Writes the numbers of a candidate's features.
 
     Args:
         out: int32 [kinds].
         places: of the row.
-        facts: int32 [facts], see `rooms.PLACE`.
+        facts: of the candidate.
         depth: tokens drafted before it.
         token: its own.
         state: of the row.
         before: the token before it.
         earlier: the one before that.
     """
-    i, rank, own, crowd, share = facts[PLACE], facts[RANK], facts[COUNT], facts[CROWD], facts[SHARE]
+    i, rank, own, crowd, share = facts.place, facts.rank, facts.own, facts.crowd, facts.share
     source = places.source[i]
-    length, near = length_bucket(facts[LENGTH]), near_bucket(depth)
+    length, near = length_bucket(facts.length), near_bucket(depth)
     count, far = count_bucket(own), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     is_history = source == HISTORY
@@ -186,8 +196,8 @@ def describe(
     out[12] = FIRST[12] + near * NUM_SHIFTS + shift
     out[13] = FIRST[13] + near * 8 + crowd_bucket(crowd)
     out[14] = FIRST[14] + tally(own, crowd) * (NUM_STATES + 1) + (state if depth == 0 else NUM_STATES)
-    out[15] = FIRST[15] + tally(facts[NUM_LONGEST], facts[ALL_LONGEST])
-    out[16] = FIRST[16] + rivals(own, facts[RIVALS])
+    out[15] = FIRST[15] + tally(facts.num_longest, facts.all_longest)
+    out[16] = FIRST[16] + rivals(own, facts.rivals)
     out[17] = FIRST[17] + fine_share(share, crowd)
     out[18] = FIRST[18] + before % NUM_HASHES
     out[19] = FIRST[19] + token % NUM_HASHES

@@ -12,12 +12,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.budget import NUM_BINS, bin_of, choose_bins
-from treering.history.candidates import describe
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.lean import lean
-from treering.history.places import Places
 from treering.history.rooms import MAX_NODES, Room
-from treering.history.tree import Row
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -39,7 +36,7 @@ class Output(NamedTuple):
 
 
 @lean
-def write_row(output: Output, at: int, places: Places, room: Room, num_nodes: int, row: Row) -> None:
+def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
     """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
     nodes, described, order, number = room.nodes, room.described, room.order, room.number
     _preorder(room, num_nodes)
@@ -51,14 +48,8 @@ def write_row(output: Output, at: int, places: Places, room: Room, num_nodes: in
         output.paths[at + k] = nodes.paths[node]
         for j in range(NUM_VOTES):
             output.shares[at + k, j] = described.shares[line, j]
-        before, earlier = row.token, row.before
-        if parent >= 0:
-            before, above = nodes.tokens[parent], nodes.parents[parent]
-            earlier = nodes.tokens[above] if above >= 0 else row.token
-        describe(
-            output.features[at + k], places, described.facts[line], nodes.depths[node], nodes.tokens[node],
-            row.state, before, earlier,
-        )  # fmt: skip
+        for j in range(NUM_KINDS):
+            output.features[at + k, j] = described.features[line, j]
 
 
 @lean

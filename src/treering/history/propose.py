@@ -132,7 +132,7 @@ def _draft(
     if row.least == 0:
         output.is_probe[b] = True
         room.nodes.paths[0] = _PROBE_WORTH
-    write_row(output, at, places, room, num_nodes, row)
+    write_row(output, at, room, num_nodes)
     return num_nodes
 
 

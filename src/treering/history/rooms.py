@@ -21,11 +21,6 @@ Float64Array = NDArray[np.float64]
 MAX_NODES = 64
 MAX_WAITING = 256
 MAX_CANDIDATES = 12
-NUM_FACTS = 11
-PLACE, LENGTH, COUNT, SHARE, RANK, CROWD, NUM_LONGEST, ALL_LONGEST, RIVALS, BEGIN, END = range(NUM_FACTS)
-"""Of a candidate: the place with the greatest vote, the longest match, how many places have it, twentieth of the share,
-rank, its node's places, how many of its own and of the node's have the longest match of all, the node's candidates, and
-where its own places stand among the members."""
 
 
 class Nodes(NamedTuple):
@@ -51,14 +46,12 @@ class Waiting(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Room for what is known of every candidate that ever waited; E is large enough for all.
-
-    What follows from it, `candidates.describe` writes of those that are drafted.
-    """
+    """Room for what is known of every candidate that ever waited; E is large enough for all."""
 
     shares: Float32Array  # [E, votes]
-    facts: Int32Array  # [E, facts], see `PLACE`
-    features: Int32Array  # [kinds], of the one that is looked at
+    features: Int32Array  # [E, kinds]
+    begins: Int32Array  # [E], where its places stand among the members
+    ends: Int32Array  # [E]
 
 
 class Candidates(NamedTuple):
@@ -127,8 +120,9 @@ def _make_waiting() -> Waiting:
 def _make_described() -> Described:
     """Room for the candidates of all nodes of one row."""
     size = (MAX_NODES + 1) * MAX_CANDIDATES
-    shares, facts = np.empty((size, NUM_VOTES), np.float32), np.empty((size, NUM_FACTS), np.int32)
-    return Described(shares, facts, np.empty(NUM_KINDS, np.int32))
+    shares, features = np.empty((size, NUM_VOTES), np.float32), np.empty((size, NUM_KINDS), np.int32)
+    bounds = np.empty((2, size), np.int32)
+    return Described(shares, features, bounds[0], bounds[1])
 
 
 @njit

@@ -10,27 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.history.acceptance import estimate
-from treering.history.candidates import CALIBRATED, Texts, Votes, count_votes, describe
+from treering.history.candidates import CALIBRATED, Facts, Texts, Votes, count_votes, describe
 from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.lean import lean
 from treering.history.places import Places
-from treering.history.rooms import (
-    ALL_LONGEST,
-    BEGIN,
-    COUNT,
-    CROWD,
-    END,
-    LENGTH,
-    MAX_WAITING,
-    NUM_LONGEST,
-    PLACE,
-    RANK,
-    RIVALS,
-    SHARE,
-    Nodes,
-    Room,
-    Waiting,
-)
+from treering.history.rooms import MAX_WAITING, Nodes, Room, Waiting
 from treering.history.shares import sum_up, write_shares
 
 Float32Array = NDArray[np.float32]
@@ -87,7 +71,7 @@ def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model
         model: how candidates are judged.
         row: its state and what it may draft.
     """
-    nodes, waiting = room.nodes, room.waiting
+    nodes, waiting, begins, ends = room.nodes, room.waiting, room.described.begins, room.described.ends
     paths = waiting.paths
     for i in range(num_places):
         nodes.members[i] = i
@@ -115,8 +99,7 @@ def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model
         least = least_behind(row.least, row.rise, num_nodes)
         before = nodes.tokens[parent] if parent >= 0 else row.token
         token = nodes.tokens[node]
-        facts = room.described.facts[nodes.described[node]]
-        begin, end = facts[BEGIN], facts[END]
+        begin, end = begins[nodes.described[node]], ends[nodes.described[node]]
         so_far = Grown(so_far.num_waiting - 1, so_far.num_described, so_far.num_members)
         _move(waiting, so_far.num_waiting, best)
 
@@ -166,14 +149,15 @@ def _expand(
         if not is_calibrated and rank > 0:
             # The policy chooses; estimates only say how far it is followed.
             continue
-        shares, facts = described.shares[num_described], described.facts[num_described]
+        shares, features = described.shares[num_described], described.features[num_described]
         write_shares(shares, candidates, c, share, num_longest)
-        facts[PLACE], facts[LENGTH] = candidates.best[c], candidates.length[c] + depth
-        facts[COUNT], facts[RANK], facts[CROWD] = candidates.counts[c], rank, members.size
-        facts[NUM_LONGEST], facts[ALL_LONGEST], facts[RIVALS] = candidates.num_longest[c], num_longest, num
-        facts[SHARE] = min(int(share * NUM_FINE_SHARES), NUM_FINE_SHARES - 1)
-        describe(described.features, places, facts, depth, candidates.tokens[c], row.state, token, before)
-        chance = estimate(model.weights, shares, described.features)
+        facts = Facts(
+            candidates.best[c], candidates.length[c] + depth, candidates.counts[c],
+            min(int(share * NUM_FINE_SHARES), NUM_FINE_SHARES - 1), rank, members.size, candidates.num_longest[c],
+            num_longest, num,
+        )  # fmt: skip
+        describe(features, places, facts, depth, candidates.tokens[c], row.state, token, before)
+        chance = estimate(model.weights, shares, features)
         if path * chance < least or (model.is_chain and path * chance <= best_path):
             continue
         k = best_waiting if model.is_chain and best_waiting >= 0 else num_waiting
@@ -189,21 +173,21 @@ def _expand(
 @lean
 def _part(room: Room, begin: int, end: int, num: int, num_members: int) -> int:
     """Puts the places of each candidate that waits side by side; returns how many members there are then."""
-    candidates, facts, members = room.candidates, room.described.facts, room.nodes.members
+    candidates, begins, ends, members = room.candidates, room.described.begins, room.described.ends, room.nodes.members
     lines, which = candidates.lines, candidates.which
     if num == 1 and candidates.counts[0] == end - begin:
         if lines[0] >= 0:
-            facts[lines[0], BEGIN], facts[lines[0], END] = begin, end
+            begins[lines[0]], ends[lines[0]] = begin, end
         return num_members
     for c in range(num):
         if lines[c] >= 0:
-            facts[lines[c], BEGIN] = facts[lines[c], END] = num_members
+            begins[lines[c]] = ends[lines[c]] = num_members
             num_members += candidates.counts[c]
     for j in range(end - begin):
         line = lines[which[j]] if which[j] >= 0 else -1
         if line >= 0:
-            members[facts[line, END]] = members[begin + j]
-            facts[line, END] += 1
+            members[ends[line]] = members[begin + j]
+            ends[line] += 1
     return num_members
 
 
