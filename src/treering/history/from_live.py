@@ -70,10 +70,10 @@ def _put_live(
     owner = at // width
     is_prompt = owner == prompt_slot
     source = OWN if is_prompt or owner == slot else SIBLINGS
-    if not uses[source]:
+    if not uses[source] or is_known(places, num, IN_LIVE, at + 1):
         return num
     length, edit = measure(live.tokens, at, context, 0 if is_prompt else num_prompt)
-    if length < least or is_known(places, num, IN_LIVE, at + 1):
+    if length < least:
         return num
     shift = 0 if source == OWN else shift_bucket(at - owner * width - (context.size - num_prompt))
     return int(put(places, num, source, IN_LIVE, at + 1, length, edit, shift, rank_bucket(rank), 0.0))
