@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from treering.history.ahead import ELSEWHERE, LEAST_EDIT, NUM_AHEAD, SHORTER, WHOLE, look_ahead, make_ahead
+from treering.history.ahead import NUM_AHEAD, ask, ask_history, make_ahead, search
 from treering.history.arena import Arena, Histories
 from treering.history.index import PromptIndex, as_text
 from treering.history.recent import Others, Recent
@@ -17,14 +17,28 @@ ROLLOUTS = st.lists(st.lists(TOKENS, max_size=40), min_size=1, max_size=8)
 
 
 @njit
-def found_from(
-    first: int, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, max_drafts: np.ndarray,
-    history: Histories, others: Others,
-) -> np.ndarray:  # fmt: skip
-    """What the compiled searches of the rows from `first` on find, int64 [kinds, rows]; made for compiled callers."""
+def found_in_history(
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories
+) -> np.ndarray:
+    """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
     ahead = make_ahead()
-    look_ahead(ahead, tokens, ends, begins, prompts, max_drafts, first, history, others, True, True)
-    return ahead.lows.reshape(3, NUM_AHEAD)
+    for q in range(rows.size):
+        b = rows[q]
+        ask_history(ahead, q, tokens, b, ends[b], begins[b], history, prompts[b])
+    search(ahead, rows.size, tokens, history.text, history.order, history.keys, history.about)
+    return ahead.lows
+
+
+@njit
+def found_in_others(
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others
+) -> np.ndarray:
+    """The same in other prompts' histories."""
+    ahead = make_ahead()
+    for q in range(rows.size):
+        ask(ahead, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
+    search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.owners)
+    return ahead.lows
 
 
 @njit
@@ -79,16 +93,17 @@ def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
         tokens[b, : len(prompt) + len(context)] = prompt + context
     begins = np.array([len(prompt) for prompt, *_ in rows])
     ends = begins + [len(context) for _, context, _ in rows]
-    for first in range(0, len(rows), NUM_AHEAD):
-        found = found_from(first, tokens, ends, begins, slots, np.ones_like(ends), arena.arrays, recent.arrays)
-        for k, (prompt, context, _) in enumerate(rows[first : first + NUM_AHEAD]):
-            if not prompt + context:
-                continue
-            text = texts[names[first + k]] if names[first + k] < len(texts) else np.zeros(0, np.int32)
-            assert found[WHOLE, k] == counted(text, context)
-            assert found[ELSEWHERE, k] == counted(recent.text[:-1], context)
-            if len(context) >= LEAST_EDIT:
-                assert found[SHORTER, k] == counted(text, context[:-1])
+    # Not all of them, and not in their order: which rows ask is others' choice.
+    asking = [b for b in reversed(range(len(rows))) if ends[b] > 0]
+    for first in range(0, len(asking), NUM_AHEAD):
+        some = np.array(asking[first : first + NUM_AHEAD])
+        own = found_in_history(some, tokens, ends, begins, slots, arena.arrays)
+        elsewhere = found_in_others(some, tokens, ends, begins, recent.arrays)
+        for q, b in enumerate(some):
+            context = rows[b][1]
+            text = texts[names[b]] if names[b] < len(texts) else np.zeros(0, np.int32)
+            assert own[q] == counted(text, context)
+            assert elsewhere[q] == counted(recent.text[:-1], context)
 
 
 @pytest.mark.parametrize("num_equal", [1, 15, 16, 17, 100, 1000])

@@ -3,7 +3,7 @@
 A search in an order waits for memory at almost every step. Those of one row must wait for each other, those of eight
 rows need not. Knows contexts, texts and orders. Knows nothing of what is found there.
 
-    Q searches, three of a row
+    Q searches
 """
 
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from treering.history.arena import Histories
 from treering.history.lean import lean
 from treering.history.prefetch import prefetch
-from treering.history.recent import Others
 from treering.history.search import KEY_BITS, is_before, key_at, last_with_key
 
 Int32Array = NDArray[np.int32]
@@ -23,22 +22,18 @@ Int64Array = NDArray[np.int64]
 
 NUM_AHEAD = 8
 """Rows whose searches go side by side."""
-WHOLE, SHORTER, ELSEWHERE = range(3)
-"""In the prompt's history, for the context and for all of it but the last token; in that of other prompts."""
-LEAST_EDIT = 3
-"""Tokens of a rollout from which on the shorter context is looked for."""
 _NUM_SOON = 8
 _MAX_PREFETCHED = 24
 
 
 class Ahead(NamedTuple):
-    """Room for the searches of some rows; those of one kind stand together."""
+    """Room for the searches of some rows."""
 
     rows: Int64Array  # [Q]
     ends: Int64Array  # [Q], of the context
     begins: Int64Array  # [Q], of the rollout in it
     starts: Int64Array  # [Q], of the index's text
-    sizes: Int64Array  # [Q], entries of the order; 0 where nothing is looked for
+    sizes: Int64Array  # [Q], entries of the order
     first_keys: Int64Array  # [Q]
     keys: Int64Array  # [Q], that are looked for
     left: Int64Array  # [Q], keys that may still be the first one not below
@@ -49,7 +44,7 @@ class Ahead(NamedTuple):
 @njit
 def make_ahead() -> Ahead:
     """Room for the searches of any rows."""
-    room = np.zeros((10, 3 * NUM_AHEAD), np.int64)
+    room = np.zeros((10, NUM_AHEAD), np.int64)
     return Ahead(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
 
 
@@ -61,43 +56,30 @@ def ask(
     ahead.rows[q], ahead.ends[q], ahead.begins[q] = row, end, begin
     ahead.starts[q], ahead.sizes[q], ahead.first_keys[q] = start, size, first_key
     ahead.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
-    ahead.keys[q] = key_at(tokens[row], end - 1, begin) if size > 0 else 0
+    ahead.keys[q] = key_at(tokens[row], end - 1, begin)
 
 
 @lean
-def look_ahead(
-    ahead: Ahead, tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array, prompts: Int64Array,
-    max_drafts: Int64Array, first: int, history: Histories, others: Others, in_history: bool, in_others: bool,
-) -> None:  # fmt: skip
-    """Looks for the contexts of the rows from `first` on."""
-    num = min(num_tokens.size - first, NUM_AHEAD)
-    for k in range(num):
-        b = first + k
-        start, size, end, begin = 0, 0, num_tokens[b], num_prompt[b]
-        is_due = end > 0 and max_drafts[b] > 0
-        if in_history and is_due:
-            start, size = history.spans[prompts[b]]
-        first_key = (start >> KEY_BITS) + prompts[b]
-        ask(ahead, WHOLE * NUM_AHEAD + k, tokens, b, end, begin, start, size, first_key)
-        short_size = size if end - begin >= LEAST_EDIT else 0
-        ask(ahead, SHORTER * NUM_AHEAD + k, tokens, b, end - 1, begin, start, short_size, first_key)
-        other_size = others.order.size if in_others and is_due else 0
-        ask(ahead, ELSEWHERE * NUM_AHEAD + k, tokens, b, end, begin, 0, other_size, 0)
-    for kind in range(2):
-        _search(ahead, kind * NUM_AHEAD, num, tokens, history.text, history.order, history.keys, history.about)
-    if in_others and others.order.size > 0:
-        _search(ahead, ELSEWHERE * NUM_AHEAD, num, tokens, others.text, others.order, others.keys, others.owners)
+def ask_history(
+    ahead: Ahead, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
+) -> None:
+    """`ask` for a context of a prompt's rollouts."""
+    start, size = history.spans[slot]
+    ask(ahead, q, tokens, row, end, begin, start, size, (start >> KEY_BITS) + slot)
 
 
 @lean
-def _search(
-    ahead: Ahead, first: int, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
+def search(
+    ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
     about: Int32Array,
 ) -> None:  # fmt: skip
-    """Makes the searches from `first` on in one index or arena, each step for all of them."""
+    """Makes the first `num` searches in one index or arena, each step for all of them.
+
+    How many places stand before each context is in `lows` then.
+    """
     starts, sizes, lows, highs = ahead.starts, ahead.sizes, ahead.lows, ahead.highs
-    _narrow(ahead, first, num, keys)
-    for q in range(first, first + num):
+    _narrow(ahead, num, keys)
+    for q in range(num):
         k, from_key, size = lows[q], ahead.first_keys[q], sizes[q]
         num_keys = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
         lows[q] = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
@@ -105,11 +87,11 @@ def _search(
         highs[q] = min(k << KEY_BITS, size)
         prefetch(order, starts[q] + lows[q])
         prefetch(order, starts[q] + highs[q])
-    _halve(ahead, first, num, tokens, text, order)
-    for q in range(first, first + num):
+    _halve(ahead, num, tokens, text, order)
+    for q in range(num):
         for i in range(starts[q] + lows[q], starts[q] + highs[q]):
             prefetch(text, starts[q] + order[i])
-    for q in range(first, first + num):
+    for q in range(num):
         while lows[q] < highs[q]:
             _step(ahead, q, tokens, text, order)
         start, right = starts[q], lows[q]
@@ -119,19 +101,19 @@ def _search(
 
 
 @lean
-def _halve(ahead: Ahead, first: int, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+def _halve(ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
     """Narrows the searches that many places are left of: those whose last two tokens are frequent."""
     starts, lows, highs = ahead.starts, ahead.lows, ahead.highs
     widest = 0
-    for q in range(first, first + num):
+    for q in range(num):
         widest = max(widest, highs[q] - lows[q])
     while widest > _MAX_PREFETCHED:
-        for q in range(first, first + num):
+        for q in range(num):
             prefetch(order, starts[q] + ((lows[q] + highs[q]) >> 1))
-        for q in range(first, first + num):
+        for q in range(num):
             if highs[q] - lows[q] > _MAX_PREFETCHED:
                 prefetch(text, starts[q] + order[starts[q] + ((lows[q] + highs[q]) >> 1)])
-        for q in range(first, first + num):
+        for q in range(num):
             if highs[q] - lows[q] > _MAX_PREFETCHED:
                 _step(ahead, q, tokens, text, order)
         widest >>= 1
@@ -149,16 +131,16 @@ def _step(ahead: Ahead, q: int, tokens: Int32Array, text: Int32Array, order: Int
 
 
 @lean
-def _narrow(ahead: Ahead, first: int, num: int, keys: Int64Array) -> None:
+def _narrow(ahead: Ahead, num: int, keys: Int64Array) -> None:
     """Writes to `lows` the number of each search's first key that is not below the one looked for."""
     lows, left, wanted, firsts = ahead.lows, ahead.left, ahead.keys, ahead.first_keys
     longest = 0
-    for q in range(first, first + num):
+    for q in range(num):
         lows[q] = 0
         longest = max(longest, left[q])
     last = keys.size - 1
     while longest > 0:
-        for q in range(first, first + num):
+        for q in range(num):
             half, is_open = left[q] >> 1, left[q] > 0
             # Without a branch, which would be guessed wrong every other time.
             is_below = is_open & (keys[min(firsts[q] + lows[q] + half, last)] < wanted[q])

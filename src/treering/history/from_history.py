@@ -6,17 +6,18 @@ Knows an arena's indexes. Knows nothing of running rows and of other prompts.
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.ahead import LEAST_EDIT
 from treering.history.arena import NOTE_BITS, Histories, order_of
 from treering.history.features import HISTORY, shift_bucket
 from treering.history.index import MARKER
 from treering.history.lean import lean
-from treering.history.places import IN_HISTORY, Places, is_known, longest_of, put
+from treering.history.places import IN_HISTORY, Places, is_known, put
 from treering.history.search import LONG_ENOUGH, MAX_EDIT, agree, with_edit
 from treering.history.sides import next_place, sides_of
 
 Int32Array = NDArray[np.int32]
 
+LEAST_EDIT = 3
+"""Tokens that agree behind an edit from which on a place without a match counts."""
 NEAR = 8
 """Matches of this length are no edit away from anything better."""
 _MAX_PLACES = 12
@@ -29,9 +30,8 @@ _NUM_EDITED = 2
 
 @lean
 def find_in_history(
-    places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int,
-    right_of_shorter: int,
-) -> int:  # fmt: skip
+    places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
+) -> int:
     """Notes the places of a prompt's index whose contexts agree most with the row's, longest first.
 
     Args:
@@ -42,7 +42,6 @@ def find_in_history(
         context: int32 [n], the row's tokens.
         begin: where the rollout begins.
         right: places of the index that stand before the context.
-        right_of_shorter: the same of the context without its last token.
 
     Returns:
         The number of places.
@@ -64,18 +63,17 @@ def find_in_history(
         if num >= most or (_WEAK * length < longest and num >= first + _ENOUGH_STRONG):
             break
         num = put_history(places, num, history, at, context, begin, length, edit)
-    if longest_of(places, num) < NEAR:
-        num = _find_edited(places, num, history, slot, context, begin, right_of_shorter)
     return num
 
 
 @lean
-def _find_edited(
+def find_edited(
     places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
 ) -> int:
-    """Notes where rollouts go on that agreed up to the token before the last, as if it were added or replaced."""
-    if context.size - begin < LEAST_EDIT:
-        return num
+    """Notes where rollouts go on that agreed up to the token before the last, as if it were added or replaced.
+
+    So many places of the index stand before the context without its last token.
+    """
     start, size = history.spans[slot]
     text, order = history.text, order_of(history, slot)
     shorter = context[: context.size - 1]

@@ -7,28 +7,25 @@ Knows nothing of prompts, stores and records.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.history.ahead import ELSEWHERE, NUM_AHEAD, SHORTER, WHOLE, Ahead, look_ahead, make_ahead
+from treering.history.ahead import NUM_AHEAD, Ahead, make_ahead
 from treering.history.arena import Histories
 from treering.history.candidates import Texts, Votes, weigh
 from treering.history.chains import Chains
-from treering.history.features import HISTORY, NO_DRAFT, OTHERS, OWN, SIBLINGS
-from treering.history.from_history import find_in_history
-from treering.history.from_live import find_in_live, find_in_other_groups
-from treering.history.from_others import find_in_others
+from treering.history.features import NO_DRAFT
 from treering.history.lean import lean
 from treering.history.live import note_rows
 from treering.history.output import Output, cut, write_row
 from treering.history.places import Places, longest_of, make_places, places_of
 from treering.history.recent import Others
 from treering.history.rooms import Room, make_room
+from treering.history.sources import Rows, Running, find_places, is_due
 from treering.history.stamp import STAMP
-from treering.history.threads import Threads, find_threads, follow, refresh_threads
+from treering.history.threads import Threads
 from treering.history.tree import Model, Row, grow
 
 Int32Array = NDArray[np.int32]
@@ -39,33 +36,6 @@ Float32Array = NDArray[np.float32]
 ROWS_PER_PROBE = 64
 """Rows with places and without a draft until one of them gets a draft of one token all the same."""
 _PROBE_WORTH = 0.99
-_ENOUGH = 10
-"""Length of a match from which on no further source is asked."""
-
-
-class Rows(NamedTuple):
-    """Contexts; see `DraftRows`."""
-
-    tokens: Int32Array  # [B, L]
-    num_tokens: Int64Array  # [B]
-    num_prompt: Int64Array  # [B]
-    groups: Int64Array  # [B]
-    max_drafts: Int64Array  # [B]
-    worth: Float64Array  # [B]
-    prompts: Int64Array  # [B], slots of the arena
-    owners: Int64Array  # [B], numbers among the other prompts
-
-
-class Running(NamedTuple):
-    """See `Live`."""
-
-    chains: Chains
-    num_noted: Int64Array  # [S]
-    first: Int64Array  # [S]
-    scopes: Int64Array  # [S]
-    slots: Int64Array  # [B]
-    prompt_slots: Int64Array  # [B]
-    width: int
 
 
 @lean
@@ -75,38 +45,6 @@ def _first_bad_row(rows: Rows) -> int:
         if not fits or rows.max_drafts[b] < 0:
             return b
     return -1
-
-
-@lean
-def _find(
-    rows: Rows, b: int, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
-    uses: NDArray[np.bool_], places: Places, ahead: Ahead,
-) -> int:  # fmt: skip
-    """Fills the places of a row; returns how many there are."""
-    context = rows.tokens[b, : rows.num_tokens[b]]
-    begin, slot, prompt = rows.num_prompt[b], running.slots[b], rows.prompts[b]
-    num, k = 0, b % NUM_AHEAD
-    refresh_threads(threads, slot, context.size, generation)
-    if uses[HISTORY] and history.spans[prompt, 1] > 0:
-        num = num_found = find_in_history(
-            places, num, history, prompt, context, begin, ahead.lows[WHOLE * NUM_AHEAD + k],
-            ahead.lows[SHORTER * NUM_AHEAD + k],
-        )  # fmt: skip
-        num = find_threads(places, num, threads, slot, history, prompt, context, begin)
-        follow(threads, slot, places, num_found, history.spans[prompt, 0])
-    threads.num_tokens[slot] = context.size
-    if (uses[SIBLINGS] or uses[OWN]) and longest_of(places, num) < _ENOUGH:
-        num = find_in_live(
-            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width, slot,
-            running.prompt_slots[b], rows.groups[b], context, begin, uses,
-        )  # fmt: skip
-    if uses[OTHERS] and longest_of(places, num) < _ENOUGH:
-        num = find_in_other_groups(
-            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width,
-            rows.groups[b], context, begin,
-        )  # fmt: skip
-        num = find_in_others(places, num, others, rows.owners[b], context, begin, ahead.lows[ELSEWHERE * NUM_AHEAD + k])
-    return num
 
 
 @lean
@@ -149,17 +87,11 @@ def _draft_all(
     # Each stage for some rows before the next one: all of the code would have to be fetched again for every row.
     for first in range(0, num_rows, NUM_AHEAD):
         behind = min(first + NUM_AHEAD, num_rows)
-        look_ahead(
-            ahead, rows.tokens, rows.num_tokens, rows.num_prompt, rows.prompts, rows.max_drafts, first, history, others,
-            uses[HISTORY], uses[OTHERS],
+        find_places(
+            rows, first, behind, history, generation, running, others, threads, uses, places, num_places, ahead
         )  # fmt: skip
         for b in range(first, behind):
-            if rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0:
-                num_places[b - first] = _find(
-                    rows, b, history, generation, running, others, threads, uses, places_of(places, b - first), ahead
-                )
-        for b in range(first, behind):
-            if rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0:
+            if is_due(rows, b):
                 state, most = threads.state[running.slots[b]], min(max_draft, rows.max_drafts[b])
                 num_out += _draft(
                     rows, b, texts, places_of(places, b - first), room, num_places[b - first], state, model, most,

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.ahead import LEAST_EDIT
 from treering.history.arena import Histories
 from treering.history.features import NOT_TRIED
-from treering.history.from_history import NEAR, put_history
+from treering.history.from_history import LEAST_EDIT, NEAR, put_history
 from treering.history.lean import lean
 from treering.history.places import IN_HISTORY, Places, is_known, longest_of
 from treering.history.search import measure

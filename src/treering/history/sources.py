@@ -1,0 +1,168 @@
+"""The places of some rows, asked of one source after the other, each where those before it have found too little.
+
+Knows which source is asked when. Knows nothing of what becomes of places.
+
+    B rows   L columns   S live slots
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.history.ahead import Ahead, ask, ask_history, search
+from treering.history.arena import Histories
+from treering.history.chains import Chains
+from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
+from treering.history.from_history import LEAST_EDIT, NEAR, find_edited, find_in_history
+from treering.history.from_live import find_in_live, find_in_other_groups
+from treering.history.from_others import find_in_others
+from treering.history.lean import lean
+from treering.history.places import Places, longest_of, places_of
+from treering.history.recent import Others
+from treering.history.threads import Threads, find_threads, follow, refresh_threads
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+
+_ENOUGH = 10
+"""Length of a match from which on no further source is asked."""
+
+
+class Rows(NamedTuple):
+    """Contexts; see `DraftRows`."""
+
+    tokens: Int32Array  # [B, L]
+    num_tokens: Int64Array  # [B]
+    num_prompt: Int64Array  # [B]
+    groups: Int64Array  # [B]
+    max_drafts: Int64Array  # [B]
+    worth: Float64Array  # [B]
+    prompts: Int64Array  # [B], slots of the arena
+    owners: Int64Array  # [B], numbers among the other prompts
+
+
+class Running(NamedTuple):
+    """See `Live`."""
+
+    chains: Chains
+    num_noted: Int64Array  # [S]
+    first: Int64Array  # [S]
+    scopes: Int64Array  # [S]
+    slots: Int64Array  # [B]
+    prompt_slots: Int64Array  # [B]
+    width: int
+
+
+@lean
+def is_due(rows: Rows, b: int) -> bool:
+    """Whether a row may get a draft."""
+    return bool(rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0)
+
+
+@lean
+def find_places(
+    rows: Rows, first: int, behind: int, history: Histories, generation: int, running: Running, others: Others,
+    threads: Threads, uses: NDArray[np.bool_], places: Places, num_places: Int64Array, ahead: Ahead,
+) -> None:  # fmt: skip
+    """Fills the places of the rows from `first` to `behind`, and how many each has."""
+    num_places[:] = 0
+    if uses[HISTORY]:
+        _ask_history(rows, first, behind, history, places, num_places, ahead)
+        _ask_history_behind_edits(rows, first, behind, history, places, num_places, ahead)
+    for b in range(first, behind):
+        if is_due(rows, b):
+            k = b - first
+            num_places[k] = _find_running(
+                rows, b, history, generation, running, threads, uses, places_of(places, k), num_places[k]
+            )
+    if uses[OTHERS]:
+        _ask_others(rows, first, behind, running, others, places, num_places, ahead)
+
+
+@lean
+def _ask_history(
+    rows: Rows, first: int, behind: int, history: Histories, places: Places, num_places: Int64Array, ahead: Ahead
+) -> None:
+    """Finds where the contexts occur in their prompts' histories."""
+    num = 0
+    for b in range(first, behind):
+        if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
+            ask_history(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b])
+            num += 1
+    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.about)
+    for q in range(num):
+        b = ahead.rows[q]
+        num_places[b - first] = find_in_history(
+            places_of(places, b - first), 0, history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
+            rows.num_prompt[b], ahead.lows[q],
+        )  # fmt: skip
+
+
+@lean
+def _ask_history_behind_edits(
+    rows: Rows, first: int, behind: int, history: Histories, places: Places, num_places: Int64Array, ahead: Ahead
+) -> None:
+    """The same of contexts without their last token, where nothing near was found."""
+    num = 0
+    for b in range(first, behind):
+        is_long = rows.num_tokens[b] - rows.num_prompt[b] >= LEAST_EDIT
+        if not is_due(rows, b) or not is_long or history.spans[rows.prompts[b], 1] == 0:
+            continue
+        if longest_of(places_of(places, b - first), num_places[b - first]) < NEAR:
+            end, prompt = rows.num_tokens[b] - 1, rows.prompts[b]
+            ask_history(ahead, num, rows.tokens, b, end, rows.num_prompt[b], history, prompt)
+            num += 1
+    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.about)
+    for q in range(num):
+        b = ahead.rows[q]
+        k = b - first
+        num_places[k] = find_edited(
+            places_of(places, k), num_places[k], history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
+            rows.num_prompt[b], ahead.lows[q],
+        )  # fmt: skip
+
+
+@lean
+def _find_running(
+    rows: Rows, b: int, history: Histories, generation: int, running: Running, threads: Threads,
+    uses: NDArray[np.bool_], places: Places, num: int,
+) -> int:  # fmt: skip
+    """Adds where a row goes on that it followed before, and what is running; returns how many there are then."""
+    context = rows.tokens[b, : rows.num_tokens[b]]
+    begin, slot, prompt = rows.num_prompt[b], running.slots[b], rows.prompts[b]
+    refresh_threads(threads, slot, context.size, generation)
+    if uses[HISTORY] and history.spans[prompt, 1] > 0:
+        num_found = num
+        num = find_threads(places, num, threads, slot, history, prompt, context, begin)
+        follow(threads, slot, places, num_found, history.spans[prompt, 0])
+    threads.num_tokens[slot] = context.size
+    if (uses[SIBLINGS] or uses[OWN]) and longest_of(places, num) < _ENOUGH:
+        num = find_in_live(
+            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width, slot,
+            running.prompt_slots[b], rows.groups[b], context, begin, uses,
+        )  # fmt: skip
+    return num
+
+
+@lean
+def _ask_others(
+    rows: Rows, first: int, behind: int, running: Running, others: Others, places: Places, num_places: Int64Array,
+    ahead: Ahead,
+) -> None:  # fmt: skip
+    """Finds where the contexts occur in what is running of other groups and in other prompts' histories."""
+    num = 0
+    for b in range(first, behind):
+        if is_due(rows, b) and longest_of(places_of(places, b - first), num_places[b - first]) < _ENOUGH:
+            ask(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
+            num += 1
+    search(ahead, num, rows.tokens, others.text, others.order, others.keys, others.owners)
+    for q in range(num):
+        b = ahead.rows[q]
+        context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], places_of(places, b - first)
+        so_far: int = find_in_other_groups(
+            own, num_places[b - first], running.chains, running.num_noted, running.first, running.scopes, running.width,
+            rows.groups[b], context, begin,
+        )  # fmt: skip
+        num_places[b - first] = find_in_others(own, so_far, others, rows.owners[b], context, begin, ahead.lows[q])
