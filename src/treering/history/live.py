@@ -146,10 +146,12 @@ def _is_continued(chains: Chains, base: int, first: int, noted: int, context: In
     """Whether a context goes on from what its slot holds, as far as its newest tokens tell."""
     if noted > end:
         return False
-    for i in range(max(first, noted - _NUM_COMPARED), noted):
-        if chains.tokens[base + 1 + i - first] != context[i]:
-            return False
-    return True
+    begin = max(first, noted - _NUM_COMPARED)
+    held, differs = chains.tokens[base + 1 + begin - first : base + 1 + noted - first], False
+    # All of them, which goes side by side: to stop at the first that differs is to look at one after another.
+    for i in range(held.size):
+        differs |= held[i] != context[begin + i]
+    return not differs
 
 
 @lean
