@@ -117,8 +117,7 @@ def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) 
 
 @lean
 def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
-    # Four sums side by side: one addition need not wait for the one before. An unsigned index is not looked at for
-    # whether it counts from the end.
+    # Four sums side by side: one addition need not wait for the one before.
     first = second = third = fourth = 0.0
     for k in range(0, NUM_KINDS, 4):
         first += weights[np.uintp(NUM_VOTES + features[k])]

@@ -143,7 +143,7 @@ def _narrow(ahead: Ahead, num: int, keys: Int64Array) -> None:
         for q in range(num):
             half, is_open = left[q] >> 1, left[q] > 0
             # Without a branch, which would be guessed wrong every other time.
-            is_below = is_open & (keys[min(firsts[q] + lows[q] + half, last)] < wanted[q])
+            is_below = is_open & (keys[np.uintp(min(firsts[q] + lows[q] + half, last))] < wanted[q])
             lows[q] += is_below * (half + 1)
             left[q] = left[q] - half - 1 if is_below else half
         longest >>= 1

@@ -87,11 +87,11 @@ class Facts(NamedTuple):
 def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
     """The token at a place of a text; a marker where a rollout ends."""
     if text == IN_HISTORY:
-        found: np.int32 = history[at]
+        found: np.int32 = history[np.uintp(at)]
     elif text == IN_OTHERS:
-        found = others[at]
+        found = others[np.uintp(at)]
     else:
-        found = live[at]
+        found = live[np.uintp(at)]
     return found
 
 
@@ -102,9 +102,8 @@ def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> 
         source = places.source[i]
         if policy == CALIBRATED:
             edit = vote_bucket(places.length[i]) * NUM_EDITS + places.edit[i]
-            places.weight[i] = (
-                votes.edit[edit] * votes.age[source * 4 + newness_of(places, i)] * votes.shift[places.shift[i]]
-            )
+            age, shift = np.uintp(source * 4 + newness_of(places, i)), np.uintp(places.shift[i])
+            places.weight[i] = votes.edit[np.uintp(edit)] * votes.age[age] * votes.shift[shift]
         elif places.length[i] < longest:
             places.weight[i] = 0.0
         elif policy == REWARD:
@@ -128,14 +127,14 @@ def count_votes(
     by_source, which = candidates.by_source, candidates.which
     num = 0
     for j in range(members.size):
-        i = members[j]
+        i = np.uintp(members[j])
         token = token_at(history, live, others, text[i], at[i] + depth)
         which[j] = -1
         if token < 0:
             continue
         vote = weight[i]
         if policy == CALIBRATED:
-            vote *= factor[source[i] * NUM_LENGTHS + length_bucket(length[i] + depth)]
+            vote *= factor[np.uintp(source[i] * NUM_LENGTHS + length_bucket(length[i] + depth))]
         c = 0
         while c < num and tokens[c] != token:
             c += 1
@@ -149,11 +148,11 @@ def count_votes(
         which[j] = c
         sums[c] += vote
         counts[c] += 1
-        by_source[c, source[i]] += vote
+        by_source[c, np.uintp(source[i])] += vote
         longest_of[c] = max(longest_of[c], length[i])
         num_longest[c] += length[i] == longest
         if vote > best_vote[c]:
-            best_vote[c], best[c] = vote, i
+            best_vote[c], best[c] = vote, members[j]
     return num
 
 
@@ -173,7 +172,7 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    i, rank, own, crowd, share = facts.place, facts.rank, facts.own, facts.crowd, facts.share
+    i, rank, own, crowd, share = np.uintp(facts.place), facts.rank, facts.own, facts.crowd, facts.share
     source = places.source[i]
     length, near = length_bucket(facts.length), near_bucket(depth)
     count, far = count_bucket(own), depth_bucket(depth)

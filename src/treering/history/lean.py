@@ -1,7 +1,9 @@
 """Compiled functions that make no arrays: numba counts no references in them.
 
 numba counts references to every array that a function takes out of a tuple or hands on, with atomic operations; in
-loops of a few nanoseconds that is most of the time. Knows nothing of what functions do.
+loops of a few nanoseconds that is most of the time. A signed index it looks at for whether it counts from the end,
+unless that is a loop's own; so numbers that were read from arrays index as `np.uintp` where much time goes. Knows
+nothing of what functions do.
 """
 
 from numba import njit

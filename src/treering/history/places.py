@@ -72,9 +72,10 @@ def put(
     """Notes a place where there is room; returns how many there are then."""
     if num == MAX_PLACES:
         return num
-    places.at[num], places.text[num], places.source[num], places.length[num] = at, text, source, length
-    places.edit[num], places.shift[num], places.note[num] = edit_bucket(edit), shift, note
-    places.reward[num] = reward
+    i = np.uintp(num)
+    places.at[i], places.text[i], places.source[i], places.length[i] = at, text, source, length
+    places.edit[i], places.shift[i], places.note[i] = edit_bucket(edit), shift, note
+    places.reward[i] = reward
     return num + 1
 
 

@@ -83,8 +83,8 @@ def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> boo
     last, count = context.size - 1, 0
     while True:
         place = last - count
-        wanted = context[place] if place >= begin else MARKER
-        found = text[at - count]
+        wanted = context[np.uintp(place)] if place >= begin else MARKER
+        found = text[np.uintp(at - count)]
         if found != wanted or wanted == MARKER or count == MAX_LENGTH:
             return bool(found < wanted)
         count += 1
@@ -98,7 +98,7 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
     # A text begins with a marker, which equals no token; the last bound is for contexts with numbers that are none.
     limit = min(most, last - begin + 1, at + 1)
     count = 0
-    while count < limit and text[at - count] == context[last - count]:
+    while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
         count += 1
     if count == last - begin + 1 and count < most and count <= at and text[at - count] == MARKER:
         count += 1

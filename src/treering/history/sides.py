@@ -51,9 +51,11 @@ def next_place(
     left, right, left_length, right_length = sides
     last = context.size - 1
     if left_length < 0:
-        left_length = agree(text, start + order[left], context, last, begin, MAX_LENGTH) if left >= 0 else 0
+        left_length = agree(text, start + order[np.uintp(left)], context, last, begin, MAX_LENGTH) if left >= 0 else 0
     if right_length < 0:
-        right_length = agree(text, start + order[right], context, last, begin, MAX_LENGTH) if right < order.size else 0
+        right_length = (
+            agree(text, start + order[np.uintp(right)], context, last, begin, MAX_LENGTH) if right < order.size else 0
+        )
     if left_length > right_length:
         return start + order[left], left_length, Sides(left - 1, right, -1, right_length)
     if right_length == 0:

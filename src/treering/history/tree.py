@@ -92,7 +92,7 @@ def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model
         if path < least:
             return num_nodes
         node, parent = num_nodes, waiting.parents[best]
-        _take(nodes, node, waiting, best)
+        _take(nodes, node, waiting, np.uintp(best))
         num_nodes += 1
         if num_nodes == row.most:
             return num_nodes
@@ -101,7 +101,7 @@ def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model
         token = nodes.tokens[node]
         begin, end = begins[nodes.described[node]], ends[nodes.described[node]]
         so_far = Grown(so_far.num_waiting - 1, so_far.num_described, so_far.num_members)
-        _move(waiting, so_far.num_waiting, best)
+        _move(waiting, np.uintp(so_far.num_waiting), np.uintp(best))
 
 
 @lean
@@ -132,7 +132,7 @@ def _expand(
     length = places.length
     longest = 0
     for j in range(members.size):
-        longest = max(longest, length[members[j]])
+        longest = max(longest, length[np.uintp(members[j])])
     num = count_votes(texts, places, members, depth, model.votes, model.policy, longest, candidates)
     sums, lines = candidates.votes, candidates.lines
     total, num_longest = sum_up(candidates, num)
@@ -149,7 +149,8 @@ def _expand(
         if not is_calibrated and rank > 0:
             # The policy chooses; estimates only say how far it is followed.
             continue
-        shares, features = described.shares[num_described], described.features[num_described]
+        line = np.uintp(num_described)
+        shares, features = described.shares[line], described.features[line]
         write_shares(shares, candidates, c, share, num_longest)
         facts = Facts(
             candidates.best[c], candidates.length[c] + depth, candidates.counts[c],
@@ -161,8 +162,7 @@ def _expand(
         if path * chance < least or (model.is_chain and path * chance <= best_path):
             continue
         k = best_waiting if model.is_chain and best_waiting >= 0 else num_waiting
-        waiting.tokens[k], waiting.parents[k] = candidates.tokens[c], node
-        waiting.estimates[k], waiting.paths[k], waiting.described[k] = chance, path * chance, num_described
+        _wait(waiting, np.uintp(k), candidates.tokens[c], node, chance, path * chance, num_described)
         lines[c] = num_described
         num_described += 1
         best_waiting, best_path = k, path * chance
@@ -183,12 +183,20 @@ def _part(room: Room, begin: int, end: int, num: int, num_members: int) -> int:
         if lines[c] >= 0:
             begins[lines[c]] = ends[lines[c]] = num_members
             num_members += candidates.counts[c]
-    for j in range(end - begin):
+    own = members[begin:end]
+    for j in range(own.size):
         line = lines[which[j]] if which[j] >= 0 else -1
         if line >= 0:
-            members[ends[line]] = members[begin + j]
+            members[ends[line]] = own[j]
             ends[line] += 1
     return num_members
+
+
+@lean
+def _wait(waiting: Waiting, k: int, token: int, parent: int, chance: float, path: float, line: int) -> None:
+    """Writes a candidate to those that wait."""
+    waiting.tokens[k], waiting.parents[k] = token, parent
+    waiting.estimates[k], waiting.paths[k], waiting.described[k] = chance, path, line
 
 
 @lean
