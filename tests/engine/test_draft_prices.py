@@ -21,8 +21,9 @@ def model() -> PreTrainedModel:
 
 
 def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> Spent:
-    looking = prices.look + prices.row * num_rows + prices.grown * num_drafted
-    return Spent(looking, prices.learn + prices.drafted * num_drafted, num_drafted)
+    """Of the price of a look, a quarter is what the pass behind it takes longer."""
+    looking = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
+    return Spent(looking, 0.25 * prices.look, prices.learn + prices.drafted * num_drafted, num_drafted)
 
 
 @given(st.integers(2, 40), st.lists(st.floats(0, 1e-3), min_size=5, max_size=5), st.integers(1, 500))
@@ -36,41 +37,61 @@ def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[flo
     np.testing.assert_allclose(found.to_array(), prices.to_array(), rtol=1e-6, atol=1e-9)
 
 
-@given(st.lists(st.floats(0, 1), min_size=6, max_size=6), st.lists(st.integers(0, 90), min_size=3, max_size=3))
+@given(st.lists(st.floats(-1, 1), min_size=9, max_size=9), st.lists(st.integers(0, 90), min_size=3, max_size=3))
 def test_no_noise_makes_a_price_that_is_none(seconds: list[float], counts: list[int]) -> None:
-    steps = (Spent(seconds[2 * k], seconds[2 * k + 1], counts[k]) for k in range(3))
+    steps = (Spent(abs(seconds[k]), seconds[3 + k], abs(seconds[6 + k]), counts[k]) for k in range(3))
     assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
 
 
 def test_one_row_has_no_price_of_its_own() -> None:
-    one = Spent(1e-4, 5e-5, 1)
-    found = prices_of(Spent(2e-4, 6e-5, 11), one, one, num_rows=1)
+    one = Spent(1e-4, 0.0, 5e-5, 1)
+    found = prices_of(Spent(2e-4, 0.0, 6e-5, 11), one, one, num_rows=1)
     np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
 
 
 class Clock:
-    """A pass takes a second, and each look at the clock a millisecond."""
+    """A pass takes a second, every third of them some more, and each look at the clock a millisecond."""
 
-    def __init__(self) -> None:
-        self.now, self.num_passes = 0.0, 0
+    def __init__(self, longer: float = 0.0) -> None:
+        self.now, self.num_passes, self._longer = 0.0, 0, longer
 
     def __call__(self) -> float:
         self.now += 1e-3
         return self.now
 
     def one_pass(self) -> None:
-        self.now += 1.0
         self.num_passes += 1
+        self.now += 1.0 + (self._longer if self.num_passes % 3 == 0 else 0.0)
 
 
-def test_every_part_is_timed_behind_a_pass_that_does_not_count() -> None:
-    clock = Clock()
+@pytest.mark.parametrize("longer", [0.0, 0.25, -0.25])
+def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_behind_a_look_counts(
+    longer: float,
+) -> None:
+    clock = Clock(longer)
     prices = measure_prices(clock.one_pass, max_batch=8, clock=clock)
-    # Looking and learning behind a pass each: two steps to be warm, and a round of three however long it takes.
-    assert clock.num_passes == 2 * (2 + 3)
-    assert max(prices.to_array()) <= 1e-3 + 1e-9
-    assert prices.look == pytest.approx(1e-3)
+    # One pass to be behind, one to compare with, one behind the look: two steps to be warm, and a round of three
+    # however long it takes.
+    assert clock.num_passes == 3 * (2 + 3)
+    assert prices.look == pytest.approx(1e-3 + max(longer, 0.0))
     assert prices.learn == pytest.approx(1e-3)
+    assert max(prices.row, prices.grown, prices.drafted) <= 1e-9
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
+def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
+    steps = Steps(num_rows, lambda: None, Clock())
+    table = steps._table
+    for number in range(3 * num_rows):
+        changes = table.num_changes
+        steps.draft(12)
+        assert table.num_rows == num_rows
+        # One goes and another one comes, but where there is one alone: all would be new to the drafter then.
+        assert table.num_changes - changes == (2 if num_rows > 1 else 0), number
+        lengths = table.columns.num_tokens[:num_rows]
+        assert sorted({request.sample for request in table.requests}) == list(range(num_rows))
+        assert (lengths >= 32).all()
+        assert (lengths <= 256).all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])

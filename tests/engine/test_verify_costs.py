@@ -46,7 +46,14 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("max_batch", "sizes"),
-    [(1, [1, 2, 4, 8]), (3, [1, 2, 4, 8, 16]), (8, [1, 2, 4, 8, 16, 32, 64]), (1000, [1 << k for k in range(9)])],
+    [
+        (1, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (3, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19, 24]),
+        (8, [1, 2, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 40, 64]),
+        (100, [1, 2, 4, 8, 16, 32, 64, 100, 101, 102, 103, 104, 105, 106, 107, 108, 116, 132, 164, 228, 256]),
+        (256, [1 << k for k in range(9)]),
+        (1000, [1 << k for k in range(9)]),
+    ],
 )
 def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None:
     decoder = Timed()
@@ -58,12 +65,28 @@ def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None
 
 
 def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
-    # Of each size but one moment is quiet: the first round's for 1 token, the last one's for 2, and the rest between.
-    quiet = {4, 5 + 24 * 4, 6 + 12 * 4, 7 + 3 * 4}
-    decoder = Timed(spikes={number: 50.0 + number for number in range(4, 4 * 26) if number not in quiet})
+    # Of each of 8 sizes but one moment is quiet: the first round's for 1 token, the last one's for 2, the rest between.
+    quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
+    decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
     costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
-    assert len(decoder.batches) == 4 * (1 + 25)
-    np.testing.assert_allclose(costs.seconds, [1e-6, 4e-6, 16e-6, 64e-6])
+    assert len(decoder.batches) == 8 * (1 + 25)
+    np.testing.assert_allclose(costs.seconds, [size**2 * 1e-6 for size in range(1, 9)])
+
+
+class Blocks(Timed):
+    """Computes four tokens at a time, so that the fifth takes as long as the eighth."""
+
+    def run(self, batch: TokenBatch) -> Tensor:
+        self.now += -(-batch.num_tokens // 4) - batch.num_tokens**2
+        return super().run(batch)
+
+
+def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_batch() -> None:
+    decoder = Blocks()
+    costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
+    drafted = np.arange(9)
+    expected = [2, 3, 3, 3, 3, 4, 4, 4, 4]
+    assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
 
 
 def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
@@ -101,7 +124,7 @@ def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrain
         before = engine.stats
         costs = engine.measure_costs()
         assert engine.stats == before
-        assert costs.num_tokens.tolist() == [1, 2, 4, 8, 16, 32]
+        assert costs.num_tokens.tolist() == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20, 32]
         finished += engine.step()
     assert_same({rollout.key: rollout for rollout in finished}, expected)
 
@@ -126,7 +149,7 @@ def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -
     run(engine, group_requests(3, 1, draw=1))
     engine.update_weights(1)
     run(engine, group_requests(3, 1, draw=2))
-    assert [costs.num_tokens.tolist() for costs in drafter.told] == [[1, 2, 4, 8, 16]]
+    assert [costs.num_tokens.tolist() for costs in drafter.told] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
 
 
 def test_given_costs_are_told_as_they_are_and_none_are_not_told(model: PreTrainedModel) -> None:

@@ -1,28 +1,34 @@
 """What drafting costs beside the passes, measured: drafts for made-up rows from a made-up history, behind real passes.
 
-Knows a drafter as every step calls it. Knows nothing of the run's own drafter, whose rows and estimates stay as they
-are, and what is done with the result.
+Knows drafting as every step does it. Knows nothing of the run's own drafter and table, which stay as they are, and what
+is done with the result.
 
-    B rows   L tokens of a context
+    B rows
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.engine.decoder import Decoder
 from treering.engine.drawing import Draw
-from treering.engine.proposed import readable
+from treering.engine.gains import Gains
+from treering.engine.proposed import Proposed
+from treering.engine.request import Request, Sampling
+from treering.engine.spans import Spans
+from treering.engine.speculation import Speculation
+from treering.engine.table import Table
 from treering.engine.verify_costs import measure, plan
 from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
-from treering.history.records import DraftRows
 from treering.history.store import HistoryStore
+from treering.types import TokenIds
+
+_Result = TypeVar("_Result")
 
 _NUM_ROUNDS = 15
 _BUDGET_S = 0.1
@@ -41,6 +47,7 @@ class Spent(NamedTuple):
     """One step's drafting."""
 
     looking: float  # seconds until drafts stand as a pass takes them
+    behind: float  # seconds that a pass takes longer behind it than behind a pass
     learning: float  # seconds
     num_drafted: int
 
@@ -65,7 +72,8 @@ def measure_prices(
     """Seconds of looking, growing and learning; the medians of some rounds, in which sizes take turns.
 
     A step's drafting begins where a pass has filled the machine's caches with weights, and takes a multiple of what it
-    takes again and again. So a pass stands before each part that is timed.
+    takes again and again. So a pass stands before each part that is timed. Behind drafting it is the pass that takes
+    longer, which is part of the price of a look.
 
     Args:
         one_pass: computes a pass of the engine, of no account otherwise.
@@ -91,7 +99,7 @@ def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftP
     What rounding and noise would make a price below 0 is 0.
 
     Example: looking for 8 rows in 220 us with 60 tokens and in 120 us with 10, and for one row in 36 us with one token,
-    are 2 us a token, 10 us a row and 24 us a look.
+    are 2 us a token, 10 us a row and 24 us a look, to which comes what the pass behind it takes longer.
     """
     num_more = many.num_drafted - few.num_drafted
     grown, drafted = (
@@ -101,7 +109,7 @@ def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftP
     bare, bare_alone = few.looking - grown * few.num_drafted, alone.looking - grown * alone.num_drafted
     row = max(0.0, (bare - bare_alone) / (num_rows - 1)) if num_rows > 1 else 0.0
     return DraftPrices(
-        look=max(0.0, bare - row * num_rows),
+        look=max(0.0, bare - row * num_rows) + max(0.0, few.behind),
         row=row,
         grown=grown,
         learn=max(0.0, few.learning - drafted * few.num_drafted),
@@ -110,57 +118,89 @@ def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftP
 
 
 class Steps:
-    """Rows that go on by some tokens from step to step, and a drafter that knows earlier rollouts like theirs."""
+    """A table of rows that go on by some tokens from step to step, and drafts from earlier rollouts like theirs."""
 
     def __init__(self, num_rows: int, one_pass: Callable[[], object], clock: Callable[[], float]) -> None:
         """Groups of rows, each with a prompt of its own and a history of as many rollouts."""
         self._one_pass, self._clock = one_pass, clock
         rng = np.random.default_rng(0)
-        store, tokens = HistoryStore(), np.zeros((num_rows, _LENGTH), np.int32)
-        groups = np.arange(num_rows) // _GROUP_SIZE
-        for group in range(int(groups[-1]) + 1):
-            text = rng.integers(0, _VOCAB_SIZE, _LENGTH, dtype=np.int32)
-            store.add(str(group), [_edited(text, rng) for _ in range(_GROUP_SIZE)], version=0)
-            for row in np.flatnonzero(groups == group):
-                tokens[row] = _edited(text, rng)
+        store = HistoryStore()
+        self._texts: list[TokenIds] = []
+        self._table = Table(max_rows=num_rows, arena=Spans(num_rows * _LENGTH), seed=0)
+        for row in range(num_rows):
+            group, number = divmod(row, _GROUP_SIZE)
+            if number == 0:
+                text = rng.integers(0, _VOCAB_SIZE, _LENGTH, dtype=np.int32)
+                store.add(str(group), [_edited(text, rng) for _ in range(_GROUP_SIZE)], version=0)
+            self._texts.append(_edited(text, rng))
+            self._add(_request(row))
         store.publish()
-        self._drafter = Drafter(store)
-        self._rows = DraftRows(
-            prompt_ids=[str(group) for group in groups],
-            groups=groups,
-            tokens=tokens,
-            num_tokens=np.full(num_rows, _FIRST_LENGTH),
-            num_prompt_tokens=np.ones(num_rows, np.int64),
-            max_drafts=np.zeros(num_rows, np.int64),
-            row_ids=np.arange(num_rows),
-        )
+        self._speculation = Speculation(Drafter(store), vocab_size=_VOCAB_SIZE, costs="none")
 
     def draft(self, most: int) -> Spent:
         """A step with so many drafted tokens a row at most; the likeliest ones come true, so the next are no fewer."""
-        rows, clock = self._rows, self._clock
-        rows.max_drafts[:] = most
-        rows.num_tokens[:] = np.where(rows.num_tokens + _STEP < _LENGTH, rows.num_tokens + _STEP, _FIRST_LENGTH)
+        self._go_on(most)
         self._one_pass()
-        start = clock()
-        drafts = self._drafter.propose(rows)
-        proposed = readable(drafts, rows.max_drafts, _VOCAB_SIZE)
-        looking = clock() - start
-        chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
-        accepted = np.diff(chains)
-        self._one_pass()
-        start = clock()
-        self._drafter.observe(rows, accepted)
-        return Spent(looking, clock() - start, int(drafts.tokens.size))
+        _, plain = self._time(self._one_pass)
+        proposed, looking = self._time(lambda: self._speculation.propose(self._table, num_waiting=1))
+        _, behind = self._time(self._one_pass)
+        gains = _gains_of(proposed)
+        _, learning = self._time(lambda: self._speculation.learn(gains))
+        return Spent(looking, behind - plain, learning, int(proposed.tokens.size))
+
+    def _go_on(self, most: int) -> None:
+        """Rows have more tokens and room for `most` drafts; another one takes a row's place, as happens in batches."""
+        table = self._table
+        if table.num_rows > 1:
+            self._add(table.remove(0))
+        c, rows = table.columns, slice(table.num_rows)
+        longer = c.num_tokens[rows] + _STEP
+        c.num_tokens[rows] = np.where(longer < _LENGTH, longer, _FIRST_LENGTH)
+        c.num_computed[rows] = c.num_tokens[rows] - 1
+        c.limit[rows] = c.num_tokens[rows] + most + 1
+
+    def _add(self, request: Request) -> None:
+        table = self._table
+        table.prefixes.expect(request.prompt)
+        is_added = table.add(request)
+        assert is_added, "each row has its room"
+        row = table.num_rows - 1
+        table.columns.tokens[row, :_LENGTH] = self._texts[request.sample]
+        table.columns.num_tokens[row] = _FIRST_LENGTH
+
+    def _time(self, work: Callable[[], _Result]) -> tuple[_Result, float]:
+        start = self._clock()
+        result = work()
+        return result, self._clock() - start
 
 
-def _edited(text: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.int32]:
+def _request(row: int) -> Request:
+    """Of a prompt of one token, behind which the row's text stands."""
+    return Request(
+        prompt_id=str(row // _GROUP_SIZE),
+        prompt=np.zeros(1, np.int32),
+        sampling=Sampling(max_tokens=_LENGTH),
+        sample=row,
+    )
+
+
+def _gains_of(proposed: Proposed) -> Gains:
+    """All tokens of each row's likeliest path came true."""
+    chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
+    accepted, nothing = np.diff(chains), np.zeros(0, np.int64)
+    return Gains(
+        num_new=nothing, finish=nothing, num_accepted=accepted, leaves=accepted - 1, sources=nothing, targets=nothing
+    )
+
+
+def _edited(text: TokenIds, rng: np.random.Generator) -> TokenIds:
     """A copy in which every tenth token is another."""
     edits = rng.integers(0, _VOCAB_SIZE, text.size, dtype=np.int32)
-    copy: NDArray[np.int32] = np.where(rng.random(text.size) < _SHARE_OF_EDITS, edits, text)
+    copy: TokenIds = np.where(rng.random(text.size) < _SHARE_OF_EDITS, edits, text)
     return copy
 
 
 def _middle(spent: tuple[Spent, ...]) -> Spent:
     """The median of each."""
-    looking, learning, num_drafted = zip(*spent, strict=True)
-    return Spent(median(looking), median(learning), round(median(num_drafted)))
+    looking, behind, learning, num_drafted = zip(*spent, strict=True)
+    return Spent(median(looking), median(behind), median(learning), round(median(num_drafted)))

@@ -70,7 +70,7 @@ class TorchEngine(Engine):
             seed: of the noise.
             version: policy version of the present weights.
             decode: tokens to text, for stop strings.
-            num_threads: torch threads during a step; None leaves them as they are. One is best for small models.
+            num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
             backend: see `Backend`.
             costs: see `Costs`; of no account without a drafter.
 
@@ -189,13 +189,13 @@ class TorchEngine(Engine):
     def measure_costs(self) -> VerifyCosts:
         """Seconds of a pass by its tokens, and of drafting, here and now; rollouts, counts and noise stay as they are.
 
-        It takes some tenths of a second, or two dozen passes where these are slow. The engine measures once by itself,
+        It takes some tenths of a second, or some sixty passes where these are slow. The engine measures once by itself,
         before its first pass, where `costs` is "measured" and it has a drafter that has no costs yet.
 
         Raises:
             StateError: the model's logits hold NaN or +inf.
 
-        Example: with max_batch=2 the result has entries for 1, 2, 4, 8 and 16 tokens.
+        Example: with max_batch=2 the result has entries for 1 to 10 and for 16 tokens.
         """
         with threads(self._num_threads):
             return measure_with_prices(

@@ -29,6 +29,8 @@ decides, for runs that must repeat bit for bit."""
 
 _MOST_TOKENS = 256
 _TOKENS_PER_ROW = 8
+_NUM_SINGLE = 8
+"""Drafts behind a full batch, each number of which is timed: what computes rows in blocks makes steps of their cost."""
 _NUM_ROUNDS = 25
 _BUDGET_S = 0.2
 """Spent on rounds; one is finished however long it takes."""
@@ -43,7 +45,7 @@ def measure(
     context: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> VerifyCosts:
-    """Seconds of passes over 1, 2, 4, ... tokens, up to 8 B and 256; the shortest of a few passes each.
+    """Seconds of passes over 1 to 8 B tokens, or 256; the shortest of a few passes each.
 
     What else the machine does makes passes longer, never shorter, and a size that it struck more often than another
     would look dearer for as long as the engine runs. So sizes take turns, and the shortest counts. Tokens beyond the
@@ -62,8 +64,8 @@ def measure(
         InputError: a limit below 1.
         StateError: logits that are no distribution.
 
-    Example: an engine with max_batch=8 runs passes of 1, 2, 4, 8, 16, 32 and 64 tokens, the last as 8 rows with 7
-    drafts each.
+    Example: an engine with max_batch=8 runs passes of 1, 2, 4, 8, 9, 10, ... 16, 24, 40 and 64 tokens, the last as 8
+    rows with 7 drafts each.
     """
     if min(max_batch, context, num_slots) < 1:
         raise InputError(
@@ -93,9 +95,13 @@ def never_falling(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, ... up to 8 B or 256."""
+    """1, 2, 4, ... up to B, each of the eight behind it, then B + 16, B + 32, ... up to 8 B, or 256 tokens."""
     most = min(_TOKENS_PER_ROW * max_batch, _MOST_TOKENS)
-    return [1 << power for power in range(most.bit_length())]
+    full = min(max_batch, most)
+    doubled = [1 << power for power in range(most.bit_length())]
+    drafted = [*range(1, _NUM_SINGLE), *(count for count in doubled if count >= _NUM_SINGLE)]
+    fewer = [size for size in doubled if size < full]
+    return [*fewer, full, *(full + count for count in drafted if full + count < most), *({most} - {full})]
 
 
 def plan(
