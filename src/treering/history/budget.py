@@ -22,8 +22,9 @@ Int64Array = NDArray[np.int64]
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0
-_LONGEST = 64
-_SHARE_OF_LOOKS = 0.005
+_LONGEST = 256
+_LONGER = 4
+_MOST_LOST = 0.005
 
 
 @lean
@@ -81,14 +82,14 @@ class Rest:
     """Whether drafting as a whole pays, and how long it rests where it does not.
 
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
-    2, then 4, up to 64, until a step with drafts wins again. Looking for drafts costs time too: where none is found
-    that pays, the next 1, 2, 4, ... steps do not look, as many as make it half a percent of them, and none where steps
-    take longer than 200 looks. Looking, what is found and learning from it are counted at their prices, so that no
-    decision depends on a clock.
+    4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
+    and for 256. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not
+    look, as many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is
+    found and learning from it are counted at their prices, so that no decision depends on a clock.
 
-    Example: a batch of 8 rows at 0.6 ms a step that accepts nothing rests for 1, 2, 4, ... steps. Where it finds
-    nothing, it looks again after 1, 2, 4, 8, 16, 17, 17, ... steps by the prices that stand where none were measured:
-    52 us are half a percent of 17 steps.
+    Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
+    64, 100, 100, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 17, 17, ... steps by the prices that
+    stand where none were measured: 52 us are half a percent of 17 steps.
     """
 
     def __init__(self, prices: DraftPrices | None = None) -> None:
@@ -135,15 +136,17 @@ class Rest:
         self._num_drafted = keep * self._num_drafted + num_rows + num_accepted
         self._seconds_plain = keep * self._seconds_plain + seconds_plain
         self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
-        if self._num_drafted * self._seconds_plain >= self._num_plain * self._seconds_drafted:
-            self._length = 0
-            return
-        self._length = min(max(1, 2 * self._length), _LONGEST)
+        lost = self._seconds_drafted / self._seconds_plain - self._num_drafted / self._num_plain
+        self._length = 0 if lost <= 0 else max(1, _next(self._length, lost))
         self._num_left = self._length
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
         looking = self._prices.of_looking(num_rows, num_grown)
-        most = int(min(looking / (_SHARE_OF_LOOKS * seconds_plain), _LONGEST))
-        self._num_idle = min(max(1, 2 * self._num_idle), most)
+        self._num_idle = _next(self._num_idle, looking / seconds_plain)
         self._num_left = self._num_idle
+
+
+def _next(length: int, lost: float) -> int:
+    """The length of a rest behind one of `length`, that is to make up for what was lost, in steps without drafts."""
+    return min(max(1, _LONGER * length), _LONGEST, int(lost / _MOST_LOST))
