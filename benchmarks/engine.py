@@ -1,6 +1,6 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`treering bench engine` runs this, in four to five minutes: plain decoding of a random model, drafting with a policy
+`treering bench engine` runs this, in five to seven minutes: plain decoding of a random model, drafting with a policy
 that a minute of training has made, what a drafter costs where drafts cannot help, and how often rounding changes a
 token. Wall time, all ways in turns in one process; the controls count CPU time, pair by pair.
 """
@@ -28,10 +28,10 @@ def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) 
     """
     model = build_model()
     speed = measure_speed(model, num_runs=num_runs, on_progress=on_progress)
-    # One thread, which is what such small models are fastest with.
     with one_thread():
         policy = warm_policy(on_progress)
         drafting = measure_drafting(policy, num_runs=num_runs, on_progress=on_progress)
+        # By CPU time, of which a thread that waits takes as much as one that works.
         controls = measure_controls(policy, on_progress=on_progress)
         flips = measure_flips(policy, on_progress=on_progress)
     return {
@@ -63,7 +63,7 @@ def environment(num_runs: int, model: PreTrainedModel, policy: Policy) -> dict[s
         "drafting": {
             "num_parameters": policy.model.num_parameters(),
             "dtype": "float32",
-            "threads": 1,
+            "threads": thread_counts(),
             "warm_start_steps": policy.num_steps,
             "accuracy": policy.accuracy,
             "num_prompts": len(policy.task.prompts),

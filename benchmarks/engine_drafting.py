@@ -4,24 +4,27 @@ A policy that has learnt something samples each prompt a second time; its memory
 weights have not moved in between, which is the most that history can know of a policy. Rollouts end where they end,
 finished siblings are not remembered, and what the drafter knows of its own acceptance comes from a third draw. One
 engine runs all ways, with one drafter or another or none, because two engines of one kind differ by some percent
-themselves. Drafters have their defaults, and the engine's measured costs.
+themselves. Drafters have their defaults, and the engine's measured costs. Each way runs with one thread and with more,
+and the number that is best for it counts: long drafts keep two threads busy that a token a row does not.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from benchmarks.engine_cases import OnProgress, Policy
 from benchmarks.engine_generate import generate
 from benchmarks.engine_runs import Rollouts, Way, count_differing, count_tokens, run_all, wall_rounds
+from benchmarks.engine_speed import thread_counts
 from benchmarks.timing import OnRun
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft import Drafter
 from treering.history.store import HistoryStore
+from treering.train.compute import num_threads as threads
 from treering.types import TokenIds
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
@@ -42,6 +45,8 @@ CONTROLS: tuple[Control, ...] = ("another", "none")
 class DraftedResult:
     """The engine with drafts from one history."""
 
+    num_threads: int
+    """That it is fastest with."""
     tokens_per_s: float
     ratio: float
     """Over the engine without drafts: the median over rounds, each of which runs both."""
@@ -63,7 +68,9 @@ class DraftingResult:
     num_rollouts: int
     num_tokens: int
     """Of the engine without drafts; `generate` draws others, of a similar number."""
+    generate_num_threads: int
     generate_tokens_per_s: float
+    plain_num_threads: int
     plain_tokens_per_s: float
     plain_tokens_per_forward: float
     drafting: DraftedResult
@@ -86,9 +93,8 @@ def measure_drafting(
     for size in batch_sizes:
         on_progress(f"drafting, batch {size}: warming up")
         histories = (OWN, *CONTROLS) if size == control_batch_size else (OWN,)
-        engine = TorchEngine(policy.model, max_batch=size)
-        sides = {history: DraftingSide(policy, remember(remembered, history), engine) for history in histories}
-        results.append(_measure_size(policy, engine, size, sides, num_runs, partial(_tell, on_progress, size)))
+        stores = {history: remember(remembered, history) for history in histories}
+        results.append(_measure_size(policy, size, stores, num_runs, partial(_tell, on_progress, size)))
     return results
 
 
@@ -116,18 +122,20 @@ def run_plain(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
 class DraftingSide:
     """A drafter in an engine that others use too, which knows the same before every run."""
 
-    def __init__(self, policy: Policy, store: HistoryStore, engine: TorchEngine) -> None:
-        """Lets the drafter learn from a draw that is not measured."""
-        self._drafter, self._engine = Drafter(store), engine
+    def __init__(self, policy: Policy, store: HistoryStore, engine: TorchEngine, num_threads: int) -> None:
+        """Lets the drafter learn from a draw that is not measured, and what passes take with so many threads."""
+        self._drafter, self._engine, self._num_threads = Drafter(store), engine, num_threads
         engine.use_drafter(self._drafter)
-        run_all(engine, policy.requests(draw=LEARNING_DRAW))
+        with threads(num_threads):
+            run_all(engine, policy.requests(draw=LEARNING_DRAW))
         self._learnt = self._drafter.state()
 
     def run(self, requests: Sequence[Request]) -> Rollouts:
         """All rollouts."""
         self._drafter.load_state(self._learnt)
         self._engine.use_drafter(self._drafter)
-        return run_all(self._engine, requests)
+        with threads(self._num_threads):
+            return run_all(self._engine, requests)
 
     def run_counted(self, requests: Sequence[Request]) -> tuple[Rollouts, EngineStats]:
         """All rollouts, and what the engine counted meanwhile."""
@@ -136,48 +144,77 @@ class DraftingSide:
         return rollouts, self._engine.stats.since(before)
 
 
+class Best(NamedTuple):
+    """A way with the number of threads that it is fastest with."""
+
+    num_threads: int
+    seconds: list[float]  # of each round
+
+
+def fastest(ways: Mapping[tuple[str, int], Way], num_runs: int, on_run: OnRun) -> dict[str, Best]:
+    """Of the ways by name and number of threads, which take turns, the best number for each name, by the median."""
+    rounds = wall_rounds({_name(*setting): way for setting, way in ways.items()}, num_runs, on_run)
+    best: dict[str, Best] = {}
+    for name, count in ways:
+        seconds = rounds[_name(name, count)]
+        if name not in best or median(seconds) < median(best[name].seconds):
+            best[name] = Best(count, seconds)
+    return best
+
+
 def _measure_size(
-    policy: Policy,
-    engine: TorchEngine,
-    size: int,
-    sides: Mapping[History, DraftingSide],
-    num_runs: int,
-    on_run: OnRun,
+    policy: Policy, size: int, stores: Mapping[History, HistoryStore], num_runs: int, on_run: OnRun
 ) -> DraftingResult:
-    requests = policy.requests(draw=MEASURED_DRAW)
-    ways: dict[str, Way] = {
-        "generate": partial(_generate, policy, requests, size),
-        "plain": partial(run_plain, engine, requests),
-        **{history: partial(side.run, requests) for history, side in sides.items()},
+    engine, counts = TorchEngine(policy.model, max_batch=size), thread_counts()
+    sides = {
+        (history, count): DraftingSide(policy, store, engine, count)
+        for history, store in stores.items()
+        for count in counts
     }
+    requests = policy.requests(draw=MEASURED_DRAW)
     # Of each way one run before the timed ones: to be warm, and to be counted.
-    before, expected, counts = engine.stats, run_plain(engine, requests), engine.stats
+    before, expected, after = engine.stats, run_plain(engine, requests), engine.stats
     generated = _generate(policy, requests, size)
-    counted = {history: side.run_counted(requests) for history, side in sides.items()}
-    seconds = wall_rounds(ways, num_runs, on_run)
+    counted = {setting: side.run_counted(requests) for setting, side in sides.items()}
+    best = fastest(
+        {
+            **{
+                ("generate", count): partial(_with, count, partial(_generate, policy, requests, size))
+                for count in counts
+            },
+            **{("plain", count): partial(_with, count, partial(run_plain, engine, requests)) for count in counts},
+            **{setting: partial(side.run, requests) for setting, side in sides.items()},
+        },
+        num_runs,
+        on_run,
+    )
+    plain = best["plain"]
     drafted = {
-        history: _drafted(rollouts, stats, expected, seconds[history], seconds["plain"])
-        for history, (rollouts, stats) in counted.items()
+        history: _drafted(*counted[history, best[history].num_threads], expected, best[history], plain.seconds)
+        for history in stores
     }
     return DraftingResult(
         batch_size=size,
         num_rollouts=len(expected),
         num_tokens=count_tokens(expected),
-        generate_tokens_per_s=sum(tokens.size for tokens in generated) / median(seconds["generate"]),
-        plain_tokens_per_s=count_tokens(expected) / median(seconds["plain"]),
-        plain_tokens_per_forward=counts.since(before).tokens_per_forward,
+        generate_num_threads=best["generate"].num_threads,
+        generate_tokens_per_s=sum(tokens.size for tokens in generated) / median(best["generate"].seconds),
+        plain_num_threads=plain.num_threads,
+        plain_tokens_per_s=count_tokens(expected) / median(plain.seconds),
+        plain_tokens_per_forward=after.since(before).tokens_per_forward,
         drafting=drafted[OWN],
         controls={history: drafted[history] for history in CONTROLS if history in drafted},
     )
 
 
 def _drafted(
-    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, seconds: list[float], plain_seconds: list[float]
+    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, best: Best, plain_seconds: list[float]
 ) -> DraftedResult:
     num_tokens, num_expected = count_tokens(rollouts), count_tokens(expected)
-    pairs = zip(seconds, plain_seconds, strict=True)
+    pairs = zip(best.seconds, plain_seconds, strict=True)
     return DraftedResult(
-        tokens_per_s=num_tokens / median(seconds),
+        num_threads=best.num_threads,
+        tokens_per_s=num_tokens / median(best.seconds),
         ratio=median(num_tokens / own / (num_expected / plain) for own, plain in pairs),
         tokens_per_forward=stats.tokens_per_forward,
         acceptance=stats.acceptance,
@@ -194,6 +231,15 @@ def _generate(policy: Policy, requests: Sequence[Request], batch_size: int) -> l
         max_tokens=policy.max_tokens,
         stop_tokens=policy.task.stop_tokens,
     )
+
+
+def _with(num_threads: int, way: Way) -> None:
+    with threads(num_threads):
+        way()
+
+
+def _name(name: str, num_threads: int) -> str:
+    return f"{name}, {num_threads} threads"
 
 
 def _tell(on_progress: OnProgress, size: int, done: int, total: int) -> None:

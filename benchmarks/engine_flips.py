@@ -77,7 +77,7 @@ def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[
     expected = run_all(TorchEngine(policy.model, max_batch=1), requests)
     changed: dict[Change, Rollouts] = {
         "batch": run_all(batched, requests),
-        "batch and drafts": DraftingSide(policy, history, batched).run(requests),
+        "batch and drafts": DraftingSide(policy, history, batched, num_threads=1).run(requests),
     }
     results = []
     for change, rollouts in changed.items():

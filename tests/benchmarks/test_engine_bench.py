@@ -12,7 +12,7 @@ import torch
 from benchmarks import engine_controls, engine_drafting, engine_flips, engine_speed
 from benchmarks.engine_cases import SHAPE, Policy, build_model, random_prompts
 from benchmarks.engine_controls import measure_controls, paired_ratios
-from benchmarks.engine_drafting import DraftingSide, measure_drafting, remember
+from benchmarks.engine_drafting import DraftingSide, _name, measure_drafting, remember
 from benchmarks.engine_flips import compare, measure_flips
 from benchmarks.engine_generate import CACHES, generate
 from benchmarks.engine_runs import count_differing, first_difference, run_all, wall_medians
@@ -50,6 +50,11 @@ def tiny_policy(*, certainty: float = 200.0) -> Policy:
         num_steps=0,
         accuracy=0.0,
     )
+
+
+@pytest.fixture(autouse=True)
+def drafting_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_drafting, "thread_counts", lambda: [1])
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +233,9 @@ def test_tokens_per_second_are_each_sides_own_tokens_over_its_own_seconds(monkey
     seconds = {"generate": 2.0, "plain": 3.0, "own": 0.5, "another": 4.0, "none": 8.0}
     # The fastest and the slowest round of each are no match, as they are on a machine that others use.
     rounds = {name: [value, 9 * value, value / 9] for name, value in seconds.items()}
-    monkeypatch.setattr(engine_drafting, "wall_rounds", lambda ways, *_: {name: rounds[name] for name in ways})
+    monkeypatch.setattr(
+        engine_drafting, "wall_rounds", lambda ways, *_: {way: rounds[way.split(",")[0]] for way in ways}
+    )
     (result,) = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,), control_batch_size=2)
     prompts = [request.prompt for request in policy.requests(draw=1)]
     generated = generate(
@@ -244,10 +251,42 @@ def test_tokens_per_second_are_each_sides_own_tokens_over_its_own_seconds(monkey
     )
 
 
+def test_every_way_is_judged_at_the_threads_that_are_best_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[bool, int]] = set()
+
+    class Watched(TorchEngine):
+        def _advance(self) -> list:
+            seen.add((self._speculation._drafter is not None, torch.get_num_threads()))
+            return super()._advance()
+
+    seconds = {"generate": {1: 2.0, 3: 4.0}, "plain": {1: 3.0, 3: 1.0}, "own": {1: 0.5, 3: 0.25}}
+
+    def rounds_of(ways: dict, *_: object) -> dict[str, list[float]]:
+        for way in ways.values():
+            way()
+        return {
+            _name(name, count): [value, 9 * value, value / 9]
+            for name, by in seconds.items()
+            for count, value in by.items()
+        }
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(engine_drafting, "thread_counts", lambda: [1, 3])
+    monkeypatch.setattr(engine_drafting, "TorchEngine", Watched)
+    monkeypatch.setattr(engine_drafting, "wall_rounds", rounds_of)
+    policy = tiny_policy()
+    (result,) = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
+    assert (result.generate_num_threads, result.plain_num_threads, result.drafting.num_threads) == (1, 3, 3)
+    assert result.plain_tokens_per_s == pytest.approx(result.num_tokens)
+    assert result.drafting.ratio == pytest.approx(4.0)
+    assert {(True, 1), (True, 3), (False, 1), (False, 3)} <= seen
+    assert torch.get_num_threads() == before
+
+
 def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     policy = tiny_policy()
     history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)), "own")
-    side = DraftingSide(policy, history, TorchEngine(policy.model, max_batch=4))
+    side = DraftingSide(policy, history, TorchEngine(policy.model, max_batch=4), num_threads=1)
     requests = policy.requests(draw=1)
     # Once before, because an engine keeps the prompts of its latest run, and so rows become ready in another order.
     side.run(requests)

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "four to five minutes, one of which trains the small policy whose rollouts are drafted"
+NOTE = "five to seven minutes, one of which trains the small policy whose rollouts are drafted"
 """Said before it is measured."""
 
 
@@ -54,7 +54,7 @@ def drafting_table(report: dict[str, Any]) -> Table:
     facts = report["environment"]["drafting"]
     title = (
         f"drafting, {_millions(facts)} parameters, {facts['accuracy']:.0%} right, {facts['num_prompts']} prompts x "
-        f"{facts['group_size']}, 1 thread"
+        f"{facts['group_size']}, threads as are best"
     )
     names = ("generate", "plain", "drafting", "ratio", "per pass", "accepted", "drafted", "changed")
     table = _table(title, "batch", "history", *names)
