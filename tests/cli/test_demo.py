@@ -4,17 +4,23 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from tests.models import build_float64
 
 from treering.cli import demo
 from treering.cli.demo_policy import demo_task, measure_accuracy, warm_start
 from treering.cli.demo_report import DemoReport, as_table
 from treering.cli.demo_run import SIDES, DemoSize, write_config
+from treering.cli.demo_threads import best_threads, fastest
 from treering.cli.train_run import open_training
 from treering.config import RlConfig, load
 from treering.data import read_trajectories
+from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
+from treering.history.costs import VerifyCosts
 from treering.rl.loop import RlLoop
 
 # The first test trains a policy, and on a fresh machine compiles all that drafts first.
@@ -48,6 +54,39 @@ def test_only_one_side_drafts_and_shares(report: DemoReport) -> None:
     assert plain.unique_tokens == plain.flat_tokens == ours.flat_tokens > ours.unique_tokens
     assert (plain.sharing, report.token_bound) == (0.0, pytest.approx(1 / (1 - ours.sharing)))
     assert 1.0 < report.flop_bound <= report.token_bound
+
+
+def test_each_side_samples_with_the_threads_that_its_passes_are_fastest_with() -> None:
+    def costs(full: float, drafted: float) -> VerifyCosts:
+        return VerifyCosts(num_tokens=np.array([1, 4, 32]), seconds=np.array([1e-4, full, drafted]))
+
+    assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(4e-4, 1.1e-3)}, 4) == {"plain": 1, "treering": 2}
+    assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(3e-4, 1.6e-3)}, 4) == {"plain": 2, "treering": 1}
+    assert fastest({1: costs(3e-4, 1e-3), 2: costs(3e-4, 1e-3)}, 4) == {"plain": 1, "treering": 1}
+
+
+def test_only_threads_that_torch_has_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measure(engine: TorchEngine) -> VerifyCosts:
+        assert engine._num_threads is not None
+        asked.append(engine._num_threads)
+        return VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1.0]))
+
+    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
+    model = build_float64("qwen3").eval()
+    for count, expected in ((1, [1]), (3, [1, 3])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        asked.clear()
+        assert best_threads(model, 4) == {"plain": 1, "treering": 1}
+        assert asked == expected
+
+
+def test_configurations_and_report_say_with_how_many_threads_each_side_samples(
+    report: DemoReport, folder: Path
+) -> None:
+    for side in SIDES:
+        assert load(RlConfig, folder / f"{side}.toml").engine.num_threads == report.engine_threads[side]
 
 
 def test_ratios_are_those_of_the_seconds(report: DemoReport) -> None:
@@ -129,7 +168,7 @@ def test_reward_rises_clearly(seed: int, tmp_path: Path) -> None:
 
 def train(folder: Path, size: DemoSize, seed: int) -> tuple[RlLoop, list[float]]:
     """The Treering side alone: its loop, and the mean reward of every epoch."""
-    config = load(RlConfig, write_config(folder, size, side="treering", seed=seed))
+    config = load(RlConfig, write_config(folder, size, side="treering", num_threads=1, seed=seed))
     rewards: list[list[float]] = [[] for _ in range(size.num_epochs)]
     with open_training(config, beside=folder, console=Console(quiet=True)) as run:
         for report in run.steps:

@@ -227,18 +227,24 @@ def test_version_is_the_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == f"treering {treering.__version__}\n"
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_waiting_threads_are_passive_unless_the_user_says_otherwise(before: str | None, after: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "PASSIVE 30000"),
+        ({"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "INFINITY"}, "ACTIVE INFINITY"),
+    ],
+)
+def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dict[str, str], after: str) -> None:
     code = (
         "import os, sys\n"
         "from treering.cli.main import main\n"
         "sys.argv = ['treering', '--version']\n"
+        "names = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'\n"
         "try: main()\n"
-        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+        "except SystemExit: print(*(os.environ[name] for name in names), 'torch' in sys.modules)\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    if before is not None:
-        environment["OMP_WAIT_POLICY"] = before
+    kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment = kept | before
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
     )

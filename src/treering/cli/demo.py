@@ -14,6 +14,7 @@ from rich.console import Console
 from treering.cli.demo_policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo_report import DemoReport, as_table, make_report
 from treering.cli.demo_run import START_FOLDER, Comparison, DemoSize, compare
+from treering.cli.demo_threads import best_threads
 from treering.cli.progress import StepProgress
 from treering.cli.train_summary import totals
 from treering.errors import InputError
@@ -50,11 +51,12 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
     """Makes the policy, trains it both ways in the folder `out`, and writes the report there too."""
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
+    threads = best_threads(start.model, size.max_batch)
     with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
         compared = compare(
-            out, size, seed=seed, on_step=lambda so_far: progress.tell(so_far.num_steps, _standing(so_far))
+            out, size, threads, seed=seed, on_step=lambda so_far: progress.tell(so_far.num_steps, _standing(so_far))
         )
-    report = make_report(start, out / START_FOLDER, size, compared, seed=seed)
+    report = make_report(start, out / START_FOLDER, size, threads, compared, seed=seed)
     (out / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return report
 

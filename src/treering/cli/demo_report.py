@@ -5,6 +5,7 @@ Knows step reports of two runs. Knows nothing of how they came about.
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from rich.table import Table
 
 from treering.cli.demo_policy import WarmStart
-from treering.cli.demo_run import Comparison, DemoSize
+from treering.cli.demo_run import Comparison, DemoSize, Side
 from treering.cli.train_summary import Totals, totals
 from treering.tree.stats import work_bounds
 from treering.types import read_shape
@@ -45,10 +46,15 @@ class DemoReport:
     num_steps: int
     machine: str
     num_threads: int
+    """That train."""
+    engine_threads: dict[Side, int]
+    """That sample."""
     versions: dict[str, str]
 
 
-def make_report(start: WarmStart, folder: Path, size: DemoSize, compared: Comparison, *, seed: int) -> DemoReport:
+def make_report(
+    start: WarmStart, folder: Path, size: DemoSize, threads: Mapping[Side, int], compared: Comparison, *, seed: int
+) -> DemoReport:
     """The report of two finished runs; `folder` holds the model that both began with."""
     plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
     best = work_bounds(compared.flat, compared.tree, read_shape(folder))
@@ -71,6 +77,7 @@ def make_report(start: WarmStart, folder: Path, size: DemoSize, compared: Compar
         num_steps=len(compared.reports["plain"]),
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
+        engine_threads=dict(threads),
         versions={name: version(name) for name in ("torch", "transformers", "numpy", "numba")},
     )
 
@@ -98,7 +105,8 @@ def as_table(report: DemoReport) -> Table:
     table.add_row("reward, first -> last epoch", _reward(plain), _reward(ours), "")
     table.add_row("first step with a different token", "", _first(report.first_difference), "")
     table.caption = (
-        f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at one time on both sides; warm start "
+        f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at one time on both sides, by "
+        f"{report.engine_threads['plain']} and {report.engine_threads['treering']} threads; warm start "
         f"{report.warm_steps} steps"
     )
     return table

@@ -42,8 +42,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line on `sys.argv` and exit; the `treering` script is this function."""
-    # Read when torch starts its threads: spinning ones slow every process on a shared machine down.
+    # Read when torch starts its threads: spinning ones slow every process on a shared machine down. For some tenths of
+    # a millisecond they may, as a small model's next matrix product is not that far, and to wake one up takes long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     try:
         # Not standalone: typer would wrap a mistyped option in a box of many lines. It still turns Ctrl-C into 130.
         code = app(prog_name="treering", standalone_mode=False)

@@ -119,7 +119,7 @@ class EngineConfig(Config):
     max_prefill: Count = Field(default=512, description="Prompt and observed tokens per forward pass, at most.")
     num_threads: Count | None = Field(
         default=None,
-        description="Threads while sampling on the CPU; none: as many as torch takes. One suits small models.",
+        description="Threads while sampling on the CPU; none: as many as torch takes. A small model needs one.",
     )
     backend: Literal["auto", "fused", "cuda", "plain"] = Field(
         default="auto",
