@@ -22,7 +22,7 @@ Int64Array = NDArray[np.int64]
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0
-_LONGEST = 256
+_LONGEST = 64
 _LONGER = 4
 _MOST_LOST = 0.005
 
@@ -83,12 +83,12 @@ class Rest:
 
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
     4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
-    and for 256. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not
+    and for 64. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not
     look, as many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is
     found and learning from it are counted at their prices, so that no decision depends on a clock.
 
     Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
-    64, 100, 100, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 17, 17, ... steps by the prices that
+    64, 64, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 17, 17, ... steps by the prices that
     stand where none were measured: 52 us are half a percent of 17 steps.
     """
 

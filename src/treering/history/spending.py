@@ -60,8 +60,7 @@ class Spending:
         prices = self.costs.prices
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds
-        # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`), but
-        # where it fills a block of the pass up, which is too little to look for.
+        # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`).
         self._floor = num_rows / seconds[0] * (per_token + prices.grown) / worth.max()
 
     def is_due(self) -> bool:

@@ -22,17 +22,17 @@ class StepCosts(NamedTuple):
 
     sizes: Int64Array  # [J] tokens of the pass, from B on
     seconds: Float64Array  # [J]
-    per_token: float  # the least that drafted tokens take each, however many they are
+    per_token: float  # the least that one token more takes
 
 
 def step_costs(costs: VerifyCosts, num_rows: int) -> StepCosts:
     """The costs of passes from B tokens on, with the price of each drafted token; looking left out.
 
     Example: passes of 1 and 8 tokens in 1.0 and 2.4 ms, and a price of 0.1 ms for a drafted token, are for two rows
-    sizes [2, 8] with 1.2 and 2.4 + 0.6 ms, and 0.3 ms a token.
+    sizes [2, 8] with 1.2 and 2.4 + 0.6 ms, and 0.3 ms for a token more.
     """
     beyond = costs.num_tokens[costs.num_tokens > num_rows]
     sizes = np.concatenate([[num_rows], beyond if beyond.size else [num_rows + 1]]).astype(np.int64)
     passes = np.array([seconds_of(float(size), costs.num_tokens, costs.seconds) for size in sizes])
     seconds = passes + costs.prices.drafted * (sizes - num_rows)
-    return StepCosts(sizes, seconds, float(((seconds[1:] - seconds[0]) / (sizes[1:] - num_rows)).min()))
+    return StepCosts(sizes, seconds, float((np.diff(seconds) / np.diff(sizes)).min()))
