@@ -10,7 +10,20 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.engine.vectors_cpu import add, divide, exponential, lanes, load, multiply, spread, store, subtract
+from treering.engine.vectors_cpu import (
+    add,
+    divide,
+    exponential,
+    lanes,
+    load,
+    muladd,
+    multiply,
+    spread,
+    store,
+    subtract,
+    total,
+)
+from treering.history.lean import lean
 
 Floats = NDArray[np.floating]
 Ints = NDArray[np.int64]
@@ -68,11 +81,15 @@ def write_keys(
     """
     num_kv_heads, head_size, _ = keys.shape
     num_heads = qkv.shape[1] // head_size - 2 * num_kv_heads
+    in_vectors = head_size // 2 % lanes(qkv) == 0
     for t in range(qkv.shape[0]):
         at, slot = positions[t], slots[t]
         for head in range(num_heads + num_kv_heads):
-            x = qkv[t, head * head_size : (head + 1) * head_size]
             norm = q_norm if head < num_heads else k_norm
+            if in_vectors:
+                _turn(qkv, t * qkv.shape[1] + head * head_size, norm, eps, cos, sin, at * head_size, head_size // 2)
+                continue
+            x = qkv[t, head * head_size : (head + 1) * head_size]
             if norm.size > 0:
                 _norm_head(x, norm, eps)
             _rotate(x, cos[at], sin[at])
@@ -80,8 +97,42 @@ def write_keys(
             first, behind = (num_heads + g) * head_size, (num_heads + num_kv_heads + g) * head_size
             for d in range(head_size):
                 keys[g, d, slot] = qkv[t, first + d]
+            if in_vectors:
+                _copy(qkv, t * qkv.shape[1] + behind, values, (g * values.shape[1] + slot) * values.shape[2], head_size)
+                continue
             for d in range(head_size):
                 values[g, slot, d] = qkv[t, behind + d]
+
+
+@lean
+def _turn(
+    qkv: Floats, first: int, norm: Floats, eps: Floats, cos: Floats, sin: Floats, angle: int, half: int
+) -> None:  # fmt: skip
+    """Norms and rotates the head that begins at number `first` of qkv, by vectors; its halves are whole ones."""
+    step = lanes(qkv)
+    scale = spread(qkv.dtype.type(1))
+    if norm.size > 0:
+        squares = spread(qkv.dtype.type(0))
+        for d in range(0, 2 * half, step):
+            x = load(qkv, first + d)
+            squares = muladd(x, x, squares)
+        scale = spread(qkv.dtype.type(1) / np.sqrt(total(squares) / qkv.dtype.type(2 * half) + eps[0]))
+    for d in range(0, half, step):
+        low, high = load(qkv, first + d), load(qkv, first + half + d)
+        if norm.size > 0:
+            low = multiply(load(norm, d), multiply(low, scale))
+            high = multiply(load(norm, half + d), multiply(high, scale))
+        turned = subtract(multiply(low, load(cos, angle + d)), multiply(high, load(sin, angle + d)))
+        store(qkv, first + d, turned)
+        turned = muladd(high, load(cos, angle + half + d), multiply(low, load(sin, angle + half + d)))
+        store(qkv, first + half + d, turned)
+
+
+@lean
+def _copy(source: Floats, first: int, target: Floats, at: int, size: int) -> None:
+    """Copies whole vectors."""
+    for d in range(0, size, lanes(source)):
+        store(target, at + d, load(source, first + d))
 
 
 @njit(cache=True, nogil=True, fastmath=FAST, inline="always")
