@@ -1,6 +1,8 @@
 """Keyed noise is the same bits everywhere, uniform, and independent between rollouts, positions and tokens."""
 
+import hashlib
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -152,6 +154,13 @@ def test_keys_are_distinct_and_fit_int64() -> None:
 def test_keys_are_the_same_in_every_release() -> None:
     assert row_key(0, "q1", 0, 3) == 8783102507430300984
     assert row_key(17, 4, 2, 1) == -6386863194563414227
+
+
+@given(seed=st.integers(), prompt_id=st.text() | st.integers(), draw=st.integers(0), sample=st.integers(0))
+def test_a_key_is_a_hash_of_its_name_as_json(seed: int, prompt_id: PromptId, draw: int, sample: int) -> None:
+    written = json.dumps([seed, prompt_id, draw, sample]).encode("ascii")
+    expected = int.from_bytes(hashlib.blake2b(written, digest_size=8).digest(), "little", signed=True)
+    assert row_key(seed, prompt_id, draw, sample) == expected
 
 
 def test_an_integer_prompt_id_of_numpy_is_that_integer() -> None:

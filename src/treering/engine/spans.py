@@ -4,6 +4,7 @@ Knows slot numbers, and of a span's tokens how many are computed. Knows nothing 
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 
 from treering.errors import InputError
 from treering.types import TokenIds
@@ -123,11 +124,12 @@ class Spans(Arena):
     def _free(self, start: int) -> None:
         """Makes a span a hole, joined with the holes beside it."""
         del self._computed[start]
-        self._holes.append((start, self._taken.pop(start)))
-        merged: list[tuple[int, int]] = []
-        for hole in sorted(self._holes):
-            if merged and sum(merged[-1]) == hole[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + hole[1])
-            else:
-                merged.append(hole)
-        self._holes = merged
+        end = start + self._taken.pop(start)
+        first = last = bisect_left(self._holes, (start, 0))
+        if first > 0 and sum(self._holes[first - 1]) == start:
+            first -= 1
+            start = self._holes[first][0]
+        if last < len(self._holes) and self._holes[last][0] == end:
+            end = sum(self._holes[last])
+            last += 1
+        self._holes[first:last] = [(start, end - start)]

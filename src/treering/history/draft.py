@@ -152,7 +152,7 @@ class Drafter:
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
         end = int(offsets[-1])
-        if rows.max_drafts.any():
+        if end > 0 or rows.max_drafts.any():
             self._spending.note_drafts(num_rows, end, cutoff, num_grown)
         drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)

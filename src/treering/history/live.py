@@ -71,7 +71,7 @@ class Live:
         What the slots hold is brought up to the contexts by `note_rows`, within the compiled call.
         """
         is_fresh = False
-        longest = int(rows.num_tokens.max(initial=0))
+        longest = max(rows.num_tokens.tolist(), default=0)
         if rows is not self._rows or (longest + 2 > self.width and self.width < self._max_width):
             is_fresh = self._assign(_keys_of(rows), rows.groups.tolist(), longest)
             self._rows = rows

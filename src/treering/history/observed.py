@@ -57,18 +57,18 @@ def as_counts(
         )
     counts, last = counts.astype(np.int64, copy=False), last.astype(np.int64, copy=False)
     fault = find_fault(drafts.offsets, drafts.parents, counts, last, leaves is not None)
+    if fault == 0:
+        return counts, was_cut, last
     num_drafted = drafts.offsets[1:] - drafts.offsets[:-1]
     if fault == _WRONG_COUNT:
         raise InputError(
             f"a row accepts between none and all of its drafted tokens, got {counts.tolist()} of "
             f"{num_drafted.tolist()}; count drafted tokens alone, without the one sampled behind them"
         )
-    if fault == _WRONG_LEAF:
-        raise InputError(
-            f"a leaf is a number within its row's draft and as deep as the row's accepted tokens, -1 for none, got "
-            f"{last.tolist()} for {counts.tolist()} of {num_drafted.tolist()}; count within the row"
-        )
-    return counts, was_cut, last
+    raise InputError(
+        f"a leaf is a number within its row's draft and as deep as the row's accepted tokens, -1 for none, got "
+        f"{last.tolist()} for {counts.tolist()} of {num_drafted.tolist()}; count within the row"
+    )
 
 
 def _is_integers(values: NDArray[Any], shape: tuple[int, ...]) -> bool:

@@ -61,7 +61,7 @@ class Spending:
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds
         # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`).
-        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / worth.max()
+        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / max(worth.tolist())
 
     def is_due(self) -> bool:
         """Whether this step makes drafts; counts the step."""
