@@ -40,6 +40,7 @@ _MOST_LOGIT = 8.0
 SCALE = NUM_VOTES + NUM_WEIGHTS
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
+_KEPT = ("weights", "squares", "reliability", "quiet", "asked")
 
 
 class Acceptance:
@@ -59,6 +60,7 @@ class Acceptance:
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
+        asked: float64 [3], see `Asking`.
     """
 
     def __init__(self) -> None:
@@ -69,15 +71,16 @@ class Acceptance:
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
         self.reliability = np.zeros((NUM_BINS, 3))
         self.quiet = np.zeros(1, np.int64)
+        self.asked = np.zeros(3)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in (self.weights, self.squares, self.reliability, self.quiet))
+        return sum(array.nbytes for array in (self.weights, self.squares, self.reliability, self.quiet, self.asked))
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Copies of all arrays."""
-        return {name: getattr(self, name).copy() for name in ("weights", "squares", "reliability", "quiet")}
+        return {name: getattr(self, name).copy() for name in _KEPT}
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Takes what `state` gave.

@@ -16,6 +16,7 @@ Int64Array = NDArray[np.int64]
 _LEAST_WITH_COSTS = 0.02
 _RISE = 0.0036
 _FIRST_CUTOFF = 0.1
+_TOKEN_S = 75e-6
 _NO_CURVE = np.zeros(0, np.int64), np.zeros(0)
 
 
@@ -98,6 +99,10 @@ class Spending:
             return
         plain, drafted = self._seconds_of(num_rows), self._seconds_of(num_rows + num_drafted)
         self._rest.note(num_rows, num_drafted, num_accepted, plain, drafted, self._num_grown)
+
+    def token_s(self, num_rows: int) -> float:
+        """What a token takes without drafts, a row's share of a pass; 75 us where costs are not known."""
+        return _TOKEN_S if self.costs is None else self._seconds_of(num_rows) / num_rows
 
     def _seconds_of(self, num_tokens: int) -> float:
         assert self.costs is not None
