@@ -51,12 +51,13 @@ def test_others_pay_where_their_tokens_save_more_than_asking_takes(
     assert said == "a" * 200 if pays else said.count("a") == 8 + 192 // 16
 
 
-def test_others_that_bring_more_again_are_asked_in_every_step() -> None:
+@pytest.mark.parametrize("num_asked", range(30, 60, 2))
+def test_others_that_bring_more_again_are_asked_in_every_step(num_asked: int) -> None:
     asking = asking_of()
-    asks(asking, 5000, num_accepted=0)
-    # Of 1,024 rows at most 21 tokens pay: 64 rows that bring 64 are enough.
-    said = asks(asking, 100, num_accepted=64)
-    assert "-" not in said[16:]
+    asks(asking, 8 + 16 * num_asked, num_accepted=0)
+    # In 1,024 rows 21 tokens pay, and more rows are not remembered: 22 of the next 64 rows are enough.
+    said = asks(asking, 100, num_accepted=22)
+    assert said == "-" * 15 + "a" * 85
 
 
 def test_other_sources_are_asked_in_every_step_and_none_that_is_not_used() -> None:

@@ -18,6 +18,7 @@ _ASK_S = 1.5e-6
 """For a row; 1.2 to 1.9 us on an EPYC (Zen 4), where 75 rows in 100 have no match so long that they do not ask."""
 _LEAST_ROWS, _MOST_ROWS = 512, 1024
 _NUM_RESTED = 15
+_FIRST = FIRST[1] + OTHERS * NUM_LENGTHS
 
 
 class Asking:
@@ -43,10 +44,10 @@ class Asking:
 
     def sources(self) -> BoolArray:
         """Which sources this step asks, bool [sources]; counts the step."""
-        self._asks = bool(self._counts[2] == 0)
+        self._asks = bool(self._uses[OTHERS] and self._counts[2] == 0)
         if self._asks:
             return self._uses
-        self._counts[2] -= 1
+        self._counts[2] = max(self._counts[2] - 1, 0)
         return self._uses_alone
 
     def note(self, num_rows: int, num_accepted: int, token_s: float) -> None:
@@ -66,7 +67,6 @@ class Asking:
             self._counts[2] = _NUM_RESTED
 
 
-@njit(cache=True, nogil=True)
 def num_from_others(features: NDArray[np.int32], was_accepted: NDArray[np.int8]) -> int:
     """Accepted tokens for which a place among others spoke most.
 
@@ -74,8 +74,13 @@ def num_from_others(features: NDArray[np.int32], was_accepted: NDArray[np.int8])
         features: int32 [D or more, kinds], see `features`.
         was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
     """
+    return int(_count(features, was_accepted, _FIRST, _FIRST + NUM_LENGTHS))
+
+
+@njit(cache=True, nogil=True)
+def _count(features: NDArray[np.int32], was_accepted: NDArray[np.int8], first: int, behind: int) -> int:
+    """Accepted tokens whose feature of the second kind lies between two numbers."""
     count = 0
     for i in range(was_accepted.size):
-        source = (features[i, 1] - FIRST[1]) // NUM_LENGTHS
-        count += was_accepted[i] == 1 and source == OTHERS
+        count += was_accepted[i] == 1 and first <= features[i, 1] < behind
     return count
