@@ -1,4 +1,4 @@
-"""Others are asked as long as they save more than it takes to ask them; what asks less is asked again and comes back."""
+"""Others are asked as long as they save more than asking takes; when they save more again, they are asked again."""
 
 import numpy as np
 import pytest

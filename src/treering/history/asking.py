@@ -39,7 +39,7 @@ class Asking:
 
     def __init__(self, uses: BoolArray, counts: Float64Array) -> None:
         self._uses, self._counts = uses, counts
-        self._uses_alone = uses & (np.arange(NUM_SOURCES) != OTHERS)
+        self._uses_alone: BoolArray = uses & (np.arange(NUM_SOURCES) != OTHERS)
         self._asks = True
 
     def sources(self) -> BoolArray:
