@@ -55,6 +55,30 @@ def test_drafts_from_live_rows_end_where_the_rows_end(source: str) -> None:
     assert drafts.tokens.size > 0
 
 
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_each_row_drafts_from_its_own_prompt_where_prompts_of_a_group_differ(has_ids: bool) -> None:
+    prompts = [(7, 8, 9 + b, 20 + b, 30 + b) for b in range(6)] * 2
+    drafter = drafter_of("own")
+    for length in (3, 4):
+        rows = [Row(prompt=prompt, rollout=(50, *prompt[1:length])) for prompt in prompts]
+        drafts = drafter.propose(draft_rows(rows, row_ids=range(12) if has_ids else None))
+        assert drafted(drafts) == [list(prompt[length:]) for prompt in prompts]
+
+
+def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> None:
+    live = Live(64)
+    rows = [Row(prompt=(5, 6, 7 + b // 2)) for b in range(8)]
+    _, slots, _ = live.slots(draft_rows(rows, row_ids=range(8)))
+    assert len(set(slots.tolist())) == 4
+    assert (slots[::2] == slots[1::2]).all()
+    # Two rows have left, and with them their prompt; another one takes its slot.
+    rows = [*rows[2:], Row(prompt=(9,))]
+    _, later, is_fresh = live.slots(draft_rows(rows, row_ids=range(2, 9)))
+    assert not is_fresh
+    assert later[:6].tolist() == slots[2:].tolist()
+    assert len(set(later.tolist())) == 4
+
+
 def test_the_prompt_is_drafted_from_and_its_end_is_not_crossed() -> None:
     row = Row(prompt=(7, 8, 9, 10), rollout=(30, 31, 8))
     assert drafted(drafter_of("own").propose(draft_rows([row]))) == [[9, 10]]

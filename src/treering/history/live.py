@@ -1,4 +1,4 @@
-"""What is running: the rollouts so far of every row, and the prompts of their groups, searchable as they grow.
+"""What is running: the rollouts so far of every row, and their groups' prompts, searchable as they grow.
 
 Knows rows and groups. Knows nothing of history, of acceptance and of drafts. Only what a step has appended is read; a
 row that leaves gives its room to another. All of it goes when rows come of which none was there before: what is found
@@ -8,6 +8,7 @@ then is what a new one would find.
 """
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from treering.history.threads import MAX_THREADS, Threads
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
+_Prompt = tuple[int, int]
+
 _FIRST_WIDTH = 256
 _NUM_COMPARED = 32
 _NUM_SOON = 16
@@ -30,7 +33,7 @@ _CUT = -2
 
 
 class Live:
-    """Slots of equal width: one for each running rollout, one for each group's prompt.
+    """Slots of equal width: one for each running rollout, one for each prompt that a group's rows have.
 
     A slot is a marker, tokens and a marker. Of what does not fit, the newest tokens are kept.
 
@@ -43,14 +46,16 @@ class Live:
         width: W.
         threads: what the row of each slot followed at its latest step.
 
-    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts.
+    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts. Where one
+    of them has another prompt, as behind a turn that its siblings did not take, that has a slot too.
     """
 
     def __init__(self, max_tokens: int) -> None:
         """Keeps at most `max_tokens` of a rollout or prompt."""
         self._max_width = max_tokens + 2
         self._by_row: dict[object, int] = {}
-        self._by_group: dict[object, int] = {}
+        self._by_prompt: dict[object, int] = {}
+        self._prompts: dict[object, _Prompt] = {}
         self._scope_of: dict[int, int] = {}
         self._num_scopes = 0
         self._free: list[int] = []
@@ -73,19 +78,21 @@ class Live:
         is_fresh = False
         longest = max(rows.num_tokens.tolist(), default=0)
         if rows is not self._rows or (longest + 2 > self.width and self.width < self._max_width):
-            is_fresh = self._assign(_keys_of(rows), rows.groups.tolist(), longest)
+            is_fresh = self._assign(rows, longest)
             self._rows = rows
         return self._slots, self._prompt_slots, is_fresh
 
-    def _assign(self, keys: Sequence[object], groups: Sequence[int], longest: int) -> bool:
-        present, present_groups = set(keys), set(groups)
-        is_fresh = self._by_row.keys().isdisjoint(present)
+    def _assign(self, rows: DraftRows, longest: int) -> bool:
+        keys, groups = _keys_of(rows), rows.groups.tolist()
+        is_fresh = self._by_row.keys().isdisjoint(keys)
         if is_fresh:
-            present, present_groups, self._num_scopes = set(), set(), 0
-        for owners, stays in ((self._by_row, present), (self._by_group, present_groups)):
-            for key in [key for key in owners if key not in stays]:
+            self._num_scopes, self._prompts = 0, {}
+        prompts = [self._prompts.get(key) or _prompt_of(rows, b) for b, key in enumerate(keys)]
+        self._prompts = dict(zip(keys, prompts, strict=True))
+        for owners, stays in ((self._by_row, set(keys)), (self._by_prompt, set(prompts))):
+            for key in [key for key in owners if is_fresh or key not in stays]:
                 self._free.append(owners.pop(key))
-        for group in self._scope_of.keys() - present_groups:
+        for group in list(self._scope_of) if is_fresh else self._scope_of.keys() - set(groups):
             del self._scope_of[group]
         width = min(max(_FIRST_WIDTH, 2 * longest + 2), self._max_width)
         if is_fresh:
@@ -94,7 +101,7 @@ class Live:
         elif 2 * len(keys) > self.num_noted.size or longest + 2 > self.width < self._max_width:
             self._reset(num_slots=max(2 * len(keys), self.num_noted.size), width=max(width, self.width))
         self._slots = self._slots_of(self._by_row, keys)
-        self._prompt_slots = self._slots_of(self._by_group, groups)
+        self._prompt_slots = self._slots_of(self._by_prompt, prompts)
         self.row_scopes = np.array([self._scope(group) for group in groups], np.int64)
         return is_fresh
 
@@ -130,9 +137,14 @@ class Live:
             state=np.zeros(num_slots, np.int64),
         )
         self._free = list(reversed(range(num_slots)))
-        for owners in (self._by_row, self._by_group):
+        for owners in (self._by_row, self._by_prompt):
             for key in owners:
                 owners[key] = self._free.pop()
+
+
+def _prompt_of(rows: DraftRows, b: int) -> _Prompt:
+    """Tells prompts of a group apart; were two of them taken for one, each would be noted anew in every step."""
+    return int(rows.groups[b]), crc32(rows.tokens[b, : rows.num_prompt_tokens[b]].tobytes())
 
 
 def _keys_of(rows: DraftRows) -> list[object]:
