@@ -17,9 +17,13 @@ from treering.history.records import DraftRows
 class Lanes:
     """Rows that go through some of a plan's rollouts, the next free row taking the next rollout."""
 
-    def __init__(self, recording: Recording, plan: Plan, numbers: range, num_lanes: int) -> None:
+    def __init__(
+        self, recording: Recording, plan: Plan, numbers: range, num_lanes: int, groups: Int64Array | None = None
+    ) -> None:
+        """Groups are int64 [K], equal for siblings; None where each rollout runs by itself."""
         self._recording = recording
         self._plan = plan
+        self._groups = np.arange(plan.order.size) if groups is None else groups
         self._end = numbers.stop
         self._waiting = iter(numbers)
         rollouts = plan.order[numbers.start : numbers.stop]
@@ -55,7 +59,7 @@ class Lanes:
         begins = self._recording.offsets[rollouts]
         return DraftRows(
             prompt_ids=self._plan.prompts[numbers].tolist(),
-            groups=numbers,
+            groups=self._groups[numbers],
             tokens=self._buffer[busy],
             num_tokens=self._places[busy] - begins,
             num_prompt_tokens=self._recording.starts[rollouts] - begins,

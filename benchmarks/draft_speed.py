@@ -6,7 +6,6 @@ prompts a random walk over 4,000 places, whose samples part and meet again. 64 r
 """
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.timing import cpu_name, versions
+from benchmarks.timing import print_report
 from treering import Drafter, DraftRows, HistoryStore
 
 NUM_PROMPTS, NUM_ROWS, NUM_TOKENS, PROMPT_SIZE, NUM_NODES = 8, 64, 4096, 128, 4000
@@ -168,11 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for the JSON")
     options = parser.parse_args()
-    report = {"machine": cpu_name(), "versions": versions(), "num_rows": NUM_ROWS, **measure()}
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print_report({"num_rows": NUM_ROWS, **measure()}, options.out)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 Interleaving gives every step the same share of a noisy neighbour; the median forgets the worst moments of each.
 """
 
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,3 +124,11 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def print_report(report: Mapping[str, Any], out: Path | None) -> None:
+    """Prints a report as JSON, behind machine and versions, and writes it to a file where one is given."""
+    text = json.dumps({"machine": cpu_name(), "versions": versions(), **report}, indent=2)
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")

@@ -1,16 +1,33 @@
-"""Rows of a recording grow by what is emitted and given, and begin again behind their ends; figures are written."""
+"""Of a recording the last samples run in groups, with those before as history; figures are written."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks import draft_speed_recorded
+from benchmarks.draft_lanes import Lanes
 from benchmarks.draft_recording import read_recording
+from benchmarks.draft_replay import Tally
+
+from treering.history.draft import Drafter
+from treering.history.records import DraftRows, Drafts
+from treering.history.store import HistoryStore
 
 RUN, TOOL = [10, 11, 12, 13], [50, 51]
 MASK = [True] * 4 + [False] * 2 + [True] * 4
+
+
+class Watched(Drafter):
+    """Notes the groups of the rows that it is given."""
+
+    def __init__(self, store: HistoryStore) -> None:
+        super().__init__(store)
+        self.groups: list[list[int]] = []
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        self.groups.append(rows.groups.tolist())
+        return super().propose(rows)
 
 
 def write(file: Path, num_tasks: int = 2, num_samples: int = 6) -> Path:
@@ -27,25 +44,24 @@ def write(file: Path, num_tasks: int = 2, num_samples: int = 6) -> Path:
 
 def test_the_last_samples_of_a_task_run_and_those_before_are_its_history(tmp_path: Path) -> None:
     recording = read_recording(write(tmp_path / "some.jsonl"), None)
-    store, rollouts = draft_speed_recorded.split(recording)
-    assert rollouts.tolist() == [3, 4, 5, 9, 10, 11]
+    store, plan = draft_speed_recorded.split(recording)
+    assert plan.order.tolist() == [3, 4, 5, 9, 10, 11]
+    assert plan.prompts.tolist() == [0, 0, 0, 1, 1, 1]
     assert store.num_tokens == 6 * 10
+    assert plan.sources(0).tolist() == [0, 1, 2]
+    assert plan.sources(5).tolist() == [6, 7, 8]
 
 
-def test_rows_go_on_behind_what_was_given_and_the_next_rollout_begins_in_a_row_that_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("has_groups", "expected"), [(True, [0, 0, 0, 1, 1, 1]), (False, [0, 1, 2, 3, 4, 5])])
+def test_rows_of_a_task_are_siblings_where_groups_are_told(
+    tmp_path: Path, has_groups: bool, expected: list[int]
+) -> None:
     recording = read_recording(write(tmp_path / "some.jsonl"), None)
-    running = draft_speed_recorded.Running(recording, np.array([3, 10, 11]), 2)
-    assert running.rows.num_tokens.tolist() == [2, 2]
-    assert running.move(np.array([3, 4]))
-    assert running.rows.num_tokens.tolist() == [5, 8]
-    before = running.rows
-    assert running.move(np.array([1, 4]))
-    assert running.rows.num_tokens.tolist() == [8, 2]
-    assert running.rows is not before
-    assert running.rows.row_ids is not None
-    assert running.rows.row_ids.tolist() == [3, 11]
-    assert running.rows.tokens[1, :6].tolist() == [90, 91, *RUN]
-    assert not running.move(np.array([4, 4]))
+    store, plan = draft_speed_recorded.split(recording)
+    drafter = Watched(store)
+    groups = plan.prompts if has_groups else None
+    Lanes(recording, plan, range(6), 6, groups=groups).run(drafter, Tally(), lambda _: None)
+    assert drafter.groups[0] == expected
 
 
 def test_every_figure_is_measured_and_written(
@@ -58,6 +74,7 @@ def test_every_figure_is_measured_and_written(
     assert json.loads(capsys.readouterr().out) == report
     figures = report["files"]["some"]
     assert figures["num_rows"] == 6
+    assert figures["num_calls"] >= 2
     assert 1 < figures["tokens_per_step"] <= 4
     assert figures["drafted_per_step"] > 0
-    assert 0 < figures["propose_us_per_row_p50"] <= figures["propose_us_per_row_p95"]
+    assert 0 < figures["us_per_row"] <= figures["us_per_row_p95"]

@@ -86,13 +86,13 @@ class Live:
         keys, groups = _keys_of(rows), rows.groups.tolist()
         is_fresh = self._by_row.keys().isdisjoint(keys)
         if is_fresh:
-            self._num_scopes, self._prompts = 0, {}
+            self._by_row, self._by_prompt, self._prompts, self._scope_of, self._num_scopes = {}, {}, {}, {}, 0
         prompts = [self._prompts.get(key) or _prompt_of(rows, b) for b, key in enumerate(keys)]
         self._prompts = dict(zip(keys, prompts, strict=True))
         for owners, stays in ((self._by_row, set(keys)), (self._by_prompt, set(prompts))):
-            for key in [key for key in owners if is_fresh or key not in stays]:
+            for key in [key for key in owners if key not in stays]:
                 self._free.append(owners.pop(key))
-        for group in list(self._scope_of) if is_fresh else self._scope_of.keys() - set(groups):
+        for group in self._scope_of.keys() - set(groups):
             del self._scope_of[group]
         width = min(max(_FIRST_WIDTH, 2 * longest + 2), self._max_width)
         if is_fresh:

@@ -17,6 +17,7 @@ _LEAST_WITH_COSTS = 0.02
 _RISE = 0.0036
 _FIRST_CUTOFF = 0.1
 _TOKEN_S = 75e-6
+"""Of a step without drafts, where costs are not known."""
 _NO_CURVE = np.zeros(0, np.int64), np.zeros(0)
 
 
