@@ -86,7 +86,7 @@ class Live:
         keys, groups = _keys_of(rows), rows.groups.tolist()
         is_fresh = self._by_row.keys().isdisjoint(keys)
         if is_fresh:
-            self._by_row, self._by_prompt, self._prompts, self._scope_of, self._num_scopes = {}, {}, {}, {}, 0
+            self._by_row, self._by_prompt, self._scope_of, self._num_scopes = {}, {}, {}, 0
         prompts = [self._prompts.get(key) or _prompt_of(rows, b) for b, key in enumerate(keys)]
         self._prompts = dict(zip(keys, prompts, strict=True))
         for owners, stays in ((self._by_row, set(keys)), (self._by_prompt, set(prompts))):
