@@ -60,7 +60,7 @@ class Acceptance:
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
-        asked: float64 [3], see `Asking`.
+        asked: float64 [2, 3], see `Looks`.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Acceptance:
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
         self.reliability = np.zeros((NUM_BINS, 3))
         self.quiet = np.zeros(1, np.int64)
-        self.asked = np.zeros(3)
+        self.asked = np.zeros((2, 3))
 
     @property
     def num_bytes(self) -> int:

@@ -16,6 +16,7 @@ from treering.history.features import (
     NUM_COUNTS,
     NUM_EDITS,
     NUM_HASHES,
+    NUM_LENGTH_CLASSES,
     NUM_LENGTHS,
     NUM_RANKS,
     NUM_SHIFTS,
@@ -182,7 +183,7 @@ def describe(
     shift, edit = places.shift[i], places.edit[i]
     out[0] = FIRST[0]
     out[1] = FIRST[1] + source * NUM_LENGTHS + length
-    out[2] = FIRST[2] + edit * 7 + min(length, 6)
+    out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)
     out[3] = FIRST[3] + shift
     out[4] = FIRST[4] + note
     out[5] = FIRST[5] + (share >> 1) * 4 + near

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from treering.errors import ConfigError, InputError
 from treering.history.acceptance import Acceptance, learn
 from treering.history.arena import Arena
-from treering.history.asking import Asking, num_from_others
+from treering.history.asking import Looks
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.index import PromptIndex
@@ -96,7 +96,7 @@ class Drafter:
         self._spending = Spending(float(min_acceptance))
         self._kind = (get_args(Policy).index(policy), shape == "chain")
         self._acceptance = Acceptance()
-        self._asking = Asking(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._votes = tuple(vote_tables().values())
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")
         self._live, self._recent = Live(max_live_tokens), Recent(max_other_tokens)
@@ -146,7 +146,7 @@ class Drafter:
         bad_row, cutoff, num_grown = propose(
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
             self._slots, self._owners, *self._arena.arrays, self._arena.generation, *self._live_arguments(),
-            *self._recent.arrays, *self._live.threads, self._asking.sources(), *self._kind, self._max_draft,
+            *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind, self._max_draft,
             *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
             *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares, self._features,
         )  # fmt: skip
@@ -196,8 +196,8 @@ class Drafter:
             drafts.offsets, drafts.parents, drafts.acceptance, self._shares, self._features, was_accepted,
             table.weights, table.squares, table.reliability,
         )  # fmt: skip
-        num_others = num_from_others(self._features, was_accepted)
-        self._asking.note(counts.size, num_others, self._spending.token_s(counts.size))
+        token_s = self._spending.token_s(counts.size)
+        self._looks.note(drafts.offsets, drafts.parents, self._features, was_accepted, token_s)
         threads = self._live.threads
         set_states(
             threads.state, threads.num_expected, threads.num_tokens, self._live_slots, drafts.offsets, counts,

@@ -19,8 +19,12 @@ others: published rollouts of other prompts, and what is running of other groups
 SOURCES: tuple[Source, ...] = ("history", "siblings", "own", "others")
 HISTORY, SIBLINGS, OWN, OTHERS = range(4)
 NUM_SOURCES = 4
+EDITS = NUM_SOURCES
+"""History where the context's last token was added or replaced: found by a search of its own."""
 
 NUM_LENGTHS = 11
+NUM_LENGTH_CLASSES = 7
+"""Lengths that are told apart beside an edit."""
 NUM_EDITS = 5
 NUM_SHIFTS = 6
 FAR = NUM_SHIFTS - 1
@@ -45,7 +49,7 @@ _NUM_TALLIES = (_MOST_COUNT + 1) * (_MOST_PLACES + 1)
 SIZES = (
     1,
     NUM_SOURCES * NUM_LENGTHS,
-    NUM_EDITS * 7,
+    NUM_EDITS * NUM_LENGTH_CLASSES,
     NUM_SHIFTS,
     NUM_AGES * NUM_REWARDS * 2,
     NUM_SHARES * _NUM_NEAR,

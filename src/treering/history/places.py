@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.arena import NUM_AGES, NUM_REWARDS
-from treering.history.features import HISTORY, edit_bucket, length_bucket
+from treering.history.features import HISTORY, NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.lean import lean
 
 Int32Array = NDArray[np.int32]
@@ -103,4 +103,4 @@ def age_of(places: Places, i: int) -> int:
 @lean
 def vote_bucket(length: int) -> int:
     """Of the length, as far as it matters beside an edit."""
-    return int(min(length_bucket(length), 6))
+    return int(min(length_bucket(length), NUM_LENGTH_CLASSES - 1))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from treering.history.ahead import Ahead, ask, ask_history, search
 from treering.history.arena import Histories
 from treering.history.chains import Chains
-from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
+from treering.history.features import EDITS, HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.from_history import LEAST_EDIT, NEAR, find_edited, find_in_history
 from treering.history.from_live import find_in_live, find_in_other_groups
 from treering.history.from_others import find_in_others
@@ -70,6 +70,7 @@ def find_places(
     num_places[:] = 0
     if uses[HISTORY]:
         _ask_history(rows, first, behind, history, places, num_places, ahead)
+    if uses[EDITS]:
         _ask_history_behind_edits(rows, first, behind, history, places, num_places, ahead)
     for b in range(first, behind):
         if is_due(rows, b):
