@@ -1,5 +1,7 @@
 """Running rows draft from each other from their newest token on; rows that leave take nothing of theirs along."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -165,6 +167,28 @@ def test_rows_with_ids_and_without_draft_the_same_where_no_row_leaves() -> None:
         ]
         assert same_drafts(*drafts)
         rows = [Row(rollout=(*row.rollout, int(rng.integers(0, 6))), group=row.group) for row in rows]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(has_ids: bool) -> None:
+    """Against a drafter that takes only the very same object for known; the arrays are reused, as an engine does."""
+    rng = np.random.default_rng(4)
+    texts = {prompt: {0: [rng.integers(0, 6, 30).tolist() for _ in range(2)]} for prompt in ("p", "q")}
+    drafter, unsure = (Drafter(store_of(texts), min_acceptance=0.01) for _ in range(2))
+    unsure._live.has = lambda rows: rows is unsure._live._rows  # type: ignore[method-assign]
+    ids, rows, num_known = list(range(4)), [Row(group=b // 2) for b in range(4)], 0
+    groups, row_ids = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for step in range(60):
+        if rng.random() < 0.4:
+            b = int(rng.integers(4))
+            prompt, group = str(rng.choice(["p", "q"])), int(rng.integers(3))
+            rows[b], ids[b] = Row(prompt_id=prompt, group=group), 4 + step
+        groups[:], row_ids[:] = [row.group for row in rows], ids
+        batch = replace(draft_rows(rows), groups=groups, row_ids=row_ids if has_ids else None)
+        num_known += drafter._live.has(batch)
+        assert same_drafts(drafter.propose(batch), unsure.propose(replace(batch)))
+        rows = [replace(row, rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
+    assert 20 < num_known < 50
 
 
 def test_a_row_whose_line_changed_drafts_as_a_fresh_one_would() -> None:

@@ -60,6 +60,7 @@ class Live:
         self._num_scopes = 0
         self._free: list[int] = []
         self._rows: DraftRows | None = None
+        self._identity: tuple[object, ...] = ()
         self._slots = np.zeros(0, np.int64)
         self._prompt_slots = np.zeros(0, np.int64)
         self.row_scopes = np.zeros(0, np.int64)
@@ -77,17 +78,23 @@ class Live:
         """
         is_fresh = False
         longest = max(rows.num_tokens.tolist(), default=0)
-        if rows is not self._rows or (longest + 2 > self.width and self.width < self._max_width):
+        if not self.has(rows) or longest + 2 > self.width < self._max_width:
             is_fresh = self._assign(rows, longest)
-            self._rows = rows
+            self._identity = _identity_of(rows)
+        self._rows = rows
         return self._slots, self._prompt_slots, is_fresh
+
+    def has(self, rows: DraftRows) -> bool:
+        """Whether these are the rows of the step before, the same object or another."""
+        return rows is self._rows or _identity_of(rows) == self._identity
 
     def _assign(self, rows: DraftRows, longest: int) -> bool:
         keys, groups = _keys_of(rows), rows.groups.tolist()
         is_fresh = self._by_row.keys().isdisjoint(keys)
         if is_fresh:
             self._by_row, self._by_prompt, self._scope_of, self._num_scopes = {}, {}, {}, 0
-        prompts = [self._prompts.get(key) or _prompt_of(rows, b) for b, key in enumerate(keys)]
+        known = map(self._prompts.get, keys)
+        prompts = [prompt or _prompt_of(rows, b) for b, prompt in enumerate(known)]
         self._prompts = dict(zip(keys, prompts, strict=True))
         for owners, stays in ((self._by_row, set(keys)), (self._by_prompt, set(prompts))):
             for key in [key for key in owners if key not in stays]:
@@ -102,23 +109,28 @@ class Live:
             self._reset(num_slots=max(2 * len(keys), self.num_noted.size), width=max(width, self.width))
         self._slots = self._slots_of(self._by_row, keys)
         self._prompt_slots = self._slots_of(self._by_prompt, prompts)
-        self.row_scopes = np.array([self._scope(group) for group in groups], np.int64)
+        self.row_scopes = self._scopes_of(groups)
         return is_fresh
 
-    def _scope(self, group: int) -> int:
-        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
-        if group not in self._scope_of:
-            self._num_scopes += 1
-            self._scope_of[group] = self._num_scopes
-        return self._scope_of[group]
+    def _scopes_of(self, groups: list[int]) -> Int64Array:
+        """Not the caller's names: heads are chosen by scopes, and an engine that is made again names anew."""
+        scopes = list(map(self._scope_of.get, groups))
+        for b, group in enumerate(groups):
+            if scopes[b] is None and group not in self._scope_of:
+                self._num_scopes += 1
+                self._scope_of[group] = self._num_scopes
+        return np.array([self._scope_of[group] for group in groups] if None in scopes else scopes, np.int64)
 
     def _slots_of(self, owners: dict[object, int], keys: Sequence[object]) -> Int64Array:
         """The slot of each key; those that have none are given a free one."""
-        for key in keys:
-            if key not in owners:
-                slot = owners[key] = self._free.pop()
-                self.num_noted[slot] = 0
-                self.threads.num_tokens[slot] = -1
+        slots = list(map(owners.get, keys))
+        if None not in slots:
+            return np.array(slots, np.int64)
+        for key, slot in zip(keys, slots, strict=True):
+            if slot is None and key not in owners:
+                free = owners[key] = self._free.pop()
+                self.num_noted[free] = 0
+                self.threads.num_tokens[free] = -1
         return np.array([owners[key] for key in keys], np.int64)
 
     def _reset(self, *, num_slots: int, width: int) -> None:
@@ -145,6 +157,12 @@ class Live:
 def _prompt_of(rows: DraftRows, b: int) -> _Prompt:
     """Tells prompts of a group apart; were two of them taken for one, each would be noted anew in every step."""
     return int(rows.groups[b]), crc32(rows.tokens[b, : rows.num_prompt_tokens[b]].tobytes())
+
+
+def _identity_of(rows: DraftRows) -> tuple[object, ...]:
+    """Equal for equal rows. A copy: what rows hold are views of the engine's own."""
+    row_ids = None if rows.row_ids is None else rows.row_ids.tobytes()
+    return row_ids, rows.groups.tobytes(), tuple(rows.prompt_ids)
 
 
 def _keys_of(rows: DraftRows) -> list[object]:
