@@ -155,24 +155,40 @@ def test_tokens_of_the_worthier_rows_are_taken_first() -> None:
     assert sum(worthy[:4]) <= sum(plain[:4])
 
 
+def tries(drafter: Drafter, num_steps: int, *, is_right: bool) -> list[int]:
+    """The steps that make drafts, of which all come true or none."""
+    steps = []
+    for step in range(num_steps):
+        rows = draft_rows(ROWS)
+        drafts = drafter.propose(rows)
+        if drafts.tokens.size == 0:
+            continue
+        steps.append(step)
+        truths = [HISTORY[p][0][0][2 + p :] if is_right else [6000] for p in range(8)]
+        counts, leaves = (np.array(v) for v in zip(*(walk(drafts, b, t) for b, t in enumerate(truths)), strict=True))
+        drafter.observe(rows, counts, None, leaves)
+    return steps
+
+
 def test_a_drafter_that_gains_nothing_rests_and_one_that_gains_does_not() -> None:
     costs = costs_of([1, 101], [1e-3, 4e-3])
-    num_drafting = {}
-    for is_right in (False, True):
-        drafter, num_drafting[is_right] = with_costs(costs), 0
-        for _ in range(300):
-            rows = draft_rows(ROWS)
-            drafts = drafter.propose(rows)
-            if drafts.tokens.size == 0:
-                continue
-            num_drafting[is_right] += 1
-            truths = [HISTORY[p][0][0][2 + p :] if is_right else [6000] for p in range(8)]
-            counts, leaves = (
-                np.array(v) for v in zip(*(walk(drafts, b, t) for b, t in enumerate(truths)), strict=True)
-            )
-            drafter.observe(rows, counts, None, leaves)
-    assert num_drafting[True] == 300
-    assert 1 <= num_drafting[False] < 40
+    assert len(tries(with_costs(costs), 300, is_right=True)) == 300
+    assert 1 <= len(tries(with_costs(costs), 300, is_right=False)) < 40
+
+
+def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> None:
+    """It looks at once, whatever was; where it loses, it looks again behind 16 steps and not behind 1, 4 and 16."""
+    costs = costs_of([1, 101], [1e-3, 4e-3])
+    drafter, resumed = with_costs(costs), with_costs(None)
+    for num_tries in (2, 1):
+        state = drafter.state()
+        resumed.load_state(state)
+        resumed.use_costs(costs)
+        drafter.load_state(state)
+        for each in (drafter, resumed):
+            # What is learnt of the tokens would soon leave nothing to be tried.
+            each._acceptance.weights[:] = with_costs(costs)._acceptance.weights
+            assert tries(each, 6, is_right=False) == [0, 2][:num_tries]
 
 
 def losing(rest: Rest, seconds_drafted: float = 2e-3) -> int:
@@ -200,6 +216,25 @@ def test_rests_grow_fourfold_up_to_64_and_start_over_behind_a_gain() -> None:
         rest.note(8, 400, 400, 1e-3, 1.5e-3)
         assert rest.is_due()
     assert losing(rest) == 0, "one lost step does not outweigh those that gained"
+
+
+def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:
+    lengths = np.zeros(2, np.int64)
+    for expected in ([1, 4, 16, 64, 64], [16, 64, 64], [16, 64]):
+        rest = Rest(lengths=lengths)
+        assert rest.is_due(), "whatever was before"
+        assert [losing(rest) for _ in expected] == expected
+        assert lengths.tolist() == [64, 0]
+    rest = Rest(lengths=lengths)
+    rest.note(8, 400, 400, 1e-3, 1.5e-3)
+    assert rest.is_due()
+    assert lengths.tolist() == [0, 0]
+    for expected in ([1, 4, 16, 64], [16, 64]):
+        rest = Rest(lengths=lengths)
+        for length in expected:
+            rest.note_nothing(8, 1e-6)
+            assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
+    assert lengths.tolist() == [0, 64]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _MOST_LOGIT = 8.0
 SCALE = NUM_VOTES + NUM_WEIGHTS
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
-_KEPT = ("weights", "squares", "reliability", "quiet", "asked")
+_KEPT = ("weights", "squares", "reliability", "quiet", "asked", "rests")
 
 
 class Acceptance:
@@ -61,6 +61,7 @@ class Acceptance:
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
         asked: float64 [2, 3], see `Looks`.
+        rests: int64 [2], see `Rest`.
     """
 
     def __init__(self) -> None:
@@ -72,11 +73,12 @@ class Acceptance:
         self.reliability = np.zeros((NUM_BINS, 3))
         self.quiet = np.zeros(1, np.int64)
         self.asked = np.zeros((2, 3))
+        self.rests = np.zeros(2, np.int64)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(array.nbytes for array in (self.weights, self.squares, self.reliability, self.quiet, self.asked))
+        return sum(getattr(self, name).nbytes for name in _KEPT)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Copies of all arrays."""

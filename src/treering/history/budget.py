@@ -24,6 +24,8 @@ NUM_BINS = 64
 _BINS_PER_E = 14.0
 _LONGEST = 64
 _LONGER = 4
+_LONGEST_BEFORE = 4
+# More would make too much of what was, where history has grown since.
 _MOST_LOST = 0.005
 
 
@@ -92,15 +94,22 @@ class Rest:
     stand where none were measured: 52 us are half a percent of 17 steps.
     """
 
-    def __init__(self, prices: DraftPrices | None = None) -> None:
-        """Drafts at first; None for the prices that stand where none were measured."""
+    def __init__(self, prices: DraftPrices | None = None, lengths: Int64Array | None = None) -> None:
+        """Drafts at first, whatever was before.
+
+        Args:
+            prices: of drafting; None for those that stand where none were measured.
+            lengths: int64 [2], gone on from and changed in place: steps of the latest rest behind drafts that lost, and
+                behind a look that found nothing; 0 where the latest ones paid. What lost before and loses again rests
+                for 16 steps at once. None for none yet.
+        """
         self._prices = DraftPrices() if prices is None else prices
+        self._lengths = np.zeros(2, np.int64) if lengths is None else lengths
+        np.minimum(self._lengths, _LONGEST_BEFORE, out=self._lengths)
         self._seconds_plain = 0.0
         self._seconds_drafted = 0.0
         self._num_plain = 0.0
         self._num_drafted = 0.0
-        self._length = 0
-        self._num_idle = 0
         self._num_left = 0
 
     def is_due(self) -> bool:
@@ -129,22 +138,22 @@ class Rest:
             seconds_drafted: of its pass.
             num_grown: tokens that were found for it; None for no more than were drafted.
         """
-        self._num_idle = 0
-        keep = 0.9 if self._length == 0 else 0.5
+        length = int(self._lengths[0])
+        keep = 0.9 if length == 0 else 0.5
         drafting = self._prices.of_drafting(num_rows, num_drafted if num_grown is None else num_grown, num_drafted)
         self._num_plain = keep * self._num_plain + num_rows
         self._num_drafted = keep * self._num_drafted + num_rows + num_accepted
         self._seconds_plain = keep * self._seconds_plain + seconds_plain
         self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
         lost = self._seconds_drafted / self._seconds_plain - self._num_drafted / self._num_plain
-        self._length = 0 if lost <= 0 else max(1, _next(self._length, lost))
-        self._num_left = self._length
+        self._num_left = 0 if lost <= 0 else max(1, _next(length, lost))
+        self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
         looking = self._prices.of_looking(num_rows, num_grown)
-        self._num_idle = _next(self._num_idle, looking / seconds_plain)
-        self._num_left = self._num_idle
+        self._num_left = _next(int(self._lengths[1]), looking / seconds_plain)
+        self._lengths[1] = self._num_left
 
 
 def _next(length: int, lost: float) -> int:

@@ -93,9 +93,9 @@ class Drafter:
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         self._store = store
         self._max_draft = max_draft
-        self._spending = Spending(float(min_acceptance))
         self._kind = (get_args(Policy).index(policy), shape == "chain")
         self._acceptance = Acceptance()
+        self._spending = Spending(float(min_acceptance), self._acceptance.rests)
         self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._votes = tuple(vote_tables().values())
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")

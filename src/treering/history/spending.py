@@ -35,16 +35,16 @@ class Spending:
     are worth 0.4 tokens.
     """
 
-    def __init__(self, min_acceptance: float) -> None:
-        """By a least acceptance, as long as nothing is known of costs."""
-        self._min_acceptance = min_acceptance
+    def __init__(self, min_acceptance: float, rests: Int64Array | None = None) -> None:
+        """By a least acceptance, as long as nothing is known of costs; `rests` are the lengths of a `Rest`."""
+        self._min_acceptance, self._rests = min_acceptance, rests
         self._num_rows, self._worth = 0, np.ones(0)
         self.use_costs(None)
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
         """Goes by costs from now on, None for by acceptance; whether drafts pay is found out anew."""
         self.costs = costs
-        self._rest = Rest() if costs is None else Rest(costs.prices)
+        self._rest = Rest(None if costs is None else costs.prices, self._rests)
         self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
         self._by_rows: dict[int, StepCosts] = {}
         self.use_rows(self._num_rows, self._worth)
