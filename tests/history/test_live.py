@@ -15,6 +15,7 @@ from tests.history.reference import (
     same_drafts,
     store_of,
 )
+from treering.history.arena import Arena
 from treering.history.draft import Drafter
 from treering.history.live import Live
 from treering.history.store import HistoryStore
@@ -189,6 +190,26 @@ def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(h
         assert same_drafts(drafter.propose(batch), unsure.propose(replace(batch)))
         rows = [replace(row, rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
     assert 20 < num_known < 50
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Arena, "slots"), (Live, "_assign")])
+def test_rows_that_could_not_be_found_are_not_known_when_they_come_again(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    store = store_of({"p": {0: [[1, 2, 7, 8]]}, "q": {0: [[1, 2, 3, 4, 5]]}})
+    drafter, fresh = (Drafter(store, min_acceptance=1e-6, sources=("history",)) for _ in range(2))
+    before, rows = (draft_rows([Row(prompt_id=prompt, rollout=(1, 2))], row_ids=[k]) for k, prompt in enumerate("pq"))
+    drafter.propose(before)
+    with monkeypatch.context() as failing:
+        failing.setattr(owner, name, _fail)
+        with pytest.raises(MemoryError):
+            drafter.propose(rows)
+    assert name == "slots" or not drafter._live.has(before)
+    assert same_drafts(drafter.propose(replace(rows)), fresh.propose(rows))
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
 
 
 def test_a_row_whose_line_changed_drafts_as_a_fresh_one_would() -> None:

@@ -4,7 +4,7 @@ To look among others (what runs in other groups, and the history of other prompt
 search for every row that has found too little. Knows rows, and tokens that were accepted from there. Knows nothing of
 how places are found, and reads no clock.
 
-    B rows   D drafted tokens
+    B rows   D drafted tokens   looks: the sources, and EDITS behind them
 """
 
 import numpy as np

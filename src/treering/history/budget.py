@@ -25,7 +25,7 @@ _BINS_PER_E = 14.0
 _LONGEST = 64
 _LONGER = 4
 _LONGEST_BEFORE = 4
-# More would make too much of what was, where history has grown since.
+"""Of an earlier rest, as far as it counts: more would make too much of what was, where history has grown since."""
 _MOST_LOST = 0.005
 
 
@@ -101,7 +101,7 @@ class Rest:
             prices: of drafting; None for those that stand where none were measured.
             lengths: int64 [2], gone on from and changed in place: steps of the latest rest behind drafts that lost, and
                 behind a look that found nothing; 0 where the latest ones paid. What lost before and loses again rests
-                for 16 steps at once. None for none yet.
+                for up to 16 steps at once. None for none yet.
         """
         self._prices = DraftPrices() if prices is None else prices
         self._lengths = np.zeros(2, np.int64) if lengths is None else lengths

@@ -233,20 +233,22 @@ class Drafter:
     def _prepare(self, rows: DraftRows, num_rows: int) -> None:
         """Finds the rows in what is kept; costs next to nothing where they are those of the step before."""
         snapshot = self._store.snapshot
-        is_known = snapshot is self._snapshot and self._live.has(rows)
+        is_known = self._rows is not None and snapshot is self._snapshot and self._live.has(rows)
         self._live_slots, self._prompt_slots, is_fresh = self._live.slots(rows)
         if rows is not self._rows:
-            self._rows = rows
             self._worth = np.ones(num_rows) if rows.worth is None else rows.worth
             self._spending.use_rows(num_rows, self._worth)
         if is_known:
+            self._rows = rows
             return
+        # Should what follows fail, they are not known.
+        self._rows = None
         if is_fresh or self._snapshot is None:
             self._recent.take(snapshot)
             self._arena.forget()
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)
         self._owners = np.array([self._recent.number(prompt_id) for prompt_id in rows.prompt_ids], np.int64)
-        self._snapshot = snapshot
+        self._rows, self._snapshot = rows, snapshot
         if self._shares.shape[0] < num_rows * self._max_draft:
             self._shares = np.empty((num_rows * self._max_draft, NUM_VOTES), np.float32)
             self._features = np.empty((num_rows * self._max_draft, NUM_KINDS), np.int32)

@@ -20,7 +20,7 @@ SOURCES: tuple[Source, ...] = ("history", "siblings", "own", "others")
 HISTORY, SIBLINGS, OWN, OTHERS = range(4)
 NUM_SOURCES = 4
 EDITS = NUM_SOURCES
-"""History where the context's last token was added or replaced: found by a search of its own."""
+"""Where a step may look beside the sources: history where the context's last token was added or replaced."""
 
 NUM_LENGTHS = 11
 NUM_LENGTH_CLASSES = 7

@@ -79,6 +79,8 @@ class Live:
         is_fresh = False
         longest = max(rows.num_tokens.tolist(), default=0)
         if not self.has(rows) or longest + 2 > self.width < self._max_width:
+            # Should this fail, no rows are known.
+            self._rows, self._identity = None, ()
             is_fresh = self._assign(rows, longest)
             self._identity = _identity_of(rows)
         self._rows = rows
@@ -109,28 +111,23 @@ class Live:
             self._reset(num_slots=max(2 * len(keys), self.num_noted.size), width=max(width, self.width))
         self._slots = self._slots_of(self._by_row, keys)
         self._prompt_slots = self._slots_of(self._by_prompt, prompts)
-        self.row_scopes = self._scopes_of(groups)
+        self.row_scopes = np.array([self._scope(group) for group in groups], np.int64)
         return is_fresh
 
-    def _scopes_of(self, groups: list[int]) -> Int64Array:
-        """Not the caller's names: heads are chosen by scopes, and an engine that is made again names anew."""
-        scopes = list(map(self._scope_of.get, groups))
-        for b, group in enumerate(groups):
-            if scopes[b] is None and group not in self._scope_of:
-                self._num_scopes += 1
-                self._scope_of[group] = self._num_scopes
-        return np.array([self._scope_of[group] for group in groups] if None in scopes else scopes, np.int64)
+    def _scope(self, group: int) -> int:
+        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
+        if group not in self._scope_of:
+            self._num_scopes += 1
+            self._scope_of[group] = self._num_scopes
+        return self._scope_of[group]
 
     def _slots_of(self, owners: dict[object, int], keys: Sequence[object]) -> Int64Array:
         """The slot of each key; those that have none are given a free one."""
-        slots = list(map(owners.get, keys))
-        if None not in slots:
-            return np.array(slots, np.int64)
-        for key, slot in zip(keys, slots, strict=True):
-            if slot is None and key not in owners:
-                free = owners[key] = self._free.pop()
-                self.num_noted[free] = 0
-                self.threads.num_tokens[free] = -1
+        for key in keys:
+            if key not in owners:
+                slot = owners[key] = self._free.pop()
+                self.num_noted[slot] = 0
+                self.threads.num_tokens[slot] = -1
         return np.array([owners[key] for key in keys], np.int64)
 
     def _reset(self, *, num_slots: int, width: int) -> None:
