@@ -123,7 +123,7 @@ def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) 
 @lean
 def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
     # Four sums side by side: one addition need not wait for the one before.
-    first = second = third = fourth = 0.0
+    first = second = third = fourth = np.float32(0.0)
     for k in range(0, NUM_KINDS, 4):
         first += weights[np.uintp(NUM_VOTES + features[k])]
         second += weights[np.uintp(NUM_VOTES + features[k + 1])]
@@ -132,7 +132,7 @@ def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) ->
     for k in range(0, NUM_VOTES, 2):
         first += weights[k] * shares[k]
         third += weights[k + 1] * shares[k + 1]
-    return (first + second) + (third + fourth)
+    return float((first + second) + (third + fourth))
 
 
 @lean

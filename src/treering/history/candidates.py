@@ -5,7 +5,7 @@ Knows places and votes. Knows nothing of trees and of what votes are worth.
     M places   C candidates of one node
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,61 +100,104 @@ def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: in
 def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> None:
     """What each place's vote counts apart from its length."""
     for i in range(num):
-        source = places.source[i]
+        place = places[i]
         if policy == CALIBRATED:
-            edit = vote_bucket(places.length[i]) * NUM_EDITS + places.edit[i]
-            age, shift = np.uintp(source * 4 + newness_of(places, i)), np.uintp(places.shift[i])
-            places.weight[i] = votes.edit[np.uintp(edit)] * votes.age[age] * votes.shift[shift]
-        elif places.length[i] < longest:
-            places.weight[i] = 0.0
+            edit = vote_bucket(place.length) * NUM_EDITS + place.edit
+            age, shift = np.uintp(place.source * 4 + newness_of(place)), np.uintp(place.shift)
+            place.weight = votes.edit[np.uintp(edit)] * votes.age[age] * votes.shift[shift]
+        elif place.length < longest:
+            place.weight = 0.0
         elif policy == REWARD:
-            places.weight[i] = max(places.reward[i], 0.0) + _NO_REWARD
+            place.weight = max(place.reward, 0.0) + _NO_REWARD
         else:
-            places.weight[i] = 1.0 if policy == FREQUENCY else 16.0 ** -age_of(places, i)
+            place.weight = 1.0 if policy == FREQUENCY else 16.0 ** -age_of(place)
 
 
 @lean
 def count_votes(
-    texts: Texts, places: Places, members: Int32Array, depth: int, votes: Votes, policy: int, longest: int,
-    candidates: Candidates,
+    texts: Texts, places: Places, members: Int32Array, which: Int32Array, depth: int, votes: Votes, policy: int,
+    longest: int, candidates: Candidates,
 ) -> int:  # fmt: skip
-    """Fills the candidates from a node's places; returns how many there are."""
+    """Fills the candidates from a node's places; returns how many there are.
+
+    Where they are several, or a rollout ends, `which` says the candidate of each place.
+    """
+    agreed = _token_of_all(texts, places, members, depth)
+    if agreed >= 0:
+        _count_as_one(places, members, depth, votes, policy, longest, candidates[0])
+        candidates[0].token = agreed
+        return 1
     # Taken apart once: numba counts references whenever a field of a tuple is read.
-    history, live, others = texts.history, texts.live, texts.others
-    at, source, length, weight, factor = places.at, places.source, places.length, places.weight, votes.length
-    text = places.text
-    tokens, sums, counts, best = candidates.tokens, candidates.votes, candidates.counts, candidates.best
-    best_vote, longest_of, num_longest = candidates.best_vote, candidates.length, candidates.num_longest
-    by_source, which = candidates.by_source, candidates.which
+    history, live, others, factor = texts.history, texts.live, texts.others, votes.length
     num = 0
     for j in range(members.size):
-        i = np.uintp(members[j])
-        token = token_at(history, live, others, text[i], at[i] + depth)
+        place = places[np.uintp(members[j])]
+        token = token_at(history, live, others, place.text, place.at + depth)
         which[j] = -1
         if token < 0:
             continue
-        vote = weight[i]
+        length, source = place.length, np.uintp(place.source)
+        vote = place.weight
         if policy == CALIBRATED:
-            vote *= factor[np.uintp(source[i] * NUM_LENGTHS + length_bucket(length[i] + depth))]
+            vote *= factor[source * NUM_LENGTHS + np.uintp(length_bucket(length + depth))]
         c = 0
-        while c < num and tokens[c] != token:
+        while c < num and candidates[c].token != token:
             c += 1
+        candidate = candidates[np.uintp(c)]
         if c == num:
             if num == MAX_CANDIDATES:
                 continue
             num += 1
-            tokens[c], sums[c], counts[c], best_vote[c], longest_of[c], num_longest[c] = token, 0.0, 0, -1.0, 0, 0
+            candidate.token, candidate.votes, candidate.count, candidate.best_vote = token, 0.0, 0, -1.0
+            candidate.length, candidate.num_longest = 0, 0
             for k in range(NUM_SOURCES):
-                by_source[c, k] = 0.0
+                candidate.by_source[k] = 0.0
         which[j] = c
-        sums[c] += vote
-        counts[c] += 1
-        by_source[c, np.uintp(source[i])] += vote
-        longest_of[c] = max(longest_of[c], length[i])
-        num_longest[c] += length[i] == longest
-        if vote > best_vote[c]:
-            best_vote[c], best[c] = vote, members[j]
+        candidate.votes += vote
+        candidate.count += 1
+        candidate.by_source[source] += vote
+        candidate.length = max(candidate.length, length)
+        candidate.num_longest += length == longest
+        if vote > candidate.best_vote:
+            candidate.best_vote, candidate.best = vote, members[j]
     return num
+
+
+@lean
+def _token_of_all(texts: Texts, places: Places, members: Int32Array, depth: int) -> int:
+    """The token that all of a node's places go on with, -1 where they differ or one's rollout ends."""
+    history, live, others = texts.history, texts.live, texts.others
+    token, differs = np.int32(-1), False
+    for j in range(members.size):
+        place = places[np.uintp(members[j])]
+        found = token_at(history, live, others, place.text, place.at + depth)
+        differs |= found < 0 or (j > 0 and found != token)
+        token = found
+    return -1 if differs else int(token)
+
+
+@lean
+def _count_as_one(
+    places: Places, members: Int32Array, depth: int, votes: Votes, policy: int, longest: int, candidate: Any
+) -> None:
+    """`count_votes` where all places go on with the same token, as most do: sums that stay in registers."""
+    factor = votes.length
+    total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
+    for j in range(members.size):
+        place = places[np.uintp(members[j])]
+        vote = place.weight
+        if policy == CALIBRATED:
+            vote *= factor[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
+        total += vote
+        num_longest += place.length == longest
+        sources |= (vote > 0) << place.source
+        if vote > most:
+            most, best = vote, members[j]
+    candidate.count, candidate.length, candidate.num_longest = members.size, longest, num_longest
+    candidate.votes, candidate.best = total, best
+    for source in range(NUM_SOURCES):
+        # Of what a source says it has all or nothing, however much that is.
+        candidate.by_source[source] = (sources >> source) & 1
 
 
 @lean
@@ -173,14 +216,14 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    i, rank, own, crowd, share = np.uintp(facts.place), facts.rank, facts.own, facts.crowd, facts.share
-    source = places.source[i]
+    place, rank, own, crowd, share = places[np.uintp(facts.place)], facts.rank, facts.own, facts.crowd, facts.share
+    source = place.source
     length, near = length_bucket(facts.length), near_bucket(depth)
     count, far = count_bucket(own), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     is_history = source == HISTORY
-    note = places.note[i] % 12 if is_history else 12 + places.note[i]
-    shift, edit = places.shift[i], places.edit[i]
+    note = place.note % 12 if is_history else 12 + place.note
+    shift, edit = place.shift, place.edit
     out[0] = FIRST[0]
     out[1] = FIRST[1] + source * NUM_LENGTHS + length
     out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)

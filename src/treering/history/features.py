@@ -8,6 +8,7 @@ import math
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treering.history.arena import NUM_AGES, NUM_REWARDS
 from treering.history.lean import lean
@@ -89,49 +90,71 @@ def hash_of(first: int, second: int, third: int) -> int:
     return ((mixed ^ (mixed >> 17)) * 0x27D4EB2F >> 15) & (NUM_PAIRS - 1)
 
 
+def _buckets(*begins: int) -> NDArray[np.int64]:
+    """The bucket of each number up to where the last one begins: how many begin at or below it.
+
+    Example: those that begin at 1 and 3 are 0, 1, 1, 2 of the numbers 0 to 3, and 2 of all above.
+    """
+    return np.searchsorted(begins, np.arange(begins[-1] + 1), side="right").astype(np.int64)
+
+
+# Looked up: a sum of comparisons takes several times as long, and a branch is often guessed wrong.
+_LENGTHS = _buckets(1, 2, 3, 4, 5, 7, 10, 15, 23, 41)
+_EDITS = _buckets(1, 3, 5, 9)
+_SHIFTS = _buckets(0, 1, 3, 9, 33)
+_RANKS = _buckets(1, 2, 4)
+_DEPTHS = _buckets(1, 2, 3, 5, 9, 17)
+_NEAR = _buckets(1, 3, 5)
+_COUNTS = _buckets(2, 3, 5)
+_CROWDS = _buckets(1, 2, 4, 8, 16, 32, 64)
+
+
 @lean
 def length_bucket(length: int) -> int:
     """0 to 4 as they are, then 6, 9, 14, 22, 40 and more."""
-    # Here and below comparisons are added up: a branch that is guessed wrong takes longer than all of them.
-    behind = (length > 4) + (length > 6) + (length > 9) + (length > 14) + (length > 22) + (length > 40)
-    return int(min(length, 4) + behind)
+    return int(_LENGTHS[np.uintp(min(length, _LENGTHS.size - 1))])
 
 
 @lean
 def edit_bucket(length: int) -> int:
     """By how many tokens agree behind one edit: 0, 2, 4, 8 and more."""
-    return int((length > 0) + (length > 2) + (length > 4) + (length > 8))
+    return int(_EDITS[np.uintp(min(length, _EDITS.size - 1))])
 
 
 @lean
 def shift_bucket(shift: int) -> int:
     """By how much a place stands elsewhere in its rollout than the row in its own; 0 is left for own context."""
-    shift = abs(shift)
-    return int(1 + (shift > 0) + (shift > 2) + (shift > 8) + (shift > 32))
+    return int(_SHIFTS[np.uintp(min(abs(shift), _SHIFTS.size - 1))])
 
 
 @lean
 def rank_bucket(rank: int) -> int:
     """0, 1, 3 and more."""
-    return int((rank > 0) + (rank > 1) + (rank > 3))
+    return int(_RANKS[np.uintp(min(rank, _RANKS.size - 1))])
 
 
 @lean
 def depth_bucket(depth: int) -> int:
     """Tokens drafted before: 0 to 2 as they are, then 4, 8, 16 and more."""
-    return int(min(depth, 2) + (depth > 2) + (depth > 4) + (depth > 8) + (depth > 16))
+    return int(_DEPTHS[np.uintp(min(depth, _DEPTHS.size - 1))])
 
 
 @lean
 def near_bucket(depth: int) -> int:
     """A coarser one: 0, 2, 4 and more."""
-    return int((depth > 0) + (depth > 2) + (depth > 4))
+    return int(_NEAR[np.uintp(min(depth, _NEAR.size - 1))])
 
 
 @lean
 def count_bucket(count: int) -> int:
     """1, 2, 4 and more."""
-    return int((count > 1) + (count > 2) + (count > 4))
+    return int(_COUNTS[np.uintp(min(count, _COUNTS.size - 1))])
+
+
+@lean
+def crowd_bucket(num_places: int) -> int:
+    """By powers of two."""
+    return int(_CROWDS[np.uintp(min(num_places, _CROWDS.size - 1))])
 
 
 @lean
@@ -156,13 +179,6 @@ def fine_share(share: int, num_places: int) -> int:
 
 
 @lean
-def crowd_bucket(num_places: int) -> int:
-    """By powers of two."""
-    bucket = (num_places > 0) + (num_places > 1) + (num_places > 3) + (num_places > 7)
-    return int(bucket + (num_places > 15) + (num_places > 31) + (num_places > 63))
-
-
-@lean
 def stretch(share: float) -> float:
     """log(share / (1 - share)), at most 9.2 either way.
 
@@ -172,7 +188,20 @@ def stretch(share: float) -> float:
     return math.log(bounded / (1 - bounded))
 
 
+_MOST_LOGIT = 12.0
+_NUM_SQUASHES = 64
+"""For each 1 of a logit. Between two of them a straight line is off by at most 1 / (8 * 64**2) of the value."""
+_SQUASHES = 1 / (1 + np.exp(_MOST_LOGIT - np.arange(2 * int(_MOST_LOGIT) * _NUM_SQUASHES + 2) / _NUM_SQUASHES))
+
+
 @lean
 def squash(logit: float) -> float:
-    """The inverse of `stretch`, from logits between -12 and 12."""
-    return 1 / (1 + math.exp(-min(max(logit, -12.0), 12.0)))
+    """The inverse of `stretch`, from logits between -12 and 12, to within 3.1e-5 of it.
+
+    Example: 0 gives 0.5, 2.197 gives 0.9.
+    """
+    # Looked up: a call of the exponential function takes as long as all that makes the logit.
+    place = (min(max(logit, -_MOST_LOGIT), _MOST_LOGIT) + _MOST_LOGIT) * _NUM_SQUASHES
+    k = int(place)
+    low, high = _SQUASHES[np.uintp(k)], _SQUASHES[np.uintp(k + 1)]
+    return float(low + (place - k) * (high - low))

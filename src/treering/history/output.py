@@ -38,41 +38,35 @@ class Output(NamedTuple):
 @lean
 def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
     """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
-    nodes, described, order, number = room.nodes, room.described, room.order, room.number
+    buds, nodes, numbers = room.buds, room.nodes, room.numbers
     _preorder(room, num_nodes)
-    for k in range(num_nodes):
-        node = order[k]
-        parent, line = nodes.parents[node], nodes.described[node]
-        output.tokens[at + k], output.estimates[at + k] = nodes.tokens[node], nodes.estimates[node]
-        output.parents[at + k] = number[parent] if parent >= 0 else -1
-        output.paths[at + k] = nodes.paths[node]
+    for node in range(num_nodes):
+        bud, k = buds[np.uintp(nodes[node])], np.uintp(at + numbers[node + 1])
+        output.tokens[k], output.estimates[k], output.paths[k] = bud.token, bud.estimate, bud.path
+        output.parents[k] = numbers[bud.parent + 1]
         for j in range(NUM_VOTES):
-            output.shares[at + k, j] = described.shares[line, j]
+            output.shares[k, j] = bud.shares[j]
         for j in range(NUM_KINDS):
-            output.features[at + k, j] = described.features[line, j]
+            output.features[k, j] = bud.features[j]
 
 
 @lean
 def _preorder(room: Room, num_nodes: int) -> None:
-    """Numbers the nodes so that each one's likeliest child stands right behind it.
+    """Numbers the nodes so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
 
     Nodes stand by falling probability, so a node's first child is its likeliest.
     """
-    parents, first, following = room.nodes.parents, room.first_child, room.next_child
+    buds, nodes, numbers, sizes, free = room.buds, room.nodes, room.numbers, room.sizes, room.free
     for node in range(num_nodes):
-        first[node] = -1
-    first[MAX_NODES] = -1
+        sizes[node + 1] = 1
     for node in range(num_nodes - 1, -1, -1):
-        line = parents[node] if parents[node] >= 0 else MAX_NODES
-        following[node] = first[line]
-        first[line] = node
-    node = first[MAX_NODES]
-    for k in range(num_nodes):
-        room.order[k], room.number[node] = node, k
-        child = first[node]
-        while child < 0 and node >= 0:
-            child, node = following[node], parents[node]
-        node = child
+        sizes[buds[np.uintp(nodes[node])].parent + 1] += sizes[node + 1]
+    numbers[0], free[0] = -1, 0
+    for node in range(num_nodes):
+        line = np.uintp(buds[np.uintp(nodes[node])].parent + 1)
+        numbers[node + 1] = free[line]
+        free[node + 1] = free[line] + 1
+        free[line] += sizes[node + 1]
 
 
 @njit

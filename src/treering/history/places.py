@@ -6,7 +6,7 @@ match of some tokens, or it stands where an old trajectory goes on behind one ed
     M places
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -16,43 +16,35 @@ from treering.history.arena import NUM_AGES, NUM_REWARDS
 from treering.history.features import HISTORY, NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.lean import lean
 
-Int32Array = NDArray[np.int32]
-
 MAX_PLACES = 64
 IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
 """The texts that places stand in: history of the row's prompt, what is running, history of other prompts."""
 
 
-class Places(NamedTuple):
-    """Room for the places of one row, or of several, one after another."""
+PLACE = np.dtype(
+    [
+        ("at", np.int32),  # of the token behind the match
+        ("source", np.int32),
+        ("text", np.int32),  # that it stands in
+        ("length", np.int32),
+        ("edit", np.int32),  # bucket
+        ("shift", np.int32),  # bucket
+        ("note", np.int32),  # of history the arena's note, else rank by newness
+        ("weight", np.float64),  # what it counts apart from its length
+        ("reward", np.float64),
+    ],
+    align=True,
+)
+"""A place. What is known of one lies side by side: one address leads to all of it."""
 
-    at: Int32Array  # [M], of the token behind the match
-    source: Int32Array  # [M]
-    text: Int32Array  # [M], that it stands in
-    length: Int32Array  # [M]
-    edit: Int32Array  # [M], bucket
-    shift: Int32Array  # [M], bucket
-    note: Int32Array  # [M], of history the arena's note, else rank by newness
-    weight: NDArray[np.float64]  # [M], what it counts apart from its length
-    reward: NDArray[np.float64]  # [M]
+Places = NDArray[Any]
+"""Room for the places of one row, `PLACE` [M], or of several, [B, M]."""
 
 
 @njit
 def make_places(num_rows: int) -> Places:
     """Room for the places of so many rows."""
-    ints = np.empty((7, num_rows * MAX_PLACES), np.int32)
-    floats = np.empty((2, num_rows * MAX_PLACES), np.float64)
-    return Places(ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], floats[0], floats[1])
-
-
-@lean
-def places_of(places: Places, k: int) -> Places:
-    """The room of the k-th row."""
-    part = slice(k * MAX_PLACES, (k + 1) * MAX_PLACES)
-    return Places(
-        places.at[part], places.source[part], places.text[part], places.length[part], places.edit[part],
-        places.shift[part], places.note[part], places.weight[part], places.reward[part],
-    )  # fmt: skip
+    return np.empty((num_rows, MAX_PLACES), PLACE)
 
 
 @lean
@@ -60,7 +52,7 @@ def is_known(places: Places, num: int, text: int, at: int) -> bool:
     """Whether a place of a text is noted already."""
     found = False
     for i in range(num):
-        found |= places.at[i] == at and places.text[i] == text
+        found |= places[i].at == at and places[i].text == text
     return bool(found)
 
 
@@ -72,10 +64,10 @@ def put(
     """Notes a place where there is room; returns how many there are then."""
     if num == MAX_PLACES:
         return num
-    i = np.uintp(num)
-    places.at[i], places.text[i], places.source[i], places.length[i] = at, text, source, length
-    places.edit[i], places.shift[i], places.note[i] = edit_bucket(edit), shift, note
-    places.reward[i] = reward
+    place = places[np.uintp(num)]
+    place.at, place.text, place.source, place.length = at, text, source, length
+    place.edit, place.shift, place.note = edit_bucket(edit), shift, note
+    place.reward = reward
     return num + 1
 
 
@@ -84,20 +76,20 @@ def longest_of(places: Places, num: int) -> int:
     """The longest match."""
     longest = 0
     for i in range(num):
-        longest = max(longest, places.length[i])
+        longest = max(longest, places[i].length)
     return longest
 
 
 @lean
-def newness_of(places: Places, i: int) -> int:
+def newness_of(place: Any) -> int:
     """How many places or rollouts are newer, 0 to 3."""
-    return int(places.note[i] // (NUM_AGES * NUM_REWARDS) if places.source[i] == HISTORY else places.note[i])
+    return int(place.note // (NUM_AGES * NUM_REWARDS) if place.source == HISTORY else place.note)
 
 
 @lean
-def age_of(places: Places, i: int) -> int:
+def age_of(place: Any) -> int:
     """Age in versions, 0 to 3; running rows are of the newest."""
-    return places.note[i] % NUM_AGES if places.source[i] == HISTORY else 0
+    return int(place.note % NUM_AGES if place.source == HISTORY else 0)
 
 
 @lean

@@ -20,7 +20,7 @@ from treering.history.features import NO_DRAFT
 from treering.history.lean import lean
 from treering.history.live import note_rows
 from treering.history.output import Output, cut, write_row
-from treering.history.places import Places, longest_of, make_places, places_of
+from treering.history.places import Places, longest_of, make_places
 from treering.history.recent import Others
 from treering.history.rooms import Room, make_room
 from treering.history.sources import Rows, Running, find_places, is_due
@@ -69,7 +69,7 @@ def _draft(
         row = Row(state, last, before, 1, 0.0, 0.0)
     if row.least == 0:
         output.is_probe[b] = True
-        room.nodes.paths[0] = _PROBE_WORTH
+        room.buds[room.nodes[0]].path = _PROBE_WORTH
     write_row(output, at, room, num_nodes)
     return num_nodes
 
@@ -94,7 +94,7 @@ def _draft_all(
             if is_due(rows, b):
                 state, most = threads.state[running.slots[b]], min(max_draft, rows.max_drafts[b])
                 num_out += _draft(
-                    rows, b, texts, places_of(places, b - first), room, num_places[b - first], state, model, most,
+                    rows, b, texts, places[b - first], room, num_places[b - first], state, model, most,
                     least, rise, quiet, output, num_out,
                 )  # fmt: skip
             output.offsets[b + 1] = num_out

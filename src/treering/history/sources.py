@@ -18,7 +18,7 @@ from treering.history.from_history import LEAST_EDIT, NEAR, find_edited, find_in
 from treering.history.from_live import find_in_live, find_in_other_groups
 from treering.history.from_others import find_in_others
 from treering.history.lean import lean
-from treering.history.places import Places, longest_of, places_of
+from treering.history.places import Places, longest_of
 from treering.history.recent import Others
 from treering.history.threads import Threads, find_threads, follow, refresh_threads
 
@@ -76,7 +76,7 @@ def find_places(
         if is_due(rows, b):
             k = b - first
             num_places[k] = _find_running(
-                rows, b, history, generation, running, threads, uses, places_of(places, k), num_places[k]
+                rows, b, history, generation, running, threads, uses, places[k], num_places[k]
             )
     if uses[OTHERS]:
         _ask_others(rows, first, behind, running, others, places, num_places, ahead)
@@ -96,7 +96,7 @@ def _ask_history(
     for q in range(num):
         b = ahead.rows[q]
         num_places[b - first] = find_in_history(
-            places_of(places, b - first), 0, history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
+            places[b - first], 0, history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
             rows.num_prompt[b], ahead.lows[q],
         )  # fmt: skip
 
@@ -111,7 +111,7 @@ def _ask_history_behind_edits(
         is_long = rows.num_tokens[b] - rows.num_prompt[b] >= LEAST_EDIT
         if not is_due(rows, b) or not is_long or history.spans[rows.prompts[b], 1] == 0:
             continue
-        if longest_of(places_of(places, b - first), num_places[b - first]) < NEAR:
+        if longest_of(places[b - first], num_places[b - first]) < NEAR:
             end, prompt = rows.num_tokens[b] - 1, rows.prompts[b]
             ask_history(ahead, num, rows.tokens, b, end, rows.num_prompt[b], history, prompt)
             num += 1
@@ -120,7 +120,7 @@ def _ask_history_behind_edits(
         b = ahead.rows[q]
         k = b - first
         num_places[k] = find_edited(
-            places_of(places, k), num_places[k], history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
+            places[k], num_places[k], history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
             rows.num_prompt[b], ahead.lows[q],
         )  # fmt: skip
 
@@ -155,13 +155,13 @@ def _ask_others(
     """Finds where the contexts occur in what is running of other groups and in other prompts' histories."""
     num = 0
     for b in range(first, behind):
-        if is_due(rows, b) and longest_of(places_of(places, b - first), num_places[b - first]) < _ENOUGH:
+        if is_due(rows, b) and longest_of(places[b - first], num_places[b - first]) < _ENOUGH:
             ask(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
             num += 1
     search(ahead, num, rows.tokens, others.text, others.order, others.keys, others.owners)
     for q in range(num):
         b = ahead.rows[q]
-        context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], places_of(places, b - first)
+        context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], places[b - first]
         so_far: int = find_in_other_groups(
             own, num_places[b - first], running.chains, running.num_noted, running.first, running.scopes, running.width,
             rows.groups[b], context, begin,

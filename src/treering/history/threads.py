@@ -99,7 +99,7 @@ def refresh_threads(threads: Threads, slot: int, num_tokens: int, generation: in
 def follow(threads: Threads, slot: int, places: Places, num_found: int, start: int) -> None:
     """Remembers where the longest matches go on."""
     for i in range(min(num_found, 2)):
-        at = places.at[i] - start
+        at = places[i].at - start
         is_known = False
         for k in range(MAX_THREADS):
             is_known |= threads.at[slot, k] == at

@@ -1,0 +1,107 @@
+"""A node's candidates say what its places say, whether all of these go on with one token or not."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from treering.history.candidates import CALIBRATED, FREQUENCY, Texts, Votes, count_votes
+from treering.history.features import NUM_LENGTHS, NUM_SOURCES
+from treering.history.index import MARKER
+from treering.history.places import PLACE
+from treering.history.rooms import CANDIDATE, MAX_CANDIDATES
+from treering.history.shares import sum_up
+
+NUM_PLACES, DEPTH, SIZE = 9, 2, 64
+FIELDS = ("token", "count", "best", "length", "num_longest")
+LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
+
+
+@njit
+def count(
+    texts: Any, places: Any, members: Any, which: Any, depth: int, votes: Any, policy: int, longest: int, room: Any
+) -> Any:
+    """The compiled count, called from a compiled function as it is made for."""
+    num = count_votes(texts, places, members, which, depth, votes, policy, longest, room)
+    total, num_longest = sum_up(room, num)
+    return num, total, num_longest
+
+
+def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
+    """Places that go on with these tokens two behind where they begin, in any of the texts."""
+    rng = np.random.default_rng(draw)
+    texts = Texts(*(np.full(SIZE, 77, np.int32) for _ in range(3)))
+    places = np.zeros(NUM_PLACES, PLACE)
+    places["at"] = rng.permutation(SIZE - DEPTH)[:NUM_PLACES]
+    for field, end in (("source", NUM_SOURCES), ("text", 3), ("length", 60)):
+        places[field] = rng.integers(0, end, NUM_PLACES)
+    places["length"][rng.integers(NUM_PLACES)] = 60
+    places["weight"] = rng.random(NUM_PLACES) + 0.1
+    for place, token in zip(places, tokens, strict=True):
+        texts[place["text"]][place["at"] + DEPTH] = token
+    tables = (rng.random(NUM_SOURCES * NUM_LENGTHS) + 0.1, *(np.ones(1) for _ in range(4)))
+    return texts, places, Votes(*tables)
+
+
+def expected(places: np.ndarray, tokens: list[int], votes: Votes, policy: int) -> dict[int, dict[str, Any]]:
+    """The candidates by their tokens, from the definition."""
+    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for j, (place, token) in enumerate(zip(places, tokens, strict=True)):
+        bucket = sum(place["length"] + DEPTH > last for last in LASTS)
+        factor = votes.length[place["source"] * NUM_LENGTHS + bucket] if policy == CALIBRATED else 1.0
+        if token != MARKER:
+            found[token].append((j, place["weight"] * factor))
+    return {
+        token: {
+            "token": token,
+            "count": len(said),
+            "best": max(said, key=lambda item: item[1])[0],
+            "length": max(places[j]["length"] for j, _ in said),
+            "num_longest": sum(places[j]["length"] == 60 for j, _ in said),
+            "votes": sum(vote for _, vote in said),
+            "by_source": [sum(vote for j, vote in said if places[j]["source"] == k) for k in range(NUM_SOURCES)],
+        }
+        for token, said in found.items()
+    }
+
+
+@pytest.mark.parametrize("policy", [CALIBRATED, FREQUENCY])
+@pytest.mark.parametrize("end", [5, MARKER, 6], ids=["all agree", "one ends", "one differs"])
+@pytest.mark.parametrize("draw", range(8))
+def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, policy: int) -> None:
+    tokens = [5] * NUM_PLACES
+    tokens[draw % NUM_PLACES] = end
+    texts, places, votes = node_of(draw, tokens)
+    room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
+    members = np.arange(NUM_PLACES, dtype=np.int32)
+    num, total, num_longest = count(texts, places, members, which, DEPTH, votes, policy, 60, room)
+    wanted = expected(places, tokens, votes, policy)
+    assert num == len(wanted)
+    assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
+    assert num_longest == sum(item["num_longest"] for item in wanted.values())
+    for candidate in room[:num]:
+        item = wanted[int(candidate["token"])]
+        assert {name: candidate[name] for name in FIELDS} == {name: item[name] for name in FIELDS}
+        assert candidate["votes"] == pytest.approx(item["votes"])
+        for k in range(NUM_SOURCES):
+            whole = sum(other["by_source"][k] for other in wanted.values())
+            share = candidate["by_source"][k] / room[MAX_CANDIDATES]["by_source"][k] if whole > 0 else 0.0
+            assert share == pytest.approx(item["by_source"][k] / whole if whole > 0 else 0.0)
+
+
+@pytest.mark.parametrize("source", range(NUM_SOURCES))
+def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
+    tokens = [5] * NUM_PLACES
+    texts, places, votes = node_of(0, tokens)
+    places["weight"][places["source"] == source] = 0.0
+    room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
+    count(texts, places, np.arange(NUM_PLACES, dtype=np.int32), which, DEPTH, votes, FREQUENCY, 60, room)
+    assert room[0]["by_source"][source] == 0
+
+
+def test_a_node_without_places_has_no_candidates() -> None:
+    texts, places, votes = node_of(0, [5] * NUM_PLACES)
+    room, nobody = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(0, np.int32)
+    assert count(texts, places, nobody, nobody, DEPTH, votes, CALIBRATED, 0, room) == (0, 0.0, 0)
