@@ -67,7 +67,7 @@ def _put_live(
     """Notes the place behind live.tokens[at] where at least so many tokens agree."""
     if live.tokens[at + 1] == MARKER:
         return num
-    owner = at // width
+    owner = _owner_of(at, width)
     is_prompt = owner == prompt_slot
     source = OWN if is_prompt or owner == slot else SIBLINGS
     if not uses[source] or is_known(places, num, IN_LIVE, at + 1):
@@ -93,7 +93,8 @@ def find_in_other_groups(
     for _ in range(_MAX_WIDE_LOOKS):
         if at < 0 or rank == _MAX_WIDE:
             break
-        if scopes[at // width] != group and _is_there(num_noted, firsts, width, at) and live.tokens[at + 1] != MARKER:
+        is_elsewhere = scopes[_owner_of(at, width)] != group
+        if is_elsewhere and _is_there(num_noted, firsts, width, at) and live.tokens[at + 1] != MARKER:
             length, edit = measure(live.tokens, at, context, num_prompt)
             if length >= LONG and not is_known(places, num, IN_LIVE, at + 1):
                 num = put(places, num, OTHERS, IN_LIVE, at + 1, length, edit, FAR, rank_bucket(rank), 0.0)
@@ -107,11 +108,17 @@ def _is_of_group(
     num_noted: Int64Array, firsts: Int64Array, scopes: Int64Array, width: int, group: int, at: int
 ) -> bool:
     """Whether a place is in a text of the group: a link may lead to another group's."""
-    return bool(scopes[at // width] == group and _is_there(num_noted, firsts, width, at))
+    return bool(scopes[_owner_of(at, width)] == group and _is_there(num_noted, firsts, width, at))
 
 
 @lean
 def _is_there(num_noted: Int64Array, firsts: Int64Array, width: int, at: int) -> bool:
     """Whether a place is in what its slot holds: a link may lead to what was written over."""
-    owner = at // width
+    owner = _owner_of(at, width)
     return bool(at <= owner * width + num_noted[owner] - firsts[owner])
+
+
+@lean
+def _owner_of(at: int, width: int) -> int:
+    """The slot that a place stands in: divided without signs, which takes half as long."""
+    return int(np.uint32(at) // np.uint32(width))
