@@ -66,6 +66,22 @@ def test_of_places_of_which_two_agree_longer_the_two_are_counted_beside_those_of
     assert first_estimates(history, LONGEST + tally(2, 4), (1, 7)) == plain
 
 
+def test_behind_a_token_of_shorter_matches_the_longest_are_the_longest_of_its_own() -> None:
+    drafter = Drafter(
+        store_of({"q": {0: [[1, 7, 30, 40]] * 3 + [[2, 7, 31, 41]]}}), min_acceptance=1e-6, sources=("history",)
+    )
+    rows = draft_rows([Row(rollout=(1, 7))])
+    plain = drafter.propose(rows)
+    state = drafter.state()
+    state["weights"][NUM_VOTES + LONGEST + tally(1, 1)] += 3.0
+    drafter.load_state(state)
+    taught = drafter.propose(rows)
+    before = dict(zip(plain.tokens.tolist(), plain.acceptance.tolist(), strict=True))
+    after = dict(zip(taught.tokens.tolist(), taught.acceptance.tolist(), strict=True))
+    assert after.pop(41) > before.pop(41) + 0.05
+    assert after == before
+
+
 def test_behind_a_drafted_token_a_tally_says_something_else() -> None:
     drafter = Drafter(store_of({"q": {0: [[7, 30, 31]] * 2}}), min_acceptance=1e-6, sources=("history",))
     plain = drafter.propose(BEHIND_SEVEN).acceptance

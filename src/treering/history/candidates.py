@@ -165,13 +165,13 @@ def count_votes(
 
 @lean
 def _token_of_all(texts: Texts, places: Places, members: Int32Array, depth: int) -> int:
-    """The token that all of a node's places go on with, -1 where they differ or one's rollout ends."""
+    """The token that all of a node's places go on with; a marker where all rollouts end, -1 where places differ."""
     history, live, others = texts.history, texts.live, texts.others
     token, differs = np.int32(-1), False
     for j in range(members.size):
         place = places[np.uintp(members[j])]
         found = token_at(history, live, others, place.text, place.at + depth)
-        differs |= found < 0 or (j > 0 and found != token)
+        differs |= j > 0 and found != token
         token = found
     return -1 if differs else int(token)
 
