@@ -202,6 +202,8 @@ def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:
         lambda state: state.update(weights=state["weights"] * np.nan),
         lambda state: state.update(weights=state["weights"] * np.inf),
         lambda state: state.update(weights=np.full(state["weights"].size, 1e300)),
+        lambda state: state.update(weights=np.full(state["weights"].size, 2e6)),
+        lambda state: state.update(weights=np.full(state["weights"].size, -2e6)),
         lambda state: state.update(squares=0 * state["squares"]),
     ],
 )
@@ -215,6 +217,17 @@ def test_another_state_is_refused_and_nothing_is_taken(change: Callable[[dict[st
     with np.errstate(invalid="ignore"), pytest.raises(InputError, match=r"pass a state\(\) unchanged"):
         drafter.load_state(state)
     assert all((drafter.state()[name] == values).all() for name, values in before.items())
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_the_largest_weights_leave_estimates_probabilities(draw: int) -> None:
+    drafter = drafter_of()
+    state = drafter.state()
+    state["weights"][:] = np.random.default_rng(draw).choice([-1e6, 1e6], state["weights"].size)
+    drafter.load_state(state)
+    for _ in range(8):
+        assert all(0 < estimate < 1 for estimate in observe(drafter, (2, 3, 4)))
+    assert np.isfinite(drafter.state()["weights"]).all()
 
 
 def test_a_state_is_a_copy() -> None:

@@ -37,6 +37,8 @@ _FIRST_SQUARES = 4.0
 _SCALE_RATE = 0.3
 _FIRST_SCALE_SQUARES = 100.0
 _MOST_LOGIT = 8.0
+_MOST_WEIGHT = 1e6
+"""Far beyond any that is learnt; sums of such weights are numbers, also as float32."""
 SCALE = NUM_VOTES + NUM_WEIGHTS
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
@@ -97,12 +99,14 @@ class Acceptance:
         for name, values in state.items():
             with np.errstate(over="ignore"):
                 taken[name] = np.asarray(values).astype(expected[name].dtype)
-            least = {"weights": -np.inf, "squares": np.finfo(np.float32).tiny}.get(name, 0)
-            is_right = taken[name].shape == expected[name].shape and np.isfinite(taken[name]).all()
-            if not is_right or (taken[name] < least).any():
+            least = {"weights": -_MOST_WEIGHT, "squares": np.finfo(np.float32).tiny}.get(name, 0)
+            most = _MOST_WEIGHT if name == "weights" else np.finfo(np.float64).max
+            is_right = taken[name].shape == expected[name].shape
+            # Written so that what is no number is within nothing.
+            if not is_right or not ((taken[name] >= least) & (taken[name] <= most) & np.isfinite(taken[name])).all():
                 raise InputError(
-                    f"{name} of a drafter's state is finite, at least {least:g} and of shape {expected[name].shape}, "
-                    f"got shape {np.shape(values)} or another value; pass a state() unchanged"
+                    f"{name} of a drafter's state is finite, from {least:g} to {most:g} and of shape "
+                    f"{expected[name].shape}, got shape {np.shape(values)} or another value; pass a state() unchanged"
                 )
         for name, values in taken.items():
             getattr(self, name)[:] = values

@@ -118,7 +118,10 @@ def _expand(
     texts: Texts, places: Places, room: Room, stem: Any, node: int, before: int, least: float, model: Model, state: int,
     so_far: Grown,
 ) -> Grown:  # fmt: skip
-    """Adds a node's candidates that are likely enough to those that wait; the token before the node is `before`."""
+    """Adds what may come behind a bud to those that wait, where it is likely enough.
+
+    The bud was taken as node `node`, or is the context with -1; the token before it is `before`.
+    """
     buds, candidates = room.buds, room.candidates
     num_waiting, num_buds, num_members = so_far
     is_calibrated = model.policy == CALIBRATED
