@@ -167,13 +167,15 @@ def count_votes(
 def _token_of_all(texts: Texts, places: Places, members: Int32Array, depth: int) -> int:
     """The token that all of a node's places go on with; a marker where all rollouts end, -1 where places differ."""
     history, live, others = texts.history, texts.live, texts.others
-    token, differs = np.int32(-1), False
-    for j in range(members.size):
+    if members.size == 0:
+        return -1
+    place = places[np.uintp(members[0])]
+    token = token_at(history, live, others, place.text, place.at + depth)
+    for j in range(1, members.size):
         place = places[np.uintp(members[j])]
-        found = token_at(history, live, others, place.text, place.at + depth)
-        differs |= j > 0 and found != token
-        token = found
-    return -1 if differs else int(token)
+        if token_at(history, live, others, place.text, place.at + depth) != token:
+            return -1
+    return int(token)
 
 
 @lean
