@@ -22,10 +22,14 @@ Int64Array = NDArray[np.int64]
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0
-_LONGEST = 64
+_LONGEST = 128
 _LONGER = 4
 _LONGEST_BEFORE = 4
 """Of an earlier rest, as far as it counts: more would make too much of what was, where history has grown since."""
+_LONG = 16
+_COLD = 0.8
+"""Of its price, what drafting takes longer behind a long rest: its code and tables have left the caches by then. With
+the demo's policy it was 0.06 behind 4 steps, 0.6 behind 16 and 0.85 behind 64."""
 _MOST_LOST = 0.005
 
 
@@ -85,13 +89,15 @@ class Rest:
 
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
     4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
-    and for 64. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not
-    look, as many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is
-    found and learning from it are counted at their prices, so that no decision depends on a clock.
+    and for 128. A win shortens the next rest to a quarter, and no more: where drafts lose, chance lets one step in some
+    win. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not look, as
+    many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is found and
+    learning from it are counted at their prices, so that no decision depends on a clock; a rest also has to make up for
+    what they take longer behind one of 16 steps or more.
 
     Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
-    64, 64, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 17, 17, ... steps by the prices that
-    stand where none were measured: 52 us are half a percent of 17 steps.
+    64, 128, 128, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the prices that
+    stand where none were measured: 52 us, and 42 us more behind a long rest, are half a percent of 31 steps.
     """
 
     def __init__(self, prices: DraftPrices | None = None, lengths: Int64Array | None = None) -> None:
@@ -111,13 +117,23 @@ class Rest:
         self._num_plain = 0.0
         self._num_drafted = 0.0
         self._num_left = 0
+        self._num_rested = 0
 
     def is_due(self) -> bool:
         """Whether this step makes drafts; counts the step."""
         if self._num_left == 0:
             return True
         self._num_left -= 1
+        self._num_rested += 1
         return False
+
+    def note_news(self) -> None:
+        """History has grown: what lost before may pay now, so a rest ends within 16 steps, and the next is no longer.
+
+        Example: a rest of which 100 steps are left has 16 left; one of which 3 are left keeps them.
+        """
+        np.minimum(self._lengths, _LONGEST_BEFORE, out=self._lengths)
+        self._num_left = min(self._num_left, _LONG)
 
     def note(
         self,
@@ -146,14 +162,25 @@ class Rest:
         self._seconds_plain = keep * self._seconds_plain + seconds_plain
         self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
         lost = self._seconds_drafted / self._seconds_plain - self._num_drafted / self._num_plain
-        self._num_left = 0 if lost <= 0 else max(1, _next(length, lost))
+        if lost <= 0:
+            self._num_rested = 0
+            self._lengths[:] = length // _LONGER, 0
+            return
+        lost += self._of_cold(drafting) / seconds_plain
+        self._num_left = max(1, _next(length, lost))
         self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
         looking = self._prices.of_looking(num_rows, num_grown)
+        looking += self._of_cold(looking)
         self._num_left = _next(int(self._lengths[1]), looking / seconds_plain)
         self._lengths[1] = self._num_left
+
+    def _of_cold(self, seconds: float) -> float:
+        """What drafting took longer than its price, which is 0 but for the first step behind a long rest."""
+        num_rested, self._num_rested = self._num_rested, 0
+        return _COLD * seconds if num_rested >= _LONG else 0.0
 
 
 def _next(length: int, lost: float) -> int:

@@ -101,6 +101,7 @@ class Drafter:
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")
         self._live, self._recent = Live(max_live_tokens), Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
+        self._newest = store.snapshot
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
         self._rows: DraftRows | None = None
         self._slots = self._owners = self._live_slots = np.zeros(0, np.int64)
@@ -124,6 +125,10 @@ class Drafter:
 
     def rests(self) -> bool:
         """Whether this step makes no drafts, whatever its rows: it is counted then, and needs no `propose`."""
+        newest = self._store.snapshot
+        if newest is not self._newest:
+            self._newest = newest
+            self._spending.note_news()
         return not self._spending.is_due()
 
     def propose(self, rows: DraftRows) -> Drafts:

@@ -69,6 +69,10 @@ class Spending:
         """Whether this step makes drafts; counts the step."""
         return self.costs is None or self._rest.is_due()
 
+    def note_news(self) -> None:
+        """History has grown; see `Rest.note_news`."""
+        self._rest.note_news()
+
     @property
     def leasts(self) -> tuple[float, float]:
         """Below the first nothing is looked at, and by the second it rises along a draft; see `tree.least_behind`.
