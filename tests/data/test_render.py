@@ -104,6 +104,16 @@ def test_given_tokens_are_used_as_they_are_and_trained_runs_are_turns():
     assert rendered.logprobs.tolist() == [-1.0] * 5
 
 
+def test_trajectories_that_come_one_by_one_are_rendered_as_those_of_a_list(tokenizer_dir):
+    given_tokens = Trajectory(task_id="t", tokens=np.array([1, 2], np.int32))
+    written = chat(message("user", "2+2="), message("assistant", "4"))
+    for trajectories in ([given_tokens], [given_tokens, written, given_tokens]):
+        expected = render(trajectories, tokenizer_dir)
+        rendered = render((one for one in trajectories), tokenizer_dir)
+        assert [one.tokens.tolist() for one in rendered] == [one.tokens.tolist() for one in expected]
+        assert len(rendered) == len(trajectories)
+
+
 def test_tokens_without_a_mask_are_all_trained():
     [rendered] = render([Trajectory(task_id=3, tokens=np.array([4, 5], np.int32))])
     assert (rendered.loss_mask.tolist(), rendered.num_prompt_tokens) == ([True, True], 0)

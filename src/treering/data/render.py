@@ -4,7 +4,7 @@ Knows which form a trajectory takes: its own tokens, raw text, the plain chat fo
 nothing of trees.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -70,11 +70,12 @@ class Renderer:
         self._encoder: Encoder | None = None
         self._chat: ChatTemplate | None = None
 
-    def render(self, trajectories: Sequence[Trajectory]) -> list[RenderedTrajectory]:
+    def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
 
         Raises InputError for messages without a tokenizer, and for messages without any text.
         """
+        trajectories = list(trajectories)
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
         encoded: dict[int, EncodedScript] = {}
         if written:
@@ -101,7 +102,7 @@ class Renderer:
 
 
 def render(
-    trajectories: Sequence[Trajectory], tokenizer: Path | None = None, template: Template = "plain"
+    trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "plain"
 ) -> list[RenderedTrajectory]:
     """Renders trajectories with a `Renderer` made for this call.
 
