@@ -8,11 +8,11 @@ import pytest
 from numba import njit
 
 from treering.history.candidates import CALIBRATED, FREQUENCY, Texts, Votes, count_votes
-from treering.history.features import NUM_LENGTHS, NUM_SOURCES
+from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.index import MARKER
 from treering.history.places import PLACE
 from treering.history.rooms import CANDIDATE, MAX_CANDIDATES
-from treering.history.shares import sum_up
+from treering.history.shares import sum_up, write_shares
 
 NUM_PLACES, DEPTH, SIZE = 9, 2, 64
 FIELDS = ("token", "count", "best", "length", "num_longest")
@@ -23,10 +23,19 @@ LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 def count(
     texts: Any, places: Any, members: Any, which: Any, depth: int, votes: Any, policy: int, longest: int, room: Any
 ) -> Any:
-    """The compiled count, called from a compiled function as it is made for."""
+    """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
     num = count_votes(texts, places, members, which, depth, votes, policy, longest, room)
     total, num_longest = sum_up(room, num)
-    return num, total, num_longest
+    shares = np.zeros((num, NUM_VOTES), np.float32)
+    for c in range(num):
+        write_shares(shares[c], room, c, room[c].votes / total, num_longest)
+    return num, total, num_longest, shares
+
+
+def stretched(part: float) -> float:
+    """What stands in a table of 1,024 for it."""
+    place = int(part * (1024 - 0.01))
+    return float(stretch.py_func((place + 0.5) / 1024))
 
 
 def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
@@ -76,19 +85,21 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
     texts, places, votes = node_of(draw, tokens)
     room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
     members = np.arange(NUM_PLACES, dtype=np.int32)
-    num, total, num_longest = count(texts, places, members, which, DEPTH, votes, policy, 60, room)
+    num, total, num_longest, shares = count(texts, places, members, which, DEPTH, votes, policy, 60, room)
     wanted = expected(places, tokens, votes, policy)
     assert num == len(wanted)
     assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
     assert num_longest == sum(item["num_longest"] for item in wanted.values())
-    for candidate in room[:num]:
+    for candidate, own in zip(room[:num], shares, strict=True):
         item = wanted[int(candidate["token"])]
         assert {name: candidate[name] for name in FIELDS} == {name: item[name] for name in FIELDS}
         assert candidate["votes"] == pytest.approx(item["votes"])
+        assert own[0] == pytest.approx(stretched(item["votes"] / total))
         for k in range(NUM_SOURCES):
             whole = sum(other["by_source"][k] for other in wanted.values())
-            share = candidate["by_source"][k] / room[MAX_CANDIDATES]["by_source"][k] if whole > 0 else 0.0
-            assert share == pytest.approx(item["by_source"][k] / whole if whole > 0 else 0.0)
+            part = (item["by_source"][k] / whole + 0.02) / 1.06 if whole > 0 else None
+            assert own[1 + k] == pytest.approx(0.0 if part is None else stretched(part))
+        assert own[-1] == pytest.approx(stretched((item["num_longest"] + 0.1) / (num_longest + 0.4)))
 
 
 @pytest.mark.parametrize("source", range(NUM_SOURCES))
@@ -97,11 +108,12 @@ def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
     texts, places, votes = node_of(0, tokens)
     places["weight"][places["source"] == source] = 0.0
     room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
-    count(texts, places, np.arange(NUM_PLACES, dtype=np.int32), which, DEPTH, votes, FREQUENCY, 60, room)
-    assert room[0]["by_source"][source] == 0
+    *_, shares = count(texts, places, np.arange(NUM_PLACES, dtype=np.int32), which, DEPTH, votes, FREQUENCY, 60, room)
+    has_votes = [k != source and (places["source"] == k).any() for k in range(NUM_SOURCES)]
+    assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
 
 
 def test_a_node_without_places_has_no_candidates() -> None:
     texts, places, votes = node_of(0, [5] * NUM_PLACES)
     room, nobody = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(0, np.int32)
-    assert count(texts, places, nobody, nobody, DEPTH, votes, CALIBRATED, 0, room) == (0, 0.0, 0)
+    assert count(texts, places, nobody, nobody, DEPTH, votes, CALIBRATED, 0, room)[:3] == (0, 0.0, 0)
