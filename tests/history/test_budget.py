@@ -256,33 +256,46 @@ def test_only_the_first_step_behind_a_long_rest_takes_longer() -> None:
     assert losing(rest, 1e-3) == 7
 
 
-@pytest.mark.parametrize(("num_gone", "num_left"), [(0, 16), (28, 16), (60, 4), (64, 0)])
-def test_news_end_a_long_rest_within_16_steps_and_no_rest_behind_it_is_longer_at_once(
-    num_gone: int, num_left: int
-) -> None:
-    rest = Rest()
-    assert [losing(rest) for _ in range(3)] == [1, 4, 16]
-    rest.note(8, 40, 0, 1e-3, 2e-3)
+@pytest.mark.parametrize(("num_gone", "num_left"), [(0, 16), (5, 11), (16, 0), (28, 0), (64, 0)])
+def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: int, num_left: int) -> None:
+    rest = Rest(DraftPrices(look=181e-6, row=0, grown=0, learn=0, drafted=0))
+    assert [losing(rest, 1e-3) for _ in range(3)] == [1, 4, 16]
+    # Behind 16 steps 181 us are 326 us: half a percent of 65 steps of 1 ms, and two percent of 16.
+    rest.note(8, 40, 0, 1e-3, 1e-3)
     assert not any(rest.is_due() for _ in range(num_gone))
-    rest.note_news()
+    for _ in range(2):
+        # News that come again change nothing more.
+        rest.note_news()
     assert [rest.is_due() for _ in range(num_left + 1)] == [False] * num_left + [True]
-    assert [losing(rest) for _ in range(3)] == [16, 64, 128]
+    assert losing(rest, 1e-3) > 16, "where it loses again, the next rest is as long as it was"
+
+
+def test_news_spare_a_short_rest_nothing_and_a_step_that_drafts_nothing() -> None:
+    rest = Rest(DraftPrices(look=15e-6, row=0, grown=0, learn=0, drafted=0))
+    rest.note_news()
+    assert rest.is_due()
+    # 15 us are half a percent of 3 steps and two percent of less than one: a rest is a step at least.
+    for length in (1, 1, 1):
+        rest.note_nothing(8, 1e-3)
+        rest.note_news()
+        assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
 
 
 def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
     store = store_of(HISTORY)
     drafter, calm = Drafter(store), Drafter(store_of(HISTORY))
     for each in (drafter, calm):
-        # Looking takes as long as a hundred steps, so rests become as long as they may.
-        each.use_costs(VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1e-3]), prices=DraftPrices(look=0.1)))
+        # Looking takes 0.2 steps, and 0.36 behind a long rest: half a percent of 72, and two percent of 18.
+        prices = DraftPrices(look=2e-4, row=0, grown=0, learn=0, drafted=0)
+        each.use_costs(VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1e-3]), prices=prices))
         tries(each, 30, is_right=False)
     store.add("another", [np.array([1, 2, 3], np.int32)], version=0)
     store.publish()
-    assert [drafter.rests() for _ in range(17)] == [True] * 16 + [False]
-    assert all(calm.rests() for _ in range(17))
-    # News are new once: this look is followed by 16 steps, and the next by more.
-    tries(drafter, 20, is_right=False)
-    assert all(drafter.rests() for _ in range(17))
+    assert not all(drafter.rests() for _ in range(19))
+    assert all(calm.rests() for _ in range(19))
+    # News are new once: the look is followed by a rest as long as any.
+    tries(drafter, 1, is_right=False)
+    assert all(drafter.rests() for _ in range(30))
 
 
 def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:

@@ -30,7 +30,7 @@ _LONG = 16
 _COLD = 0.8
 """Of its price, what drafting takes longer behind a long rest: its code and tables have left the caches by then. With
 the demo's policy it was 0.06 behind 4 steps, 0.6 behind 16 and 0.85 behind 64."""
-_MOST_LOST = 0.005
+_MOST_LOST, _MOST_LOST_FOR_NEWS = 0.005, 0.02
 
 
 @lean
@@ -117,6 +117,7 @@ class Rest:
         self._num_plain = 0.0
         self._num_drafted = 0.0
         self._num_left = 0
+        self._num_spared = 0
         self._num_rested = 0
 
     def is_due(self) -> bool:
@@ -128,12 +129,13 @@ class Rest:
         return False
 
     def note_news(self) -> None:
-        """History has grown: what lost before may pay now, so a rest ends within 16 steps, and the next is no longer.
+        """History has grown: what lost before may pay now, so the present rest makes what was lost two percent of it.
 
-        Example: a rest of which 100 steps are left has 16 left; one of which 3 are left keeps them.
+        Example: 0.32 steps that were lost are followed by 64 steps without news, and by 16 with them. Where 20 of the
+        64 have gone by when they come, the next step looks.
         """
-        np.minimum(self._lengths, _LONGEST_BEFORE, out=self._lengths)
-        self._num_left = min(self._num_left, _LONG)
+        self._num_left = max(0, self._num_left - self._num_spared)
+        self._num_spared = 0
 
     def note(
         self,
@@ -167,15 +169,20 @@ class Rest:
             self._lengths[:] = length // _LONGER, 0
             return
         lost += self._of_cold(drafting) / seconds_plain
-        self._num_left = max(1, _next(length, lost))
+        self._begin(max(1, _next(length, lost)), lost)
         self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
         looking = self._prices.of_looking(num_rows, num_grown)
         looking += self._of_cold(looking)
-        self._num_left = _next(int(self._lengths[1]), looking / seconds_plain)
+        lost = looking / seconds_plain
+        self._begin(_next(int(self._lengths[1]), lost), lost)
         self._lengths[1] = self._num_left
+
+    def _begin(self, length: int, lost: float) -> None:
+        self._num_left = length
+        self._num_spared = max(0, length - max(1, int(lost / _MOST_LOST_FOR_NEWS)))
 
     def _of_cold(self, seconds: float) -> float:
         """What drafting took longer than its price, which is 0 but for the first step behind a long rest."""
