@@ -4,8 +4,10 @@ A policy that has learnt something samples each prompt a second time; its memory
 weights have not moved in between, which is the most that history can know of a policy. Rollouts end where they end,
 finished siblings are not remembered, and what the drafter knows of its own acceptance comes from a third draw. One
 engine runs all ways, with one drafter or another or none, because two engines of one kind differ by some percent
-themselves. Drafters have their defaults, and the engine's measured costs. Each way runs with one thread and with more,
-and the number that is best for it counts: long drafts keep two threads busy that a token a row does not.
+themselves. Rows with the same tokens are computed once, with drafts and without, so that a ratio tells what drafts
+bring beside that; the engine without drafts where every row is computed for itself is measured as well. Drafters have
+their defaults, and the engine's measured costs. Each way runs with one thread and with more, and the number that is
+best for it counts: long drafts keep two threads busy that a token a row does not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,8 @@ class DraftedResult:
     tokens_per_s: float
     ratio: float
     """Over the engine without drafts: the median over rounds, each of which runs both."""
+    ratio_to_each: float
+    """Over the engine without drafts where every row is computed for itself, though others have the same tokens."""
     tokens_per_forward: float
     """That a rollout gains."""
     acceptance: float
@@ -73,6 +77,11 @@ class DraftingResult:
     plain_num_threads: int
     plain_tokens_per_s: float
     plain_tokens_per_forward: float
+    each_num_threads: int
+    each_tokens_per_s: float
+    """Without drafts, every row computed for itself."""
+    each_ratio: float
+    """Of the engine without drafts over that."""
     drafting: DraftedResult
     """From the prompt's own history."""
     controls: dict[Control, DraftedResult]
@@ -117,6 +126,14 @@ def run_plain(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
     """All rollouts, without drafts."""
     engine.use_drafter(None)
     return run_all(engine, requests)
+
+
+def run_each(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
+    """The same, every row computed for itself."""
+    engine.use_equal_rows("each")
+    rollouts = run_plain(engine, requests)
+    engine.use_equal_rows("auto")
+    return rollouts
 
 
 class DraftingSide:
@@ -183,14 +200,15 @@ def _measure_size(
                 for count in counts
             },
             **{("plain", count): partial(_with, count, partial(run_plain, engine, requests)) for count in counts},
+            **{("each", count): partial(_with, count, partial(run_each, engine, requests)) for count in counts},
             **{setting: partial(side.run, requests) for setting, side in sides.items()},
         },
         num_runs,
         on_run,
     )
-    plain = best["plain"]
+    plain, each = best["plain"], best["each"]
     drafted = {
-        history: _drafted(*counted[history, best[history].num_threads], expected, best[history], plain.seconds)
+        history: _drafted(*counted[history, best[history].num_threads], expected, best[history], plain, each)
         for history in stores
     }
     return DraftingResult(
@@ -202,20 +220,29 @@ def _measure_size(
         plain_num_threads=plain.num_threads,
         plain_tokens_per_s=count_tokens(expected) / median(plain.seconds),
         plain_tokens_per_forward=after.since(before).tokens_per_forward,
+        each_num_threads=each.num_threads,
+        each_tokens_per_s=count_tokens(expected) / median(each.seconds),
+        each_ratio=_ratio(each, plain),
         drafting=drafted[OWN],
         controls={history: drafted[history] for history in CONTROLS if history in drafted},
     )
 
 
+def _ratio(slow: Best, fast: Best, num_tokens: float = 1.0) -> float:
+    """How many times as fast the second is, in the median over rounds, with so many tokens for each of the first's."""
+    return median(num_tokens * own / other for own, other in zip(slow.seconds, fast.seconds, strict=True))
+
+
 def _drafted(
-    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, best: Best, plain_seconds: list[float]
+    rollouts: Rollouts, stats: EngineStats, expected: Rollouts, best: Best, plain: Best, each: Best
 ) -> DraftedResult:
-    num_tokens, num_expected = count_tokens(rollouts), count_tokens(expected)
-    pairs = zip(best.seconds, plain_seconds, strict=True)
+    num_tokens = count_tokens(rollouts)
+    more = num_tokens / count_tokens(expected)
     return DraftedResult(
         num_threads=best.num_threads,
         tokens_per_s=num_tokens / median(best.seconds),
-        ratio=median(num_tokens / own / (num_expected / plain) for own, plain in pairs),
+        ratio=_ratio(plain, best, more),
+        ratio_to_each=_ratio(each, best, more),
         tokens_per_forward=stats.tokens_per_forward,
         acceptance=stats.acceptance,
         drafted_per_forward=stats.num_drafted / stats.num_rows,

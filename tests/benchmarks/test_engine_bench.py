@@ -207,6 +207,7 @@ def test_drafting_adds_up_and_counts_what_the_rollouts_say() -> None:
         assert min(result.generate_tokens_per_s, result.plain_tokens_per_s) > 0
         for drafted in (result.drafting, *result.controls.values()):
             assert drafted.ratio == pytest.approx(drafted.tokens_per_s / result.plain_tokens_per_s)
+            assert drafted.ratio_to_each == pytest.approx(drafted.tokens_per_s / result.each_tokens_per_s)
             # A forward gives accepted drafts and one token more, but for a rollout that ends with a draft.
             accepted = drafted.acceptance * drafted.drafted_per_forward
             num_forwards = result.num_tokens / drafted.tokens_per_forward
@@ -230,7 +231,7 @@ def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyP
 
 def test_tokens_per_second_are_each_sides_own_tokens_over_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_policy(certainty=1.0)
-    seconds = {"generate": 2.0, "plain": 3.0, "own": 0.5, "another": 4.0, "none": 8.0}
+    seconds = {"generate": 2.0, "plain": 3.0, "each": 3.6, "own": 0.5, "another": 4.0, "none": 8.0}
     # The fastest and the slowest round of each are no match, as they are on a machine that others use.
     rounds = {name: [value, 9 * value, value / 9] for name, value in seconds.items()}
     monkeypatch.setattr(
@@ -246,6 +247,8 @@ def test_tokens_per_second_are_each_sides_own_tokens_over_its_own_seconds(monkey
     assert result.plain_tokens_per_s == pytest.approx(num_tokens / 3.0)
     assert result.drafting.tokens_per_s == pytest.approx(num_tokens / 0.5)
     assert result.drafting.ratio == pytest.approx(6.0)
+    assert (result.each_ratio, result.drafting.ratio_to_each) == pytest.approx((1.2, 7.2))
+    assert result.each_tokens_per_s == pytest.approx(num_tokens / 3.6)
     assert {name: drafted.ratio for name, drafted in result.controls.items()} == pytest.approx(
         {"another": 0.75, "none": 0.375}
     )
@@ -259,7 +262,12 @@ def test_every_way_is_judged_at_the_threads_that_are_best_for_it(monkeypatch: py
             seen.add((self._speculation._drafter is not None, torch.get_num_threads()))
             return super()._advance()
 
-    seconds = {"generate": {1: 2.0, 3: 4.0}, "plain": {1: 3.0, 3: 1.0}, "own": {1: 0.5, 3: 0.25}}
+    seconds = {
+        "generate": {1: 2.0, 3: 4.0},
+        "plain": {1: 3.0, 3: 1.0},
+        "each": {1: 5.0, 3: 6.0},
+        "own": {1: 0.5, 3: 0.25},
+    }
 
     def rounds_of(ways: dict, *_: object) -> dict[str, list[float]]:
         for way in ways.values():
@@ -277,6 +285,7 @@ def test_every_way_is_judged_at_the_threads_that_are_best_for_it(monkeypatch: py
     policy = tiny_policy()
     (result,) = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
     assert (result.generate_num_threads, result.plain_num_threads, result.drafting.num_threads) == (1, 3, 3)
+    assert (result.each_num_threads, result.drafting.ratio_to_each) == (1, pytest.approx(20.0))
     assert result.plain_tokens_per_s == pytest.approx(result.num_tokens)
     assert result.drafting.ratio == pytest.approx(4.0)
     assert {(True, 1), (True, 3), (False, 1), (False, 3)} <= seen

@@ -133,9 +133,11 @@ def engine_report() -> dict[str, Any]:
 
     def drafted(tokens_per_s: float, ratio: float, num_differing: int) -> dict[str, Any]:
         rates = {"tokens_per_forward": 3.25, "acceptance": 0.75, "drafted_per_forward": 4.5}
-        return {"tokens_per_s": tokens_per_s, "ratio": ratio, "num_differing": num_differing} | rates
+        ratios = {"ratio": ratio, "ratio_to_each": 1.25 * ratio}
+        return {"tokens_per_s": tokens_per_s, "num_differing": num_differing} | ratios | rates
 
-    plain = {"generate_tokens_per_s": 1500.0, "plain_tokens_per_s": 6000.0, "num_rollouts": 128}
+    each = {"each_tokens_per_s": 4800.0, "each_ratio": 1.25}
+    plain = {"generate_tokens_per_s": 1500.0, "plain_tokens_per_s": 6000.0, "num_rollouts": 128} | each
     controls = {"another": drafted(5400, 0.9, 1), "none": drafted(6600, 1.1, 0)}
     pairs = {"ratio": 0.985, "low": 0.91, "high": 1.046, "num_pairs": 15, "drafted_per_forward": 0.25}
     flip = {"num_rollouts": 128, "num_differing": 3, "num_compared": 4321, "batch_size": 16, "change": "batch"}
@@ -172,6 +174,7 @@ def test_the_engines_tables_show_every_row_and_a_loss_like_a_win(
     rates = ["3.25", "75%", "4.50"]
     assert ["4", "own", "1,500", "6,000", "12,000", "2.00x", *rates, "0/128"] in rows
     assert ["8", "own", "1,500", "6,000", "9,000", "1.50x", *rates, "0/128"] in rows
+    assert ["4", "4,800", "6,000", "1.25x", "12,000", "2.50x"] in rows
     assert ["8", "another", "1,500", "6,000", "5,400", "0.90x", *rates, "1/128"] in rows
     assert ["8", "none", "1,500", "6,000", "6,600", "1.10x", *rates, "0/128"] in rows
     assert ["creative", "0.98x", "0.91x", "1.05x", "15", "0.25", "2/96"] in rows

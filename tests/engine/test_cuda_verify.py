@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.engine.scripted_drafts import make_drafts
-from treering.engine.drawing import Drawn, draw
+from treering.engine.drawing import Drawn, _draw_in_torch, draw
 from treering.engine.noise import row_key
 from treering.engine.proposed import MOST_DRAFTS, Proposed, nothing, readable
 from treering.engine.rows import Columns, Work, make_columns
@@ -46,8 +46,8 @@ def columns_of(num_rows: int) -> Columns:
 
 def work_of(rows: list[int], drafts: Proposed) -> Work:
     """Rows that are sampled, each behind its context and each of its drafts."""
-    counts = 1 + np.diff(drafts.offsets)[rows]
-    return Work(*[NOTHING] * 9, np.arange(counts.sum()), np.array(rows, np.int64), np.cumsum(counts) - counts, NOTHING)
+    counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
+    return Work(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
 
 def assert_same(actual: Drawn, expected: Drawn) -> None:
@@ -117,6 +117,29 @@ def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_fro
     # Nobody goes where the draft does not agree.
     logits[1] = torch.tensor([-torch.inf, 0.0])
     assert verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts).num_tokens.tolist() == [1, 1, 1]
+
+
+def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, 3, 9), ([], []), random_tree(rng, 3, 4), ([], []), ([], [])]
+    leaders = np.array([0, 0, 2, 0, 2])
+    drafts, columns, rows = drafts_of(trees, 3), columns_of(5), np.arange(5)
+    columns.num_tokens[:] = columns.num_tokens[leaders]
+    first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
+    logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
+    work = Work(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
+    # As if each row had logits and a draft of its own.
+    apart = drafts_of([trees[leader] for leader in leaders], 3)
+    places = np.concatenate(
+        [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]
+    )
+    expected = draw(logits[places], work_of([*rows], apart), columns, apart)
+    assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
+    assert_same(draw(logits, work, columns, drafts), expected)
+    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), expected)
+    batched = Drawn(*(np.full_like(column, -1 if column is expected.path else 0) for column in expected))
+    _draw_in_torch(logits, work, columns, drafts, np.diff(apart.offsets), batched)
+    assert_same(batched, expected)
 
 
 def test_without_drafts_every_row_gains_one_token() -> None:

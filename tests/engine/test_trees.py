@@ -162,7 +162,8 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
     for step in told:
         drafts = step["drafts"]
         for row, (accepted, leaf) in enumerate(zip(step["accepted"], step["leaves"], strict=True)):
-            own = slice(drafts.offsets[row], drafts.offsets[row + 1])
+            leader = step["leaders"][row]
+            own = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
             parents, depth, at = drafts.parents[own], 0, int(leaf)
             while at >= 0:
                 at, depth = int(parents[at]), depth + 1
@@ -253,7 +254,8 @@ def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
     drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
     laid = readable(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
     contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
-    heard = as_drafted(drafts, laid, contexts, np.array([2, 3]), np.array([0, num_accepted]), np.array([-1, leaf]))
+    own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
+    heard = as_drafted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
     assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
 
 
@@ -370,7 +372,7 @@ def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
     columns.top_k[:] = rng.integers(0, 3, num_rows)
     none = np.zeros(0, np.int64)
     first = np.cumsum([0, *(1 + num_drafts)])
-    work = Work(*[none] * 9, np.arange(first[-1]), rows, first[:-1], none)
+    work = Work(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
     logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
     shape = (rows.size, 1 + num_drafts.max())
     batched = Drawn(

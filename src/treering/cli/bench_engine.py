@@ -23,7 +23,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     """A table per question, and the machine."""
     facts = report["environment"]
     console.print(f"tokens per second by wall time on {facts['cpu']}, median of {facts['runs']}", soft_wrap=True)
-    for table in (speed_table(report), drafting_table(report), control_table(report), flip_table(report)):
+    tables = speed_table, drafting_table, equal_table, control_table, flip_table
+    for table in (make_table(report) for make_table in tables):
         console.print()
         console.print(table)
 
@@ -62,6 +63,22 @@ def drafting_table(report: dict[str, Any]) -> Table:
         table.add_row(*_drafting_cells(result, "own", result["drafting"]))
         for name, drafted in result["controls"].items():
             table.add_row(*_drafting_cells(result, name, drafted))
+    return table
+
+
+def equal_table(report: dict[str, Any]) -> Table:
+    """What computing rows with the same tokens once brings: a row per batch size, ratios over every row by itself."""
+    names = ("each row", "equal ones once", "ratio", "and drafting", "ratio")
+    table = _table("tokens a second, rows with the same tokens computed once", "batch", *names)
+    for result in report["drafting"]:
+        drafted = result["drafting"]
+        table.add_row(
+            str(result["batch_size"]),
+            *(f"{result[name]:,.0f}" for name in ("each_tokens_per_s", "plain_tokens_per_s")),
+            f"{result['each_ratio']:.2f}x",
+            f"{drafted['tokens_per_s']:,.0f}",
+            f"{drafted['ratio_to_each']:.2f}x",
+        )
     return table
 
 

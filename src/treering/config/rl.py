@@ -126,6 +126,11 @@ class EngineConfig(Config):
         description="fused: the CPU path. cuda: kernels of our own. plain: torch operations (off-switch). auto: the "
         "fastest that can.",
     )
+    equal_rows: Literal["auto", "once", "each"] = Field(
+        default="auto",
+        description="once: rollouts with the same tokens so far are computed once. each: every one for itself "
+        "(off-switch). auto: once on CPU, each elsewhere.",
+    )
     seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
 
 

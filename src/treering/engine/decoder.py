@@ -76,7 +76,7 @@ class Decoder(ABC):
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
         """Copies the keys and values of slots `sources` to slots `targets`, both int64 [K], in every layer, in order.
 
-        No source is below its target and targets ascend, so that a slot may be both.
+        No slot is a target twice, nor before it is a source, so that a slot may be both.
 
         Example: where slots 3, 4, 5 hold c, d, e, moving [4, 5] to [3, 4] leaves d, e, e.
         """

@@ -142,7 +142,7 @@ class Steps:
         self._go_on(most)
         self._one_pass()
         _, plain = self._time(self._one_pass)
-        proposed, looking = self._time(lambda: self._speculation.propose(self._table, num_waiting=1))
+        proposed, looking = self._time(self._propose)
         _, behind = self._time(self._one_pass)
         gains = _gains_of(proposed)
         _, learning = self._time(lambda: self._speculation.learn(gains))
@@ -158,6 +158,9 @@ class Steps:
         c.num_tokens[rows] = np.where(longer < _LENGTH, longer, _FIRST_LENGTH)
         c.num_computed[rows] = c.num_tokens[rows] - 1
         c.limit[rows] = c.num_tokens[rows] + most + 1
+
+    def _propose(self) -> Proposed:
+        return self._speculation.propose(self._table, np.arange(self._table.num_rows), num_waiting=1)
 
     def _add(self, request: Request) -> None:
         table = self._table

@@ -43,7 +43,7 @@ def draw(logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Draw
         StateError: logits that are no distribution.
     """
     rows = work.rows
-    num_drafts = drafts.offsets[rows + 1] - drafts.offsets[rows]
+    num_drafts = drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]
     shape = (rows.size, 1 + int(num_drafts.max(initial=0)))
     drawn = Drawn(
         tokens=np.zeros(shape, np.int32),
@@ -70,7 +70,7 @@ def _draw_on_cpu(
         num_drafts,
         drafts.tokens,
         drafts.parents,
-        drafts.offsets[rows],
+        drafts.offsets[work.leaders],
         columns.keys[rows],
         columns.num_tokens[rows],
         columns.temperature[rows],
@@ -89,18 +89,21 @@ def _draw_on_cpu(
 def _draw_in_torch(
     logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
-    """Draws at every wanted position at one time, and keeps what the drafts agree with."""
+    """Draws for every row at all its positions at one time, and keeps what the drafts agree with."""
     owner = np.repeat(work.rows, 1 + num_drafts)
+    begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
     # The context's last token of every row has depth 0.
-    depth = np.zeros(owner.size, np.int64)
-    for row, first, count in zip(work.rows, work.first_logits, num_drafts, strict=True):
-        depth[first + 1 : first + 1 + count] = drafts.depths[drafts.offsets[row] : drafts.offsets[row] + count]
+    depth, at = np.zeros(owner.size, np.int64), np.zeros(owner.size, np.int64)
+    for leader, first, begin, count in zip(work.leaders, work.first_logits, begins, num_drafts, strict=True):
+        own = drafts.offsets[leader]
+        depth[begin + 1 : begin + 1 + count] = drafts.depths[own : own + count]
+        at[begin : begin + 1 + count] = np.arange(first, first + 1 + count)
 
     def on_device(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(logits.device)
 
     sampled = sample(
-        logits,
+        logits[on_device(at)],
         keys=on_device(columns.keys[owner]),
         positions=on_device(columns.num_tokens[owner] + depth),
         temperature=on_device(columns.temperature[owner]),
@@ -108,8 +111,8 @@ def _draw_in_torch(
         top_p=on_device(columns.top_p[owner]),
     )
     tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
-    for index, (row, first) in enumerate(zip(work.rows, work.first_logits, strict=True)):
-        path = _walk(tokens[first:], drafts, drafts.offsets[row], num_drafts[index])
+    for index, (leader, first) in enumerate(zip(work.leaders, begins, strict=True)):
+        path = _walk(tokens[first:], drafts, drafts.offsets[leader], num_drafts[index])
         # Of the logits behind each of them, those behind the context come first.
         own = first + 1 + np.array([-1, *path])
         drawn.num_tokens[index] = own.size

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from treering.engine.proposed import Proposed
 from treering.engine.rows import Columns, Work
 
 Int64Array = NDArray[np.int64]
@@ -25,7 +26,7 @@ class Gains(NamedTuple):
     finish: Int64Array  # [R] NOT_FINISHED, STOPPED or OUT_OF_ROOM
     num_accepted: Int64Array  # [B] of the tokens gained, drafted ones
     leaves: Int64Array  # [B] the last accepted draft's number within its row, -1 for none
-    sources: Int64Array  # [K] slots of accepted drafts that do not lie behind one another, as `Decoder.move` takes them
+    sources: Int64Array  # [K] slots of accepted tokens that belong elsewhere, as `Decoder.move` takes them
     targets: Int64Array  # [K] where their keys and values belong
 
 
@@ -43,7 +44,7 @@ def take_gains(
 
     Every sampled token but the last has been computed as a draft, number path[r, i] of its row, so only the last one is
     missing in the arena. A row that goes on wants its accepted drafts behind one another, and few of them move: a
-    draft's likeliest path stands first.
+    draft's likeliest path stands first. A row that another one led wants all that was computed for it in its own span.
     """
     c = columns
     # Few arrays for all: compiled code hands them over one by one, which takes longer than to fill them.
@@ -51,8 +52,8 @@ def take_gains(
     moves = np.empty((2, path.size), np.int64)
     num_moves = _take(
         c.tokens, c.logprobs, c.policy_logprobs, c.versions, c.was_sampled, c.num_tokens, c.num_computed, c.num_prompt,
-        c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.num_fed, version, tokens, logprobs,
-        policy_logprobs, num_out, path, sampled, every, moves,
+        c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.leaders, work.num_fed, version, tokens,
+        logprobs, policy_logprobs, num_out, path, sampled, every, moves,
     )  # fmt: skip
     return Gains(*sampled, *every, *moves[:, :num_moves])
 
@@ -72,6 +73,7 @@ def _take(
     limit: Int64Array,
     stop_tokens: NDArray[np.int32],
     rows: Int64Array,
+    leaders: Int64Array,
     num_fed: Int64Array,
     version: int,
     tokens: NDArray[np.int32],
@@ -85,13 +87,11 @@ def _take(
 ) -> int:
     """Fills the columns of `Gains`: two of zeros [2, R], two of zeros [2, B], and moves [2, K at most]; returns K."""
     num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
-    num_moves = 0
     for row in range(num_fed.size):
         num_computed[row] += num_fed[row]
         leaves[row] = -1
     for index in range(rows.size):
         row = rows[index]
-        first_draft = own_start[row] + num_tokens[row] - num_prefix[row]
         while num_new[index] < num_out[index] and finish[index] == NOT_FINISHED:
             token = tokens[index, num_new[index]]
             at = num_tokens[row]
@@ -112,15 +112,51 @@ def _take(
         num_accepted[row] = min(num_new[index], num_out[index] - 1)
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
-        for step in range(num_accepted[row] if finish[index] == NOT_FINISHED else 0):
-            if path[index, step] != step:
-                moves[0, num_moves], moves[1, num_moves] = first_draft + path[index, step], first_draft + step
-                num_moves += 1
+    num_moves: int = _plan_moves(
+        num_tokens, num_prefix, own_start, rows, leaders, num_new, finish, num_accepted, path, moves
+    )
     return num_moves
 
 
-def counts_of(work: Work, gains: Gains, num_drafted: int, num_prefilled: int) -> dict[str, int]:
+@njit(cache=True, nogil=True)
+def _plan_moves(
+    num_tokens: Int64Array,
+    num_prefix: Int64Array,
+    own_start: Int64Array,
+    rows: Int64Array,
+    leaders: Int64Array,
+    num_new: Int64Array,
+    finish: Int64Array,
+    num_accepted: Int64Array,
+    path: NDArray[np.int32],
+    moves: Int64Array,
+) -> int:
+    """Fills the moves of the rows that go on; returns how many there are.
+
+    Those to other rows come first: what they read is where the pass wrote it, until its own row moves it.
+    """
+    num_moves = 0
+    for is_led in (True, False):
+        for index in range(rows.size):
+            row, leader = rows[index], leaders[index]
+            if finish[index] != NOT_FINISHED or (leader != row) != is_led:
+                continue
+            # In either span, behind the tokens that the pass began with.
+            behind = num_tokens[row] - num_new[index] - num_prefix[row]
+            source, target = own_start[leader] + behind, own_start[row] + behind
+            if is_led:
+                moves[0, num_moves], moves[1, num_moves] = source - 1, target - 1
+                num_moves += 1
+            for step in range(num_accepted[row]):
+                if source + path[index, step] != target + step:
+                    moves[0, num_moves], moves[1, num_moves] = source + path[index, step], target + step
+                    num_moves += 1
+    return num_moves
+
+
+def counts_of(work: Work, gains: Gains, drafts: Proposed, num_prefilled: int) -> dict[str, int]:
     """What a step adds to `EngineStats`, by its names; `num_prefilled` counts the pieces of shared prompts."""
+    num_drafted = int((drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]).sum())
     # Of a few numbers a list is summed sooner than an array.
     return {
         "num_forwards": 1,
@@ -128,5 +164,6 @@ def counts_of(work: Work, gains: Gains, num_drafted: int, num_prefilled: int) ->
         "num_sampled": sum(gains.num_new.tolist()),
         "num_prefilled": num_prefilled + sum(work.num_fed.tolist()) - work.rows.size,
         "num_drafted": num_drafted,
+        "num_led": int((work.leaders != work.rows).sum()),
         "num_accepted": sum(gains.num_accepted.tolist()),
     }

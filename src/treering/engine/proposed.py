@@ -85,18 +85,20 @@ def readable(
 def as_drafted(
     drafts: Drafts,
     proposed: Proposed,
+    leaders: Int64Array,
     contexts: TokenIds,
     num_tokens: Int64Array,
     num_accepted: Int64Array,
     leaves: Int64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """How many drafted tokens of each row came true, and the last one's number, as its drafter counts them.
+    """How many tokens of each row's or its leader's draft came true, and the last one's number, as the drafter counts.
 
     A token that was drawn behind the last accepted one, and that was drafted there and left out, came true as well.
 
     Args:
         drafts: the drafter's.
         proposed: what was computed of them.
+        leaders: int64 [B], the row whose draft each one was verified along.
         contexts: int32 [B, L], with what was drawn.
         num_tokens: int64 [B], of each context.
         num_accepted: int64 [B], of the computed ones.
@@ -107,8 +109,8 @@ def as_drafted(
     """
     told = np.empty((2, num_accepted.size), np.int64)
     _count_left_out(
-        drafts.tokens, drafts.offsets, drafts.parents, proposed.offsets, proposed.numbers, contexts, num_tokens,
-        num_accepted, leaves, told,
+        drafts.tokens, drafts.offsets, drafts.parents, proposed.offsets, proposed.numbers, leaders, contexts,
+        num_tokens, num_accepted, leaves, told,
     )  # fmt: skip
     return told[0], told[1]
 
@@ -167,6 +169,7 @@ def _count_left_out(
     parents: NDArray[np.int32],
     computed_offsets: Int64Array,
     numbers: Int64Array,
+    leaders: Int64Array,
     contexts: TokenIds,
     num_tokens: Int64Array,
     num_accepted: Int64Array,
@@ -174,9 +177,10 @@ def _count_left_out(
     told: Int64Array,
 ) -> None:
     for row in range(leaves.size):
-        leaf = numbers[computed_offsets[row] + leaves[row]] if leaves[row] >= 0 else -1
+        leader = leaders[row]
+        leaf = numbers[computed_offsets[leader] + leaves[row]] if leaves[row] >= 0 else -1
         told[0, row], told[1, row] = num_accepted[row], leaf
-        first, drawn = offsets[row], contexts[row, num_tokens[row] - 1]
-        for number in range(leaf + 1, offsets[row + 1] - first):
+        first, drawn = offsets[leader], contexts[row, num_tokens[row] - 1]
+        for number in range(leaf + 1, offsets[leader + 1] - first):
             if parents[first + number] == leaf and tokens[first + number] == drawn:
                 told[0, row], told[1, row] = num_accepted[row] + 1, number

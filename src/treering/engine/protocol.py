@@ -33,9 +33,11 @@ class EngineStats:
     num_prefilled: int = 0
     """Prompt and observed tokens whose keys and values were computed."""
     num_drafted: int = 0
-    """Drafted tokens that were verified."""
+    """Drafted tokens that were verified, once for each rollout that they were verified for."""
     num_accepted: int = 0
     """Drafted tokens that agreed with the sampled ones."""
+    num_led: int = 0
+    """Of `num_rows`, those that were sampled from what was computed for another rollout with the same tokens."""
 
     @property
     def tokens_per_forward(self) -> float:

@@ -56,9 +56,10 @@ class Work(NamedTuple):
     tree_start: Int64Array
     tree_bits: Int64Array
     wanted: Int64Array  # [W]
-    rows: Int64Array  # rows that are sampled
+    rows: Int64Array  # [R] rows that are sampled
+    leaders: Int64Array  # [R] for each of these, the row whose tokens the pass computes: itself, or one with the same
     first_logits: Int64Array  # for each of these, its first entry of `wanted`
-    num_fed: Int64Array  # [B] context tokens that the pass computes, drafts left out
+    num_fed: Int64Array  # [B] context tokens that the pass computes, for whichever row, drafts left out
 
 
 def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> Columns:
@@ -110,33 +111,40 @@ def move_row(columns: Columns, source: int, target: int) -> None:
 
 @njit(cache=True, nogil=True)
 def fill_room(
-    is_ready: NDArray[np.bool_], num_tokens: Int64Array, num_computed: Int64Array, limit: Int64Array, room: Int64Array
+    is_ready: NDArray[np.bool_],
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    limit: Int64Array,
+    leaders: Int64Array,
+    room: Int64Array,
 ) -> None:
     """Puts into `room` [B] how many drafted tokens each row has slots for: 0 unless it lacks its last token alone.
 
-    The last token that a rollout may have is drawn, never computed, so its slots end one before the limit.
+    A row that another one leads has none: it goes along with the leader's. The last token that a rollout may have is
+    drawn, never computed, so its slots end one before the limit.
     """
     for row in range(room.size):
-        decodes = is_ready[row] and num_tokens[row] - num_computed[row] == 1
+        decodes = leaders[row] == row and is_ready[row] and num_tokens[row] - num_computed[row] == 1
         room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
-def plan_pass(columns: Columns, num_rows: int, max_prefill: int, drafts: Proposed) -> Work:
-    """The tokens of the next pass over rows 0 to num_rows - 1.
+def plan_pass(columns: Columns, leaders: Int64Array, max_prefill: int, drafts: Proposed) -> Work:
+    """The tokens of the next pass over rows 0 to B - 1, whose leaders are `leaders` [B].
 
-    A row that lacks one token computes it and its drafts, and is sampled behind each; one that lacks more takes what
+    A row that another one leads computes nothing, and is sampled from the leader's logits along the leader's drafts. A
+    row that lacks one token computes it and its drafts, and is sampled behind each; one that lacks more takes what
     `max_prefill` leaves for it, and is sampled once nothing is left. Drafts lie behind the context in the row's own
     span, in their own order, each at the position of its depth.
     """
-    c = columns
+    c, num_rows = columns, leaders.size
     # One array for all: compiled code hands arrays over one by one, which takes longer than to fill them.
     room = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
-    rows = np.empty((3, num_rows), np.int64)
+    rows = np.empty((5, num_rows), np.int64)
     num_tokens, num_wanted, num_sampled = _fill_work(
-        c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, num_rows,
+        c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
         max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
     )  # fmt: skip
-    return Work._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:2, :num_sampled], rows[2]])
+    return Work._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
 
 
 @njit(cache=True, nogil=True)
@@ -148,7 +156,7 @@ def _fill_work(
     first_prefix: Int64Array,
     first_own: Int64Array,
     is_ready: NDArray[np.bool_],
-    num_rows: int,
+    leaders: Int64Array,
     max_prefill: int,
     draft_tokens: NDArray[np.int32],
     offsets: Int64Array,
@@ -157,13 +165,19 @@ def _fill_work(
     room: Int64Array,
     row_room: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills the columns of `Work`, 9 and `wanted` of `room`, 3 of `row_room`; tokens, wanted ones and sampled rows."""
+    """Fills the columns of `Work`, 9 and `wanted` of `room`, 4 of `row_room`; tokens, wanted ones and sampled rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
         room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
     )  # fmt: skip
-    wanted, rows, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2]
+    wanted, rows, row_leaders, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2], row_room[3]
+    first_of = row_room[4]
     at = num_wanted = num_sampled = 0
-    for row in range(num_rows):
+    for row in range(leaders.size):
+        if leaders[row] != row:
+            rows[num_sampled], row_leaders[num_sampled], num_fed[row] = row, leaders[row], 1
+            first_logits[num_sampled] = first_of[leaders[row]]
+            num_sampled += 1
+            continue
         num_fed[row] = 0
         missing = num_tokens[row] - num_computed[row]
         if not is_ready[row] or (missing > 1 and max_prefill == 0):
@@ -175,7 +189,8 @@ def _fill_work(
         num_filled = num_computed[row] + num_fed[row] - num_prefixed[row]
         is_sampled = num_fed[row] == missing
         if is_sampled:
-            rows[num_sampled], first_logits[num_sampled] = row, num_wanted
+            rows[num_sampled], row_leaders[num_sampled], first_logits[num_sampled] = row, row, num_wanted
+            first_of[row] = num_wanted
             num_sampled += 1
         for step in range(num_fed[row] + num_drafts):
             prefix_start[at], num_prefix[at] = first_prefix[row], num_prefixed[row]

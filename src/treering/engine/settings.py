@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 
+from treering.engine.equal import EqualRows
 from treering.engine.protocol import WhenRunning
 from treering.errors import ConfigError, InputError
 from treering.history.costs import VerifyCosts
@@ -23,12 +24,13 @@ def check_settings(
     version: object,
     seed: object,
     num_threads: object,
+    equal_rows: object,
 ) -> None:
     """The settings of `TorchEngine` that need no model to be judged.
 
     Raises:
-        ConfigError: a limit below 1 (2 for max_tokens), a negative version, what is no whole number, drafter or source
-            of costs.
+        ConfigError: a limit below 1 (2 for max_tokens), a negative version, what is no whole number, drafter, source of
+            costs or way to treat equal rows.
     """
     _check_integer("max_batch", max_batch, least=1)
     _check_integer("max_tokens", max_tokens, least=2)
@@ -41,6 +43,17 @@ def check_settings(
         raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
     if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
         raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
+    check_equal_rows(equal_rows)
+
+
+def check_equal_rows(equal_rows: object) -> None:
+    """What an engine does with rows that have the same tokens.
+
+    Raises:
+        ConfigError: none of the ways there are.
+    """
+    if equal_rows not in get_args(EqualRows):
+        raise ConfigError(f"equal_rows is one of {', '.join(get_args(EqualRows))}, got {equal_rows!r}; choose one")
 
 
 def _check_integer(name: str, value: object, *, least: int | None) -> None:

@@ -49,8 +49,8 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.use_costs(costs)
 
-    def propose(self, table: Table, *, num_waiting: int) -> Proposed:
-        """Drafts of all rows that decode; with nothing waiting, those that have far to go are worth more."""
+    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> Proposed:
+        """Drafts of all rows that decode and lead; with nothing waiting, those that have far to go are worth more."""
         self._latest = None
         if self._drafter is None or self._drafter.rests():
             return nothing(table.num_rows)
@@ -59,9 +59,12 @@ class Speculation:
             self._state = state
             self._rows = _rows_of(table, self._worth(table, self._drafter, num_waiting))
         c = table.columns
-        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, self._rows.max_drafts)
-        drafts = self._drafter.propose(self._rows)
-        proposed = readable(drafts, self._rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
+        rows = self._rows
+        assert rows.leaders is not None
+        rows.leaders[:] = leaders
+        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
+        drafts = self._drafter.propose(rows)
+        proposed = readable(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
         if drafts.tokens.size > 0:
             self._latest = drafts, proposed
         return proposed
@@ -74,7 +77,10 @@ class Speculation:
         if self._drafter is None or self._rows is None or self._latest is None:
             return
         rows = self._rows
-        accepted, leaves = as_drafted(*self._latest, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves)
+        assert rows.leaders is not None
+        accepted, leaves = as_drafted(
+            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves
+        )
         self._drafter.observe(rows, accepted, leaves=leaves)
 
     def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
@@ -132,4 +138,5 @@ def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
         max_drafts=np.zeros(num_rows, np.int64),
         row_ids=c.row_ids[:num_rows],
         worth=worth,
+        leaders=np.arange(num_rows),
     )

@@ -13,13 +13,14 @@ from treering.engine.admission import Admission
 from treering.engine.backends import Backend, make_machinery
 from treering.engine.decoder_check import check_decoder
 from treering.engine.draft_prices import measure_with_prices
+from treering.engine.equal import EqualRows, leaders_of, resolved
 from treering.engine.gains import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
 from treering.engine.prefill import join, plan_chunks
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.rows import Work, plan_pass
-from treering.engine.settings import check_settings, check_update
+from treering.engine.settings import check_equal_rows, check_settings, check_update
 from treering.engine.speculation import Speculation
 from treering.engine.stop_strings import Decode
 from treering.engine.table import Table
@@ -58,6 +59,7 @@ class TorchEngine(Engine):
         num_threads: int | None = None,
         backend: Backend = "auto",
         costs: Costs = "measured",
+        equal_rows: EqualRows = "auto",
     ) -> None:
         """Reads the weights and makes room.
 
@@ -73,9 +75,10 @@ class TorchEngine(Engine):
             num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
             backend: see `Backend`.
             costs: see `Costs`; of no account without a drafter.
+            equal_rows: see `EqualRows`.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend or source of costs.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs or `equal_rows`.
             StateError: the model's logits hold NaN or +inf.
             UnsupportedError: a model that the engine would not compute exactly, by name.
         """
@@ -88,6 +91,7 @@ class TorchEngine(Engine):
             version=version,
             seed=seed,
             num_threads=num_threads,
+            equal_rows=equal_rows,
         )
         self._parts = find_parts(model)
         vocab_size = self._parts.vocab_size
@@ -105,6 +109,7 @@ class TorchEngine(Engine):
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
         self._vocab_size, self._costs = vocab_size, costs
+        self.use_equal_rows(equal_rows)
         self.use_drafter(drafter)
         self._decode = decode
         self._max_batch, self._max_tokens, self._max_prefill = max_batch, max_tokens, max_prefill
@@ -186,6 +191,15 @@ class TorchEngine(Engine):
         """Drafts come from another drafter from the next step on, or there are none; no rollout notices."""
         self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
 
+    def use_equal_rows(self, equal_rows: EqualRows) -> None:
+        """Rows with the same tokens are computed once or each from the next step on; no rollout notices.
+
+        Raises:
+            ConfigError: an unknown way.
+        """
+        check_equal_rows(equal_rows)
+        self._equal_rows = resolved(equal_rows, self._weights.device.type)
+
     def measure_costs(self) -> VerifyCosts:
         """Seconds of a pass by its tokens, and of drafting, here and now; rollouts, counts and noise stay as they are.
 
@@ -216,15 +230,16 @@ class TorchEngine(Engine):
             # A pass writes all keys before any token reads, so rows may already run with the last chunk of a prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
-        drafts = self._speculation.propose(table, num_waiting=len(self._waiting))
-        work = plan_pass(table.columns, table.num_rows, self._max_prefill - num_prefilled, drafts)
+        leaders = leaders_of(table.columns, table.num_rows, self._equal_rows)
+        drafts = self._speculation.propose(table, leaders, num_waiting=len(self._waiting))
+        work = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         logits = self._decoder.run(join(work, chunks))
         drawn = self._draw(logits, work, table.columns, drafts)
         gains = take_gains(table.columns, work, self._version, *drawn)
         if gains.sources.size:
             self._decoder.move(gains.sources, gains.targets)
         self._speculation.learn(gains)
-        for name, count in counts_of(work, gains, drafts.tokens.size, num_prefilled).items():
+        for name, count in counts_of(work, gains, drafts, num_prefilled).items():
             self._counts[name] += count
         return self._collect(work, gains)
 

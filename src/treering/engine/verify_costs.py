@@ -156,6 +156,7 @@ def _work_of(drafts: Proposed, own_starts: Int64Array, context: int, slot: int) 
         tree_bits=zeros,
         wanted=np.arange(row.size),
         rows=np.arange(num_rows),
+        leaders=np.arange(num_rows),
         first_logits=np.arange(num_rows) + drafts.offsets[:-1],
         num_fed=np.ones(num_rows, np.int64),
     )

@@ -141,7 +141,7 @@ class Rest:
         self,
         num_rows: int,
         num_drafted: int,
-        num_accepted: int,
+        num_accepted: float,
         seconds_plain: float,
         seconds_drafted: float,
         num_grown: int | None = None,

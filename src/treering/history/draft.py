@@ -17,6 +17,7 @@ from treering.history.asking import Looks
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.index import PromptIndex
+from treering.history.led import leaders_of, repeat, worth_of
 from treering.history.live import Live
 from treering.history.observed import as_counts, check_latest, contradiction, mark, set_states
 from treering.history.prior import vote_tables
@@ -104,8 +105,8 @@ class Drafter:
         self._newest = store.snapshot
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
         self._rows: DraftRows | None = None
-        self._slots = self._owners = self._live_slots = np.zeros(0, np.int64)
-        self._worth = np.ones(0)
+        self._slots = self._owners = self._live_slots = self._leaders = np.zeros(0, np.int64)
+        self._worth, self._num_looked = np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._latest: tuple[DraftRows, Drafts] | None = None
 
@@ -150,16 +151,16 @@ class Drafter:
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
         bad_row, cutoff, num_grown = propose(
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
-            self._slots, self._owners, *self._arena.arrays, self._arena.generation, *self._live_arguments(),
-            *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind, self._max_draft,
-            *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
+            self._leaders, self._slots, self._owners, *self._arena.arrays, self._arena.generation,
+            *self._live_arguments(), *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind,
+            self._max_draft, *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
             *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares, self._features,
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
         end = int(offsets[-1])
         if end > 0 or rows.max_drafts.any():
-            self._spending.note_drafts(num_rows, end, cutoff, num_grown)
+            self._spending.note_drafts(self._num_looked, end, cutoff, num_grown)
         drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)
         return drafts
@@ -177,7 +178,8 @@ class Drafter:
 
         Args:
             rows: those of the latest `propose`, the very same object.
-            accepted: integers [B], drafted tokens of each row that were accepted.
+            accepted: integers [B], drafted tokens of each row that were accepted; of its leader's draft, where it has
+                one.
             ended: bool [B], rows that were cut off behind their accepted tokens by something that tokens do not tell,
                 a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
                 comes behind one is worth learning.
@@ -189,6 +191,10 @@ class Drafter:
             InputError: a wrong shape or type, or numbers that do not belong to the drafts; nothing is learnt then.
         """
         drafts = check_latest(self._latest, rows)
+        num_drafted, shares, features = drafts.tokens.size, self._shares, self._features
+        if self._num_looked < self._leaders.size and num_drafted > 0:
+            drafts, places = repeat(drafts, self._leaders)
+            shares, features = shares[places], features[places]
         counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
         self._latest = None
         if drafts.tokens.size == 0:
@@ -198,17 +204,19 @@ class Drafter:
         mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
         table = self._acceptance
         learn(
-            drafts.offsets, drafts.parents, drafts.acceptance, self._shares, self._features, was_accepted,
+            drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
             table.weights, table.squares, table.reliability,
         )  # fmt: skip
-        token_s = self._spending.token_s(counts.size)
-        self._looks.note(drafts.offsets, drafts.parents, self._features, was_accepted, token_s)
+        token_s = self._spending.token_s(self._num_looked)
+        self._looks.note(drafts.offsets, drafts.parents, features, was_accepted, token_s)
         threads = self._live.threads
         set_states(
             threads.state, threads.num_expected, threads.num_tokens, self._live_slots, drafts.offsets, counts,
             num_left, was_cut,
         )  # fmt: skip
-        self._spending.note_accepted(counts.size, drafts.tokens.size, int(counts.sum()))
+        # For each row that was looked up, what it and those that it led have gained.
+        num_gained = float(counts.sum()) * self._num_looked / counts.size
+        self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""
@@ -240,9 +248,10 @@ class Drafter:
         snapshot = self._store.snapshot
         is_known = self._rows is not None and snapshot is self._snapshot and self._live.has(rows)
         self._live_slots, self._prompt_slots, is_fresh = self._live.slots(rows)
-        if rows is not self._rows:
-            self._worth = np.ones(num_rows) if rows.worth is None else rows.worth
-            self._spending.use_rows(num_rows, self._worth)
+        if rows is not self._rows or rows.leaders is not None:
+            self._leaders, self._worth = leaders_of(rows), worth_of(rows)
+            self._num_looked = int(np.count_nonzero(self._worth))
+            self._spending.use_rows(self._num_looked, self._worth)
         if is_known:
             self._rows = rows
             return

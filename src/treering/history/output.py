@@ -75,21 +75,28 @@ def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64
 
     Of that it knows nothing, and returns 0, where nothing went or nothing stayed, apart from rows that are probed: what
     all pays does not say that less likely tokens would not.
+
+    Rows that are worth 0 are led by others: they have no draft, and no token in the pass.
     """
     counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    num_computed, most = 0, 1.0
+    for b in range(worth.size):
+        num_computed += worth[b] > 0
+        most = max(most, worth[b])
     for b in range(worth.size):
         for i in range(output.offsets[b], output.offsets[b + 1]):
-            k = bin_of(min(output.paths[i] * worth[b], 1.0))
+            k = bin_of(output.paths[i] * worth[b] / most)
             counts[k] += 1
             gains[k] += output.paths[i] * worth[b]
-    num_bins = choose_bins(worth.size, counts, gains, sizes, seconds)
+    # Of all rows, for each of those that have a token in the pass.
+    num_bins = choose_bins(num_computed, counts, gains * num_computed / worth.size, sizes, seconds)
     renamed = np.empty(MAX_NODES, np.int32)
     least, num_out, begin = np.inf, 0, output.offsets[0]
     has_cut = False
     for b in range(worth.size):
         end, num_before = output.offsets[b + 1], num_out
         for i in range(begin, end):
-            if bin_of(min(output.paths[i] * worth[b], 1.0)) >= num_bins:
+            if bin_of(output.paths[i] * worth[b] / most) >= num_bins:
                 has_cut |= not output.is_probe[b]
                 continue
             if not output.is_probe[b]:

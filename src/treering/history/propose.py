@@ -25,7 +25,7 @@ from treering.history.recent import Others
 from treering.history.rooms import Room, make_room
 from treering.history.sources import Rows, Running, find_places, is_due
 from treering.history.stamp import STAMP
-from treering.history.threads import Threads
+from treering.history.threads import Threads, go_along
 from treering.history.tree import Model, Row, grow
 
 Int32Array = NDArray[np.int32]
@@ -42,7 +42,9 @@ _PROBE_WORTH = 0.99
 def _first_bad_row(rows: Rows) -> int:
     for b in range(rows.num_tokens.size):
         fits = 0 <= rows.num_prompt[b] <= rows.num_tokens[b] <= rows.tokens.shape[1]
-        if not fits or rows.max_drafts[b] < 0:
+        leader = rows.leaders[b]
+        fits = fits and 0 <= leader <= b and rows.leaders[leader] == leader
+        if not fits or rows.max_drafts[b] < 0 or rows.num_tokens[leader] != rows.num_tokens[b]:
             return b
     return -1
 
@@ -103,7 +105,7 @@ def _draft_all(
 
 @lean
 def _note_undrafted(rows: Rows, running: Running, threads: Threads, quiet: Int64Array, output: Output) -> None:
-    """Notes which rows get nothing; a probe that was not worth its pass is still due."""
+    """Notes which rows get nothing; a probe that was not worth its pass is still due. Led rows are as their leaders."""
     for b in range(rows.num_tokens.size):
         if output.offsets[b + 1] > output.offsets[b]:
             continue
@@ -111,6 +113,9 @@ def _note_undrafted(rows: Rows, running: Running, threads: Threads, quiet: Int64
         threads.state[slot], threads.num_expected[slot] = NO_DRAFT, rows.num_tokens[b] + 1
         if output.is_probe[b]:
             quiet[0] = ROWS_PER_PROBE
+    for b in range(rows.num_tokens.size):
+        if rows.leaders[b] != b:
+            go_along(threads, running.slots[b], running.slots[rows.leaders[b]])
 
 
 def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
@@ -119,7 +124,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
     @njit(cache=True, nogil=True, error_model="numpy")
     def propose(
         tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array, groups: Int64Array, max_drafts: Int64Array,
-        worth: Float64Array, prompts: Int64Array, row_owners: Int64Array,
+        worth: Float64Array, leaders: Int64Array, prompts: Int64Array, row_owners: Int64Array,
         spans: Int64Array, text: Int32Array, order: Int32Array, keys: Int64Array, about: Int32Array,
         rewards: Float32Array, generation: int,
         live_tokens: Int32Array, live_short: Int32Array, live_long: Int32Array, live_wide: Int32Array,
@@ -143,7 +148,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         """
         assert stamp >= 0
         rows = Rows(
-            tokens, num_tokens, num_prompt, groups, max_drafts, worth,
+            tokens, num_tokens, num_prompt, groups, max_drafts, worth, leaders,
             prompts, row_owners,
         )  # fmt: skip
         bad_row: int = _first_bad_row(rows)

@@ -34,6 +34,8 @@ class DraftRows:
         row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has; without it, a row is
             taken to go on in its line as long as its prompt, group and newest tokens do.
         worth: float64 [B] or None, > 0: what a token of each row is worth beside one of the others; None is 1 for all.
+        leaders: int64 [B] or None, the row whose draft each row is verified along: itself, or an earlier one with the
+            same tokens, which leads itself. A row that another one leads gets no draft. None: all lead themselves.
 
     Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
     num_prompt_tokens [2].
@@ -47,6 +49,7 @@ class DraftRows:
     max_drafts: Int64Array
     row_ids: Int64Array | None = None
     worth: NDArray[np.float64] | None = None
+    leaders: Int64Array | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.prompt_ids),)
@@ -55,9 +58,9 @@ class DraftRows:
                 f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
                 f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
             )
-        for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", "row_ids"):
+        for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", "row_ids", "leaders"):
             values = getattr(self, name)
-            if name == "row_ids" and values is None:
+            if name in ("row_ids", "leaders") and values is None:
                 continue
             if _kind_of(values) != np.int64 or values.shape != shape:
                 raise InputError(

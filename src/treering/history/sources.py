@@ -39,6 +39,7 @@ class Rows(NamedTuple):
     groups: Int64Array  # [B]
     max_drafts: Int64Array  # [B]
     worth: Float64Array  # [B]
+    leaders: Int64Array  # [B]
     prompts: Int64Array  # [B], slots of the arena
     owners: Int64Array  # [B], numbers among the other prompts
 
@@ -58,7 +59,7 @@ class Running(NamedTuple):
 @lean
 def is_due(rows: Rows, b: int) -> bool:
     """Whether a row may get a draft."""
-    return bool(rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0)
+    return bool(rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0 and rows.leaders[b] == b)
 
 
 @lean

@@ -98,7 +98,7 @@ class Spending:
         if num_drafted == 0 and self.costs is not None:
             self._rest.note_nothing(num_rows, self._seconds_of(num_rows), num_grown)
 
-    def note_accepted(self, num_rows: int, num_drafted: int, num_accepted: int) -> None:
+    def note_accepted(self, num_rows: int, num_drafted: int, num_accepted: float) -> None:
         """What became of the latest drafts: where they lose, some steps make none."""
         if self.costs is None:
             return

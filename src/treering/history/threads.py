@@ -113,3 +113,12 @@ def follow(threads: Threads, slot: int, places: Places, num_found: int, start: i
             if threads.missed[slot, k] > threads.missed[slot, worst]:
                 worst = k
         threads.at[slot, worst], threads.missed[slot, worst] = at, 0
+
+
+@lean
+def go_along(threads: Threads, slot: int, leader: int) -> None:
+    """A row with the same tokens as the leader's is where that is."""
+    for k in range(MAX_THREADS):
+        threads.at[slot, k], threads.missed[slot, k] = threads.at[leader, k], threads.missed[leader, k]
+    threads.num_tokens[slot], threads.num_expected[slot] = threads.num_tokens[leader], threads.num_expected[leader]
+    threads.generation[slot], threads.state[slot] = threads.generation[leader], threads.state[leader]

@@ -86,17 +86,22 @@ class DeviceDrawer:
 
     def draw(self, logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
         """See `treering.engine.drawing.draw`."""
-        rows = work.rows
-        num_drafts = drafts.offsets[rows + 1] - drafts.offsets[rows]
+        rows, leaders = work.rows, work.leaders
+        num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
         most = int(num_drafts.max(initial=0))
         if rows.size == 0:
             return _unpacked(np.zeros((0, 1 + _PACKED)))
-        tables = np.stack([work.first_logits, drafts.offsets[rows], num_drafts], 1)
-        owner = np.repeat(rows, 1 + num_drafts)
-        positions = columns.num_tokens[owner] + _depths(drafts, rows, num_drafts)
+        lengths = 1 + num_drafts
+        begins = np.cumsum(lengths) - lengths
+        tables = np.stack([begins, drafts.offsets[leaders], num_drafts], 1)
+        owner = np.repeat(rows, lengths)
+        positions = columns.num_tokens[owner] + _depths(drafts, leaders, num_drafts)
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
         is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
         arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
+        if (leaders != rows).any():
+            wanted = np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)
+            logits = logits[torch.from_numpy(wanted).to(self._device)]
         with on_device(self._device):
             values = self._walked(logits, arrays, rows.size, most)
         bad = np.flatnonzero(values[:, 0] == 0)
