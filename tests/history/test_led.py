@@ -142,6 +142,15 @@ def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> Non
     assert 1 <= num_drafting <= 3
 
 
+def test_leaders_are_read_in_place() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3]]}}), sources=("history",))
+    drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 1.5]), prices=FREE))
+    rows = draft_rows([Row(rollout=(1,))] * 2, leaders=[0, 0])
+    assert [len(draft) for draft in drafted(drafter.propose(rows))] == [2, 0]
+    rows.leaders[1] = 1
+    assert drafted(drafter.propose(rows)) == [[2, 3], [2, 3]]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(0.02, 1.0), max_size=3)), min_size=1, max_size=5),
     st.floats(0.05, 0.9),
@@ -189,6 +198,8 @@ def test_a_leader_that_is_none_is_refused_and_nothing_is_lost(leaders: list[int]
     rows = [Row(rollout=(1,)), Row(rollout=(1,)), Row(rollout=(1, 2))]
     with pytest.raises(InputError, match=rf"in row {row}; correct the counts, or its leader {leaders[row]}"):
         drafter.propose(draft_rows(rows, leaders=leaders))
+    with pytest.raises(InputError, match="in row 2; correct the counts, or its leader 1"):
+        drafter.propose(draft_rows([rows[0]] * 3, leaders=[0, 0, 1]))
     assert drafted(drafter.propose(draft_rows(rows, leaders=[0, 0, 2])))[1] == []
 
 
