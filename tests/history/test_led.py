@@ -12,7 +12,7 @@ from treering.errors import InputError
 from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.features import NUM_KINDS, NUM_VOTES
-from treering.history.led import leaders_of, repeat, worth_of
+from treering.history.led import leaders_of, most_worth, repeat, share_worth
 from treering.history.output import Output, cut
 from treering.history.records import Drafts
 
@@ -20,6 +20,16 @@ FREE = DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0)
 LEADERS = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(
     lambda kinds: [kinds.index(kind) for kind in kinds]  # the first row of each kind
 )
+
+
+@given(LEADERS, st.lists(st.floats(0.1, 4.0), min_size=10, max_size=10))
+def test_no_row_is_worth_more_than_the_most(leaders: list[int], worth: list[float]) -> None:
+    rows = draft_rows([Row()] * len(leaders), leaders=leaders, worth=worth[: len(leaders)])
+    shared, num_leading = share_worth(rows)
+    assert num_leading == len(set(leaders)) == np.count_nonzero(shared)
+    assert shared.max() <= most_worth(rows, num_leading) * (1 + 1e-12)
+    alike = draft_rows([Row()] * len(leaders), leaders=leaders)
+    assert most_worth(alike, num_leading) == 1 + len(leaders) - num_leading
 
 
 def drafts_of(sizes: list[int]) -> Drafts:
@@ -48,10 +58,12 @@ def test_the_documented_examples() -> None:
     repeated, places = repeat(drafts_of([2, 0, 1]), np.array([0, 0, 2]))
     assert places.tolist() == [0, 1, 0, 1, 2]
     assert repeated.offsets.tolist() == [0, 2, 4, 5]
-    assert worth_of(draft_rows([Row()] * 3, leaders=[0, 0, 2])).tolist() == [2, 0, 1]
-    assert worth_of(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=[0.5, 3, 1])).tolist() == [3.5, 0, 1]
+    for worth, shared in ((None, [2, 0, 1]), ([0.5, 3, 1], [3.5, 0, 1])):
+        values, num_leading = share_worth(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=worth))
+        assert (values.tolist(), num_leading) == (shared, 2)
     assert leaders_of(draft_rows([Row()] * 2)).tolist() == [0, 1]
-    assert worth_of(draft_rows([Row()] * 2)).tolist() == [1, 1]
+    values, num_leading = share_worth(draft_rows([Row()] * 2))
+    assert (values.tolist(), num_leading) == ([1, 1], 2)
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4)

@@ -6,6 +6,7 @@ Knows leaders and drafts. Knows nothing of how equal rows are found, and of what
 """
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.records import DraftRows, Drafts
@@ -19,19 +20,42 @@ def leaders_of(rows: DraftRows) -> Int64Array:
     return np.arange(len(rows.prompt_ids)) if rows.leaders is None else rows.leaders
 
 
-def worth_of(rows: DraftRows) -> Float64Array:
-    """What a token of each row's draft is worth to all rows that are verified along it, float64 [B]; 0 of led rows.
+def share_worth(rows: DraftRows) -> tuple[Float64Array, int]:
+    """What a token of each row's draft is worth to all rows that are verified along it, and how many rows have drafts.
 
-    Example: with leaders [0, 0, 2] and nothing said of worth it is [2, 0, 1].
+    Returns:
+        float64 [B], 0 for led rows, and how many are not led.
+
+    Example: with leaders [0, 0, 2] and nothing said of worth it is [2, 0, 1], and two rows.
     """
     num_rows = len(rows.prompt_ids)
     worth = np.ones(num_rows) if rows.worth is None else rows.worth
     if rows.leaders is None:
-        return worth
-    # Leaders that are none are told by the compiled call.
+        return worth, num_rows
     shared = np.zeros(num_rows)
-    np.add.at(shared, np.clip(rows.leaders, 0, num_rows - 1), worth)
-    return shared
+    num_leading: int = add_worth(rows.leaders, worth, shared)
+    return shared, num_leading
+
+
+def most_worth(rows: DraftRows, num_leading: int) -> float:
+    """The most that `share_worth` may give a row, however the led ones are spread over so many leaders.
+
+    Example: 8 rows of which 5 lead themselves are worth 4 at most.
+    """
+    own = 1.0 if rows.worth is None else max(rows.worth.tolist(), default=1.0)
+    return own * (1 + len(rows.prompt_ids) - num_leading)
+
+
+@njit(cache=True)
+def add_worth(leaders: Int64Array, worth: Float64Array, shared: Float64Array) -> int:
+    """Adds what each row is worth to its leader, in `shared` [B]; returns how many rows lead themselves."""
+    num_leading = 0
+    for row in range(leaders.size):
+        # A leader that is none is told by the call that drafts.
+        leader = min(max(leaders[row], 0), leaders.size - 1)
+        shared[leader] += worth[row]
+        num_leading += leader == row
+    return num_leading
 
 
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:

@@ -38,7 +38,7 @@ class Spending:
     def __init__(self, min_acceptance: float, rests: Int64Array | None = None) -> None:
         """By a least acceptance, as long as nothing is known of costs; `rests` are the lengths of a `Rest`."""
         self._min_acceptance, self._rests = min_acceptance, rests
-        self._num_rows, self._worth = 0, np.ones(0)
+        self._num_rows, self._most_worth = 0, 1.0
         self.use_costs(None)
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
@@ -47,11 +47,11 @@ class Spending:
         self._rest = Rest(None if costs is None else costs.prices, self._rests)
         self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
         self._by_rows: dict[int, StepCosts] = {}
-        self.use_rows(self._num_rows, self._worth)
+        self.use_rows(self._num_rows, self._most_worth)
 
-    def use_rows(self, num_rows: int, worth: Float64Array) -> None:
-        """Takes the number of rows, and what their tokens are worth, of the steps from now on."""
-        self._num_rows, self._worth = num_rows, worth
+    def use_rows(self, num_rows: int, most_worth: float) -> None:
+        """Takes the number of rows, and what a token of one of them is worth at most, of the steps from now on."""
+        self._num_rows, self._most_worth = num_rows, most_worth
         self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE
         self._floor = 0.0
         if self.costs is None or num_rows == 0:
@@ -63,7 +63,7 @@ class Spending:
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds
         # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`).
-        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / max(worth.tolist())
+        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / most_worth
 
     def is_due(self) -> bool:
         """Whether this step makes drafts; counts the step."""
