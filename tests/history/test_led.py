@@ -12,7 +12,7 @@ from treering.errors import InputError
 from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.features import NUM_KINDS, NUM_VOTES
-from treering.history.led import leaders_of, most_worth, repeat, share_worth
+from treering.history.led import most_worth, read_leaders, repeat
 from treering.history.output import Output, cut
 from treering.history.records import Drafts
 
@@ -25,7 +25,7 @@ LEADERS = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(
 @given(LEADERS, st.lists(st.floats(0.1, 4.0), min_size=10, max_size=10))
 def test_no_row_is_worth_more_than_the_most(leaders: list[int], worth: list[float]) -> None:
     rows = draft_rows([Row()] * len(leaders), leaders=leaders, worth=worth[: len(leaders)])
-    shared, num_leading = share_worth(rows)
+    _, shared, num_leading = read_leaders(rows)
     assert num_leading == len(set(leaders)) == np.count_nonzero(shared)
     assert shared.max() <= most_worth(rows, num_leading) * (1 + 1e-12)
     alike = draft_rows([Row()] * len(leaders), leaders=leaders)
@@ -59,11 +59,10 @@ def test_the_documented_examples() -> None:
     assert places.tolist() == [0, 1, 0, 1, 2]
     assert repeated.offsets.tolist() == [0, 2, 4, 5]
     for worth, shared in ((None, [2, 0, 1]), ([0.5, 3, 1], [3.5, 0, 1])):
-        values, num_leading = share_worth(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=worth))
-        assert (values.tolist(), num_leading) == (shared, 2)
-    assert leaders_of(draft_rows([Row()] * 2)).tolist() == [0, 1]
-    values, num_leading = share_worth(draft_rows([Row()] * 2))
-    assert (values.tolist(), num_leading) == ([1, 1], 2)
+        leaders, values, num_leading = read_leaders(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=worth))
+        assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 0, 2], shared, 2)
+    leaders, values, num_leading = read_leaders(draft_rows([Row()] * 2))
+    assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 1], [1, 1], 2)
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4)

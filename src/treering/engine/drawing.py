@@ -103,7 +103,8 @@ def _draw_in_torch(
         return torch.from_numpy(values).to(logits.device)
 
     sampled = sample(
-        logits[on_device(at)],
+        # Nobody's logits are read twice where no row is led.
+        logits if (work.leaders == work.rows).all() else logits[on_device(at)],
         keys=on_device(columns.keys[owner]),
         positions=on_device(columns.num_tokens[owner] + depth),
         temperature=on_device(columns.temperature[owner]),

@@ -17,7 +17,7 @@ from treering.history.asking import Looks
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.index import PromptIndex
-from treering.history.led import leaders_of, most_worth, repeat, share_worth
+from treering.history.led import most_worth, read_leaders, repeat
 from treering.history.live import Live
 from treering.history.observed import as_counts, check_latest, contradiction, mark, set_states
 from treering.history.prior import vote_tables
@@ -250,7 +250,7 @@ class Drafter:
         self._live_slots, self._prompt_slots, is_fresh = self._live.slots(rows)
         if rows is not self._rows or rows.leaders is not None:
             num_before = self._num_looked
-            self._leaders, (self._worth, self._num_looked) = leaders_of(rows), share_worth(rows)
+            self._leaders, self._worth, self._num_looked = read_leaders(rows)
             if rows is not self._rows or self._num_looked != num_before:
                 self._spending.use_rows(self._num_looked, most_worth(rows, self._num_looked))
         if is_known:

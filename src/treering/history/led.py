@@ -15,30 +15,25 @@ Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
 
-def leaders_of(rows: DraftRows) -> Int64Array:
-    """The leader of each row, int64 [B]; read in place."""
-    return np.arange(len(rows.prompt_ids)) if rows.leaders is None else rows.leaders
-
-
-def share_worth(rows: DraftRows) -> tuple[Float64Array, int]:
-    """What a token of each row's draft is worth to all rows that are verified along it, and how many rows have drafts.
+def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
+    """Who leads each row, and what a token of each row's draft is worth to all that are verified along it.
 
     Returns:
-        float64 [B], 0 for led rows, and how many are not led.
+        int64 [B], read in place; float64 [B], 0 for led rows; and how many rows lead themselves.
 
-    Example: with leaders [0, 0, 2] and nothing said of worth it is [2, 0, 1], and two rows.
+    Example: with leaders [0, 0, 2] and nothing said of worth that is [2, 0, 1], and two rows.
     """
     num_rows = len(rows.prompt_ids)
     worth = np.ones(num_rows) if rows.worth is None else rows.worth
     if rows.leaders is None:
-        return worth, num_rows
+        return np.arange(num_rows), worth, num_rows
     shared = np.zeros(num_rows)
     num_leading: int = add_worth(rows.leaders, worth, shared)
-    return shared, num_leading
+    return rows.leaders, shared, num_leading
 
 
 def most_worth(rows: DraftRows, num_leading: int) -> float:
-    """The most that `share_worth` may give a row, however the led ones are spread over so many leaders.
+    """The most that `read_leaders` may give a row, however the led ones are spread over so many leaders.
 
     Example: 8 rows of which 5 lead themselves are worth 4 at most.
     """
