@@ -16,6 +16,7 @@ from tests.history.reference import (
     store_of,
 )
 from treering.history.arena import Arena
+from treering.history.chains import make_chains
 from treering.history.draft import Drafter
 from treering.history.live import Live
 from treering.history.store import HistoryStore
@@ -71,12 +72,14 @@ def test_each_row_drafts_from_its_own_prompt_where_prompts_of_a_group_differ(has
 def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> None:
     live = Live(64)
     rows = [Row(prompt=(5, 6, 7 + b // 2)) for b in range(8)]
-    _, slots, _ = live.slots(draft_rows(rows, row_ids=range(8)))
+    live.slots(draft_rows(rows, row_ids=range(8)))
+    slots = live.running.prompt_slots
     assert len(set(slots.tolist())) == 4
     assert (slots[::2] == slots[1::2]).all()
     # Two rows have left, and with them their prompt; another one takes its slot.
     rows = [*rows[2:], Row(prompt=(9,))]
-    _, later, is_fresh = live.slots(draft_rows(rows, row_ids=range(2, 9)))
+    _, is_fresh = live.slots(draft_rows(rows, row_ids=range(2, 9)))
+    later = live.running.prompt_slots
     assert not is_fresh
     assert later[:6].tolist() == slots[2:].tolist()
     assert len(set(later.tolist())) == 4
@@ -230,23 +233,153 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
     for first in range(0, 3000, 4):
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
-    # Two slots for each of the four rows and as many for groups, whatever came before: 16 bytes an entry.
-    assert live.num_noted.size <= 16
-    assert live.chains.tokens.size <= 16 * live.width
+    # Two slots for each of the four rows and as many for groups, whatever came before. Four rollouts take 3 units each
+    # and four prompts one; what has left as much again.
+    assert live.running.num_noted.size <= 16
+    assert live.running.owners.size <= 2 * (4 * 3 + 4)
 
 
-def test_longer_rollouts_widen_slots_up_to_the_limit() -> None:
+def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
+    live, ids = Live(4096), [0, 1, 2, 3]
+    for step in range(20):
+        live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
+        # Three units for each rollout, and one for the prompt.
+        assert live.running.owners.size == 4 * 3 + 1
+        ids[step % 4] = 10 + step
+
+
+def test_a_row_goes_on_with_no_thread_of_the_one_whose_slot_it_took() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}}), min_acceptance=1e-6, sources=("history",))
+    stays, slots = Row(rollout=(90,)), []
+    for step in range(12):
+        # Each leaves at once; one in three follows what the history says, and the others are longer and never do.
+        comes = Row(rollout=(1, 2, 3)) if step % 3 == 0 else Row(rollout=(50, 51, 52, 53))
+        drafter.propose(draft_rows([stays, comes], row_ids=[0, 1 + step]))
+        slots.append(int(drafter._live.running.slots[1]))
+        assert (drafter._live.threads.at[slots[-1]] >= 0).any() == (step % 3 == 0)
+    assert any(slots[step] in slots[:step:3] for step in range(12) if step % 3 > 0)
+
+
+def test_the_first_token_of_a_sibling_is_drafted_after_all_texts_have_moved() -> None:
+    drafter = drafter_of("siblings")
+    for longer in ((), tuple(range(100, 400))):
+        rows = [Row(rollout=longer), Row(max_drafts=2)]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, 1]))
+    assert drafted(drafts)[1] == [100, 101]
+
+
+def test_the_first_token_of_a_row_is_drafted_whose_slot_another_left_without_any() -> None:
+    drafter = drafter_of("siblings")
+    waits = Row(max_drafts=2)
+    for step, comes in enumerate((Row(), Row(), Row(rollout=(100, 101, 102)))):
+        drafts = drafter.propose(draft_rows([waits, comes], row_ids=[0, 1 + step]))
+    assert drafted(drafts)[0] == [100, 101]
+
+
+def test_the_first_token_of_a_row_is_drafted_that_had_none_when_there_came_more_room() -> None:
+    drafter = drafter_of("siblings")
+    waits, comes = Row(max_drafts=2), Row(prompt=tuple(range(5000, 6000)), group=1)
+    drafter.propose(draft_rows([waits, Row()], row_ids=[0, 1]))
+    size = drafter._live.chains.tokens.size
+    drafter.propose(draft_rows([waits, Row(), comes], row_ids=[0, 1, 2]))
+    assert drafter._live.chains.tokens.size > size
+    drafts = drafter.propose(draft_rows([waits, Row(rollout=(100, 101, 102)), comes], row_ids=[0, 1, 2]))
+    assert drafted(drafts)[0] == [100, 101]
+
+
+def test_a_finished_sibling_helps_on_where_there_is_other_room_for_who_comes() -> None:
+    drafter = drafter_of("siblings")
+    rows = [Row(rollout=(60,)), Row(rollout=(40,)), Row(rollout=(30, 31, 32, 33))]
+    drafter.propose(draft_rows(rows, row_ids=[0, 1, 2]))
+    rows = [Row(rollout=(40, 31), max_drafts=2), Row(rollout=(70,))]
+    assert drafted(drafter.propose(draft_rows(rows, row_ids=[1, 3])))[0] == [32, 33]
+
+
+@pytest.mark.parametrize("size", [0, 1, 61, 62, 63, 64, 65, 126, 127, 128])
+def test_a_prompt_is_noted_whole_whatever_its_size(size: int) -> None:
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(prompt=tuple(range(size)), rollout=(900,))], row_ids=[1]))
+    running = drafter._live.running
+    slot = running.prompt_slots[0]
+    assert (running.first[slot], running.num_noted[slot]) == (0, size)
+
+
+def test_no_token_is_lost_while_a_rollout_grows() -> None:
+    drafter = drafter_of("own")
+    for length in range(400):
+        row = Row(prompt=(7, 8), rollout=tuple(range(100, 100 + length)))
+        drafter.propose(draft_rows([row], row_ids=[1]))
+        running = drafter._live.running
+        slot = running.slots[0]
+        assert (running.first[slot], running.num_noted[slot]) == (2, 2 + length)
+        begin = running.begins[slot]
+        assert running.chains.tokens[begin + 1 : begin + 2 + length].tolist() == [*row.rollout, -1]
+
+
+def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None:
     live = Live(1000)
-    widths = []
+    sizes = []
     for length in (3, 300, 900, 5000, 3):
-        live.slots(draft_rows([Row(rollout=tuple(range(length)))], row_ids=[1]))
-        widths.append(live.width)
-    assert widths == sorted(widths)
-    assert widths[0] < 300 < widths[1]
-    assert widths[-1] == 1002
+        rows = [Row(rollout=tuple(range(length))), Row(rollout=(1,))]
+        slots, _ = live.slots(draft_rows(rows, row_ids=[1, 2]))
+        first, second = live.running.sizes[slots]
+        assert first == second
+        sizes.append(int(first))
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 300 < sizes[1]
+    assert sizes[-1] == 1002
     # Rows of which none was there before start as with a new one.
-    live.slots(draft_rows([Row(rollout=(1,))], row_ids=[2]))
-    assert live.width == widths[0]
+    slots, _ = live.slots(draft_rows([Row(rollout=(1,))], row_ids=[3]))
+    assert live.running.sizes[slots].tolist() == [sizes[0]]
+
+
+def test_a_prompt_has_room_for_itself_alone() -> None:
+    live = Live(4096)
+    live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
+    # 1,002 entries take 16 units, 8 rollouts that may grow to 130 tokens 3 each.
+    assert live.running.owners.size == 16 + 8 * 3
+
+
+@pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])
+def test_an_entry_of_what_runs_takes_36_bytes_with_all_links(num_entries: int) -> None:
+    assert sum(array.nbytes for array in make_chains(num_entries)) == 36 * num_entries
+
+
+def test_prompts_that_grow_while_their_rows_stay_are_found_with_all_their_tokens() -> None:
+    drafter = drafter_of("own")
+    for size in (5, 100, 700):
+        prompt = tuple(range(size))
+        drafts = drafter.propose(draft_rows([Row(prompt=prompt, rollout=(900, 0, 1, 2), max_drafts=4)], row_ids=[1]))
+        assert drafted(drafts) == [list(prompt[3:7])]
+
+
+def test_nothing_that_stood_elsewhere_before_is_drafted_when_texts_have_moved() -> None:
+    """Rows come, grow and leave; what is drafted goes on in a text of the group as it is now, or was when it left."""
+    rng = np.random.default_rng(5)
+    drafter, texts = drafter_of("siblings", "own"), dict[int, tuple[int, ...]]()
+    rows, ids = [Row(prompt=tuple(range(b, b + 60 * b + 3)), group=b % 2) for b in range(6)], list(range(6))
+    num_drafted = 0
+    for step in range(80):
+        if step % 5 == 4:
+            leaving = int(rng.integers(6))
+            prompt = tuple(rng.integers(0, 12, int(rng.integers(1, 400))))
+            rows[leaving], ids[leaving] = Row(prompt=prompt, group=int(rng.integers(2))), 100 + step
+        drafts = drafter.propose(draft_rows(rows, row_ids=ids))
+        for key, row in zip(ids, rows, strict=True):
+            texts[2 * key + row.group + 1000] = row.rollout
+            texts[-2 * key - row.group] = row.prompt
+        for b, row in enumerate(rows):
+            own = [text for number, text in texts.items() if number % 2 == row.group]
+            pairs = {pair for text in own for pair in zip((-1, *text), text, strict=False)}
+            begin, end = drafts.offsets[b], drafts.offsets[b + 1]
+            last = row.rollout[-1] if row.rollout else -1
+            for i in range(begin, end):
+                parent = drafts.parents[i]
+                before = last if parent < 0 else int(drafts.tokens[begin + parent])
+                num_drafted += 1
+                assert (before, int(drafts.tokens[i])) in pairs or (parent < 0 and not row.rollout)
+        rows = [replace(row, rollout=(*row.rollout, *rng.integers(0, 12, 5).tolist())) for row in rows]
+    assert num_drafted > 1000
 
 
 def test_a_sibling_keeps_helping_when_slots_are_widened() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.history.reference import store_of
+from tests.history.reference import Row, draft_rows, store_of
 from treering.history.blocks import Block
+from treering.history.draft import Drafter
 from treering.history.reader import HistoryReader
 from treering.history.recent import Recent
 from treering.history.snapshot import newest_first
@@ -15,13 +16,11 @@ from treering.history.store import HistoryStore
 MARKER = -1
 
 
-def test_the_newest_prompts_stand_first_and_each_entry_knows_its_owner() -> None:
+def test_the_newest_prompts_stand_first_and_each_prompt_has_its_span() -> None:
     recent = Recent(100)
     recent.take(store_of({"a": {0: [[5, 6]]}, "b": {0: [[7]]}}).snapshot)
     assert recent.text.tolist() == [MARKER, 7, MARKER, 5, 6, MARKER]
-    assert recent.owners[:5].tolist() == [0, 0, 1, 1, 1]
-    assert (recent.number("b"), recent.number("a"), recent.number("c")) == (0, 1, -1)
-    assert recent.owners[5] not in (0, 1)
+    assert recent.spans(["b", "a", "c"]).tolist() == [[0, 2], [2, 5], [0, 0]]
 
 
 def test_prompts_that_were_published_last_stand_first_however_early_they_came(
@@ -44,7 +43,7 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
     ):
         recent = Recent(1000)
         recent.take(snapshot)
-        assert sorted("abcd", key=recent.number) == expected
+        assert sorted("abcd", key=lambda one: recent.spans([one])[0, 0]) == expected
     store.close()
     with HistoryStore(tmp_path / "history") as reopened:
         # Their order is known from the files' headers: no prompt is read for it.
@@ -62,7 +61,7 @@ def test_what_a_limit_leaves_out_is_what_was_published_first() -> None:
         recent = Recent(5 * 20)
         recent.take(store.snapshot)
         # Two rollouts of nine tokens and their markers each.
-        assert {p for p in range(20) if recent.number(p) >= 0} == set(prompt_ids)
+        assert {p for p in range(20) if recent.spans([p])[0, 1] > 0} == set(prompt_ids)
 
 
 def test_places_are_sorted_by_their_contexts() -> None:
@@ -88,7 +87,7 @@ def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None
     recent.take(store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}}).snapshot)
     assert recent.text.tolist() == [*expected, MARKER]
     assert recent.order.size == len(expected)
-    assert recent.number("a") == (1 if limit > 3 else -1)
+    assert recent.spans(["a"]).tolist() == [[3, len(expected)] if limit > 3 else [0, 0]]
 
 
 def test_a_snapshot_is_read_once_and_its_successor_anew() -> None:
@@ -103,6 +102,17 @@ def test_a_snapshot_is_read_once_and_its_successor_anew() -> None:
     recent.take(store.snapshot)
     other = Recent(100)
     other.take(store.snapshot)
-    for name in ("text", "order", "keys", "owners"):
+    for name in ("text", "order", "keys"):
         np.testing.assert_array_equal(getattr(recent, name), getattr(other, name))
-    assert recent.num_bytes == sum(getattr(recent, name).nbytes for name in ("text", "order", "keys", "owners"))
+    assert recent.num_bytes == sum(getattr(recent, name).nbytes for name in ("text", "order", "keys"))
+
+
+def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
+    store = store_of({"a": {0: [[5, 6, 7]]}, "b": {0: [[7, 8]]}})
+    sizes = []
+    for sources in (("history", "others"), ("history",)):
+        drafter = Drafter(store, sources=sources)  # type: ignore[arg-type]
+        drafter.propose(draft_rows([Row(prompt_id="a", rollout=(5,))]))
+        sizes.append(drafter.num_bytes)
+    # Seven entries of 8 bytes, and one key.
+    assert sizes[0] - sizes[1] == 7 * 8 + 8

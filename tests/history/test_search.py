@@ -37,7 +37,7 @@ def found_in_others(
     ahead = make_ahead()
     for q in range(rows.size):
         ask(ahead, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
-    search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.owners)
+    search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.text)
     return ahead.lows
 
 

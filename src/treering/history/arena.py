@@ -131,21 +131,21 @@ class Arena:
         self.text[self._num_used : self._num_used + _PADDING] = MARKER
 
     def _reserve(self, num_entries: int, num_slots: int) -> None:
-        """Room for that many entries and slots; grows by doubling."""
+        """Room for that many entries and slots; grows by a quarter at least."""
         check_entries(
             num_entries + _PADDING, "the history of the prompts that run", "run fewer prompts at a time, or keep fewer "
             "versions (max_epochs)",
         )  # fmt: skip
         room = self.order.size
         if num_entries > room:
-            more = max(num_entries, 2 * room) - room
+            more = max(num_entries, room + room // 4) - room
             self.text = np.append(self.text, np.full(more, MARKER, np.int32))
             for name in ("order", "about", "rewards") if self._keeps_rewards else ("order", "about"):
                 array = getattr(self, name)
                 setattr(self, name, np.append(array, np.zeros(more, array.dtype)))
         num_keys = (num_entries >> KEY_BITS) + num_slots
         if num_keys > self.keys.size:
-            self.keys = np.append(self.keys, np.zeros(max(num_keys, 2 * self.keys.size) - self.keys.size, np.int64))
+            self.keys = np.append(self.keys, np.zeros(num_keys - self.keys.size + self.keys.size // 4, np.int64))
         if num_slots > self.spans.shape[0]:
             grown = np.zeros((max(num_slots, 2 * self.spans.shape[0]), 2), np.int64)
             grown[: self.spans.shape[0]] = self.spans

@@ -25,6 +25,7 @@ from treering.history.propose import propose
 from treering.history.recent import Recent
 from treering.history.records import DraftRows, Drafts, no_drafts
 from treering.history.reliability import ReliabilityBin, as_bins
+from treering.history.running import Running
 from treering.history.settings import Policy, Shape, check_settings
 from treering.history.snapshot import SnapshotSource
 from treering.history.spending import Spending
@@ -100,12 +101,14 @@ class Drafter:
         self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._votes = tuple(vote_tables().values())
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")
-        self._live, self._recent = Live(max_live_tokens), Recent(max_other_tokens)
+        self._live = Live(max_live_tokens)
+        self._recent = Recent(max_other_tokens if "others" in sources else 0)
         self._max_live_tokens = max_live_tokens
         self._newest = store.snapshot
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
         self._rows: DraftRows | None = None
-        self._slots = self._owners = self._live_slots = self._leaders = np.zeros(0, np.int64)
+        self._slots = self._live_slots = self._leaders = np.zeros(0, np.int64)
+        self._own_spans = np.zeros((0, 2), np.int64)
         self._worth, self._num_looked = np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._latest: tuple[DraftRows, Drafts] | None = None
@@ -151,8 +154,8 @@ class Drafter:
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
         bad_row, cutoff, num_grown = propose(
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
-            self._leaders, self._slots, self._owners, *self._arena.arrays, self._arena.generation,
-            *self._live_arguments(), *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind,
+            self._leaders, self._slots, self._own_spans, *self._arena.arrays, self._arena.generation,
+            *_flat(self._live.running), *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind,
             self._max_draft, *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
             *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares, self._features,
         )  # fmt: skip
@@ -247,7 +250,7 @@ class Drafter:
         """Finds the rows in what is kept; costs next to nothing where they are those of the step before."""
         snapshot = self._store.snapshot
         is_known = self._rows is not None and snapshot is self._snapshot and self._live.has(rows)
-        self._live_slots, self._prompt_slots, is_fresh = self._live.slots(rows)
+        self._live_slots, is_fresh = self._live.slots(rows)
         if rows is not self._rows or rows.leaders is not None:
             num_before = self._num_looked
             self._leaders, self._worth, self._num_looked = read_leaders(rows)
@@ -262,12 +265,12 @@ class Drafter:
             self._recent.take(snapshot)
             self._arena.forget()
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)
-        self._owners = np.array([self._recent.number(prompt_id) for prompt_id in rows.prompt_ids], np.int64)
+        self._own_spans = self._recent.spans(rows.prompt_ids)
         self._rows, self._snapshot = rows, snapshot
         if self._shares.shape[0] < num_rows * self._max_draft:
             self._shares = np.empty((num_rows * self._max_draft, NUM_VOTES), np.float32)
             self._features = np.empty((num_rows * self._max_draft, NUM_KINDS), np.int32)
 
-    def _live_arguments(self) -> tuple[Any, ...]:
-        live = self._live
-        return (*live.chains, live.num_noted, live.first, live.scopes, self._live_slots, self._prompt_slots, live.width)
+
+def _flat(running: Running) -> tuple[Any, ...]:
+    return (*running.chains, *running[1:])

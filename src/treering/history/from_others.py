@@ -1,6 +1,6 @@
 """Places in the published rollouts of other prompts.
 
-Knows one text of many prompts. Knows nothing of the row's own prompt but its number.
+Knows one text of many prompts. Knows nothing of the row's own prompt but where it stands there.
 """
 
 import numpy as np
@@ -15,26 +15,28 @@ from treering.history.search import LONG_ENOUGH, agree_behind_edit
 from treering.history.sides import next_place, sides_of
 
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 
 _MAX_OTHERS = 6
 
 
 @lean
 def find_in_others(
-    places: Places, num: int, others: Others, owner: int, context: Int32Array, begin: int, right: int
+    places: Places, num: int, others: Others, own: Int64Array, context: Int32Array, begin: int, right: int
 ) -> int:
     """Notes the places of other prompts' rollouts whose contexts agree most with the row's, longest first.
 
-    So many places stand before the context.
+    Its own prompt's stand from `own[0]` to `own[1]`, and `right` places before the context.
     """
-    text, order, owners = others.text, others.order, others.owners
+    text, order = others.text, others.order
+    own_begin, own_end = own[0], own[1]
     sides = sides_of(right)
     most, last = num + _MAX_OTHERS, context.size - 1
     for _ in range(2 * _MAX_OTHERS):
         at, length, sides = next_place(sides, text, order, 0, context, begin)
         if num == most or length == 0:
             break
-        if owners[at] == owner or text[at + 1] == MARKER:
+        if own_begin <= at < own_end or text[at + 1] == MARKER:
             continue
         edit = 0
         if length < LONG_ENOUGH:

@@ -18,12 +18,12 @@ from treering.history.candidates import Texts, Votes, weigh
 from treering.history.chains import Chains
 from treering.history.features import NO_DRAFT
 from treering.history.lean import lean
-from treering.history.live import note_rows
 from treering.history.output import Output, cut, write_row
 from treering.history.places import Places, longest_of, make_places
 from treering.history.recent import Others
 from treering.history.rooms import Room, make_room
-from treering.history.sources import Rows, Running, find_places, is_due
+from treering.history.running import Running, note_rows
+from treering.history.sources import Rows, find_places, is_due
 from treering.history.stamp import STAMP
 from treering.history.threads import Threads, go_along
 from treering.history.tree import Model, Row, grow
@@ -124,14 +124,14 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
     @njit(cache=True, nogil=True, error_model="numpy")
     def propose(
         tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array, groups: Int64Array, max_drafts: Int64Array,
-        worth: Float64Array, leaders: Int64Array, prompts: Int64Array, row_owners: Int64Array,
+        worth: Float64Array, leaders: Int64Array, prompts: Int64Array, own_spans: Int64Array,
         spans: Int64Array, text: Int32Array, order: Int32Array, keys: Int64Array, about: Int32Array,
         rewards: Float32Array, generation: int,
         live_tokens: Int32Array, live_short: Int32Array, live_long: Int32Array, live_wide: Int32Array,
-        live_heads: Int32Array, live_wide_heads: Int32Array,
-        num_noted: Int64Array, first: Int64Array, scopes: Int64Array, live_slots: Int64Array, prompt_slots: Int64Array,
-        width: int,
-        other_text: Int32Array, other_order: Int32Array, other_keys: Int64Array, owners: Int32Array,
+        live_short_heads: Int32Array, live_long_heads: Int32Array, live_wide_heads: Int32Array,
+        num_noted: Int64Array, first: Int64Array, scopes: Int64Array, begins: Int64Array, sizes: Int64Array,
+        owners: Int32Array, live_slots: Int64Array, prompt_slots: Int64Array,
+        other_text: Int32Array, other_order: Int32Array, other_keys: Int64Array,
         thread_at: Int32Array, thread_missed: Int32Array, thread_tokens: Int64Array, thread_expected: Int64Array,
         thread_generation: Int64Array, state: Int64Array,
         uses: NDArray[np.bool_], policy: int, is_chain: bool, max_draft: int, least: float, rise: float,
@@ -149,25 +149,26 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         assert stamp >= 0
         rows = Rows(
             tokens, num_tokens, num_prompt, groups, max_drafts, worth, leaders,
-            prompts, row_owners,
+            prompts, own_spans,
         )  # fmt: skip
         bad_row: int = _first_bad_row(rows)
         if bad_row >= 0:
             return bad_row, 0.0, 0
         history = Histories(spans, text, order, keys, about, rewards)
-        chains = Chains(live_tokens, live_short, live_long, live_wide, live_heads, live_wide_heads)
-        running = Running(chains, num_noted, first, scopes, live_slots, prompt_slots, width)
-        others = Others(other_text, other_order, other_keys, owners)
+        chains = Chains(
+            live_tokens, live_short, live_long, live_wide, live_short_heads, live_long_heads, live_wide_heads
+        )
+        running = Running(
+            chains, num_noted, first, scopes, begins, sizes, owners, live_slots, prompt_slots,
+        )  # fmt: skip
+        others = Others(other_text, other_order, other_keys)
         threads = Threads(thread_at, thread_missed, thread_tokens, thread_expected, thread_generation, state)
         votes = Votes(vote_length, vote_edit, vote_age, vote_shift, vote_none)
         output = Output(
             out_offsets, out_tokens, out_parents, out_estimates, out_paths,
             out_shares, out_features, np.zeros(num_tokens.size, np.bool_),
         )  # fmt: skip
-        note_rows(
-            chains, running.num_noted, running.first, running.scopes, width, running.slots, running.prompt_slots,
-            rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt,
-        )  # fmt: skip
+        note_rows(running, rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt)
         num_out = _draft_all(
             rows, history, generation, running, others, threads, uses,
             Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(), make_ahead(),

@@ -4,7 +4,7 @@ Knows a snapshot's texts. Knows nothing of rows, of acceptance and of drafts. Ma
 the same snapshot, so that a resumed run drafts as the one that it resumes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ class Others(NamedTuple):
     text: Int32Array
     order: Int32Array
     keys: Int64Array
-    owners: Int32Array
 
 
 class Recent:
@@ -37,31 +36,32 @@ class Recent:
         text: int32 [N + 1], the texts and a marker.
         order: int32 [N], places sorted by their contexts; see `PromptIndex`.
         keys: int64 [ceil(N / 16)], see `write_keys`.
-        owners: int32 [N + 1]: number of the prompt whose rollout it is.
 
-    Example: prompts "a" with [5, 6] and "b" with [7] give the text -1, 7, -1, 5, 6, -1 and the owners 0, 0, 1, 1, 1, 2.
+    Example: prompts "a" with [5, 6] and "b" with [7] give the text -1, 7, -1, 5, 6, -1, where "b" has the span
+    from 0 to 2 and "a" that from 2 to 5.
     """
 
     def __init__(self, max_tokens: int) -> None:
         """Keeps at most `max_tokens` entries."""
         self._max_tokens = max_tokens
-        self._numbers: dict[PromptId, int] = {}
+        self._spans: dict[PromptId, tuple[int, int]] = {}
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
         self._fill([])
 
     @property
     def arrays(self) -> Others:
         """What a compiled call reads."""
-        return Others(self.text, self.order, self.keys, self.owners)
+        return Others(self.text, self.order, self.keys)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
-    def number(self, prompt_id: PromptId) -> int:
-        """The owner number of a prompt, -1 where none of it is here."""
-        return self._numbers.get(prompt_id, -1)
+    def spans(self, prompt_ids: Sequence[PromptId]) -> Int64Array:
+        """Where each prompt's rollouts begin and end, int64 [B, 2]; both 0 where none of it is here."""
+        found = [self._spans.get(prompt_id, (0, 0)) for prompt_id in prompt_ids]
+        return np.array(found, np.int64).reshape(len(found), 2)
 
     def take(self, snapshot: Mapping[PromptId, PromptIndex]) -> None:
         """Reads a snapshot, unless it is the one that was read last."""
@@ -69,21 +69,20 @@ class Recent:
             return
         self._snapshot = snapshot
         texts: list[Int32Array] = []
-        self._numbers = {}
+        self._spans = {}
         num_left = self._max_tokens
         for prompt_id in newest_first(snapshot):
             if num_left <= 0:
                 break
             text = snapshot[prompt_id].text[:num_left]
-            self._numbers[prompt_id] = len(texts)
+            begin = self._max_tokens - num_left
+            self._spans[prompt_id] = begin, begin + text.size
             texts.append(text)
             num_left -= text.size
         self._fill(texts)
 
     def _fill(self, texts: list[Int32Array]) -> None:
-        sizes = [text.size for text in texts]
         self.text = np.concatenate([*texts, np.array([MARKER], np.int32)])
         self.order = sort_contexts(self.text[:-1], np.argsort(self.text[:-1], kind="stable"))
         self.keys = np.zeros(-(-self.order.size >> KEY_BITS), np.int64)
         write_keys(self.text, self.order, self.keys)
-        self.owners = np.repeat(np.arange(len(sizes) + 1, dtype=np.int32), [*sizes, 1])

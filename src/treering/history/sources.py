@@ -2,7 +2,7 @@
 
 Knows which source is asked when. Knows nothing of what becomes of places.
 
-    B rows   L columns   S live slots
+    B rows   L columns
 """
 
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from treering.history.ahead import Ahead, ask, ask_history, search
 from treering.history.arena import Histories
-from treering.history.chains import Chains
 from treering.history.features import EDITS, HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.from_history import LEAST_EDIT, NEAR, find_edited, find_in_history
 from treering.history.from_live import find_in_live, find_in_other_groups
@@ -20,6 +19,7 @@ from treering.history.from_others import find_in_others
 from treering.history.lean import lean
 from treering.history.places import Places, longest_of
 from treering.history.recent import Others
+from treering.history.running import Running
 from treering.history.threads import Threads, find_threads, follow, refresh_threads
 
 Int32Array = NDArray[np.int32]
@@ -41,19 +41,7 @@ class Rows(NamedTuple):
     worth: Float64Array  # [B]
     leaders: Int64Array  # [B]
     prompts: Int64Array  # [B], slots of the arena
-    owners: Int64Array  # [B], numbers among the other prompts
-
-
-class Running(NamedTuple):
-    """See `Live`."""
-
-    chains: Chains
-    num_noted: Int64Array  # [S]
-    first: Int64Array  # [S]
-    scopes: Int64Array  # [S]
-    slots: Int64Array  # [B]
-    prompt_slots: Int64Array  # [B]
-    width: int
+    own_spans: Int64Array  # [B, 2], where the row's own prompt begins and ends in the text of all
 
 
 @lean
@@ -141,10 +129,7 @@ def _find_running(
         follow(threads, slot, places, num_found, history.spans[prompt, 0])
     threads.num_tokens[slot] = context.size
     if (uses[SIBLINGS] or uses[OWN]) and longest_of(places, num) < _ENOUGH:
-        num = find_in_live(
-            places, num, running.chains, running.num_noted, running.first, running.scopes, running.width, slot,
-            running.prompt_slots[b], rows.groups[b], context, begin, uses,
-        )  # fmt: skip
+        num = find_in_live(places, num, running, slot, running.prompt_slots[b], rows.groups[b], context, begin, uses)
     return num
 
 
@@ -159,12 +144,9 @@ def _ask_others(
         if is_due(rows, b) and longest_of(places[b - first], num_places[b - first]) < _ENOUGH:
             ask(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
             num += 1
-    search(ahead, num, rows.tokens, others.text, others.order, others.keys, others.owners)
+    search(ahead, num, rows.tokens, others.text, others.order, others.keys, others.text)
     for q in range(num):
         b = ahead.rows[q]
         context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], places[b - first]
-        so_far: int = find_in_other_groups(
-            own, num_places[b - first], running.chains, running.num_noted, running.first, running.scopes, running.width,
-            rows.groups[b], context, begin,
-        )  # fmt: skip
-        num_places[b - first] = find_in_others(own, so_far, others, rows.owners[b], context, begin, ahead.lows[q])
+        so_far: int = find_in_other_groups(own, num_places[b - first], running, rows.groups[b], context, begin)
+        num_places[b - first] = find_in_others(own, so_far, others, rows.own_spans[b], context, begin, ahead.lows[q])

@@ -35,6 +35,13 @@ class Threads(NamedTuple):
     state: Int64Array  # [S], see `features.NUM_STATES`
 
 
+def make_threads(num_slots: int) -> Threads:
+    """Of slots whose rows have followed nothing yet."""
+    at, missed = np.full((num_slots, MAX_THREADS), -1, np.int32), np.zeros((num_slots, MAX_THREADS), np.int32)
+    num_tokens, num_expected, generation = np.full((3, num_slots), -1, np.int64)
+    return Threads(at, missed, num_tokens, num_expected, generation, np.zeros(num_slots, np.int64))
+
+
 @lean
 def find_threads(
     places: Places,

@@ -1,0 +1,120 @@
+"""Regions never overlap, lie where their units say, and keep a text readable until something is written over it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.history.regions import NOBODY, NOWHERE, UNIT, Regions
+
+MAX_SIZE = 6 * UNIT + 2
+NUM_SLOTS = 8
+
+Operation = tuple[str, int, int]
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["take", "take", "give_back"]), st.integers(1, NUM_SLOTS), st.integers(2, 10 * UNIT)),
+    max_size=60,
+)
+
+
+@dataclass
+class Model:
+    """Which units each slot that has a region was given, and which of them are still its own."""
+
+    held: dict[int, range] = field(default_factory=dict)
+    readable: dict[int, range] = field(default_factory=dict)
+
+    def take(self, slot: int, units: range) -> None:
+        self.held.pop(slot, None)
+        assert all(set(units).isdisjoint(other) for other in self.held.values())
+        self.readable.pop(slot, None)
+        self.readable = {other: own for other, own in self.readable.items() if set(units).isdisjoint(own)}
+        self.held[slot] = self.readable[slot] = units
+
+
+def regions_with(num_slots: int = NUM_SLOTS, max_size: int = MAX_SIZE) -> Regions:
+    regions = Regions(max_size=max_size)
+    regions.add_slots(num_slots)
+    return regions
+
+
+def units_of(regions: Regions, slot: int) -> range:
+    begin = int(regions.begins[slot])
+    assert begin % UNIT == 0
+    return range(begin // UNIT, -(-(begin + int(regions.sizes[slot])) // UNIT))
+
+
+@given(OPERATIONS)
+def test_regions_are_apart_and_readable_until_their_units_or_slots_are_taken(operations: list[Operation]) -> None:
+    regions, model = regions_with(), Model()
+    for name, slot, num_entries in operations:
+        if name == "take":
+            regions.take(slot, num_entries)
+            assert min(num_entries, MAX_SIZE) <= regions.sizes[slot] <= min(num_entries + UNIT - 1, MAX_SIZE)
+            assert regions.holds(slot, num_entries)
+            model.take(slot, units_of(regions, slot))
+        else:
+            regions.give_back(slot)
+            model.held.pop(slot, None)
+        for other in range(1, NUM_SLOTS + 1):
+            assert (regions.begins[other] == NOWHERE) == (other not in model.readable)
+        for other, units in model.readable.items():
+            assert units_of(regions, other) == units
+            assert (regions.owners[units.start : units.stop] == other).all()
+            assert units.stop * UNIT <= regions.num_entries
+        assert regions.begins[NOBODY] == NOWHERE
+
+
+@given(OPERATIONS)
+def test_what_is_free_is_taken_before_there_is_more(operations: list[Operation]) -> None:
+    """More units come only where no run of free ones is long enough, and hardly more than are needed."""
+    regions, held = regions_with(), dict[int, range]()
+    for name, slot, num_entries in operations:
+        held.pop(slot, None)
+        if name == "give_back":
+            regions.give_back(slot)
+            continue
+        before = regions.owners.size
+        is_free = np.ones(before + 1, np.bool_)
+        for units in held.values():
+            is_free[units.start : units.stop] = False
+        is_free[before] = False
+        ends = np.flatnonzero(~is_free)
+        longest = int(np.diff(ends, prepend=-1).max()) - 1
+        regions.take(slot, num_entries)
+        held[slot] = units_of(regions, slot)
+        num_last = before - 1 - int(ends[-2]) if ends.size > 1 else before
+        assert (regions.owners.size > before) == (longest < len(held[slot]))
+        assert regions.owners.size <= before + max(len(held[slot]) - num_last, before // 8)
+
+
+def test_what_was_given_back_is_not_the_first_to_be_written_over() -> None:
+    regions = regions_with()
+    for slot in range(1, 5):
+        regions.take(slot, UNIT)
+    regions.give_back(4)
+    regions.take(5, UNIT)
+    regions.give_back(1)
+    regions.give_back(2)
+    # The one taken last stands in the last unit; from there on nothing is free, so from the beginning.
+    regions.take(6, UNIT)
+    assert units_of(regions, 6) == range(1)
+    regions.give_back(6)
+    regions.take(7, UNIT)
+    assert units_of(regions, 7) == range(1, 2)
+    assert regions.begins[6] == 0
+
+
+def test_after_forgetting_regions_begin_anew_and_nobody_has_any() -> None:
+    regions = regions_with()
+    for slot in range(1, 5):
+        regions.take(slot, 3 * UNIT)
+    regions.forget(num_regions=2, num_entries=100)
+    assert regions.num_entries == 4 * UNIT
+    assert (regions.begins == NOWHERE).all()
+    assert not regions.holds(1, 2)
+    for slot in (4, 1):
+        regions.take(slot, 100)
+    assert (units_of(regions, 4), units_of(regions, 1)) == (range(2), range(2, 4))
+    assert regions.num_bytes == (NUM_SLOTS + 1) * 16 + 4 * 5
