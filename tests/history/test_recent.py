@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.history.reference import Row, draft_rows, store_of
+from tests.history.reference import Row, draft_rows, first_tokens, store_of
 from treering.history.blocks import Block
 from treering.history.draft import Drafter
 from treering.history.reader import HistoryReader
@@ -116,3 +116,15 @@ def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
         sizes.append(drafter.num_bytes)
     # Seven entries of 8 bytes, and one key.
     assert sizes[0] - sizes[1] == 7 * 8 + 8
+
+
+@pytest.mark.parametrize(("prompt_id", "elsewhere"), [("a", {7, 9}), ("b", {5, 9}), ("c", {5, 7})])
+def test_of_all_prompts_a_rows_own_is_no_other_one_from_its_first_marker_to_its_last_token(
+    prompt_id: str, elsewhere: set[int]
+) -> None:
+    store = store_of({"a": {0: [[5, 6]]}, "b": {0: [[7, 8]]}, "c": {0: [[9, 4]]}})
+    drafter = Drafter(store, sources=("others",), min_acceptance=1e-6)
+    assert first_tokens(drafter.propose(draft_rows([Row(prompt_id=prompt_id)])), 0) == elsewhere
+    drafts = drafter.propose(draft_rows([Row(prompt_id=prompt_id, rollout=(k,)) for k in (5, 7, 9)]))
+    own = {"a": 0, "b": 1, "c": 2}[prompt_id]
+    assert [b for b in range(3) if drafts.offsets[b + 1] == drafts.offsets[b]] == [own]
