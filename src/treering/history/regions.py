@@ -5,6 +5,8 @@ Knows slots and sizes. Knows nothing of tokens, and of who has which slot.
     S slots   U units
 """
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +27,8 @@ NOWHERE = 1 << 40
 class Regions:
     """Runs of units, one for each slot that has taken one.
 
-    What is given back stays readable, as its slot's, until its units or its slot are taken again. Units are looked for
-    behind those that were taken last, so that what was given back is not the first to be written over.
+    What is given back stays readable, as its slot's, until its units or its slot are taken again. What is as large as
+    what is wanted is taken first, and of that what was given back first; then other units, behind those taken last.
 
     Attributes:
         begins: int64 [S], the entry that a slot's region begins at; `NOWHERE` is none.
@@ -44,6 +46,9 @@ class Regions:
         self.owners = np.zeros(0, np.int32)
         self._is_taken = np.zeros(0, np.bool_)
         self._next = 0
+        self._given_back: dict[int, deque[int]] = {}
+        # The sizes again, of slots that have a region: what is asked in every step for every row.
+        self._held: dict[int, int] = {}
 
     @property
     def num_entries(self) -> int:
@@ -64,35 +69,50 @@ class Regions:
         """No slot has a region any more; there are units for so many regions of so many entries each."""
         self.begins[:] = NOWHERE
         self.owners, self._is_taken, self._next = np.zeros(0, np.int32), np.zeros(0, np.bool_), 0
+        self._given_back, self._held = {}, {}
         self._extend(num_regions * self._num_units(num_entries))
 
     def holds(self, slot: int, num_entries: int) -> bool:
         """Whether a slot has a region of at least so many entries, or of the most there may be."""
-        return bool(self.begins[slot] != NOWHERE and self.sizes[slot] >= min(num_entries, self._max_size))
+        return self._held.get(slot, 0) >= min(num_entries, self._max_size)
 
     def take(self, slot: int, num_entries: int) -> None:
         """Gives a slot a region of at least so many entries, or of the most there may be, in place of its own."""
         self.give_back(slot)
         num_units = self._num_units(num_entries)
-        first = self._find(num_units)
+        first = self._again(num_units)
+        if first < 0:
+            first = self._find(num_units)
         units = slice(first, first + num_units)
-        for other in np.unique(self.owners[units]).tolist():
+        for other in set(self.owners[units].tolist()):
             # Its text is written over, from the beginning, unless it stands elsewhere now.
             if first <= self.begins[other] >> UNIT_BITS < units.stop:
                 self.begins[other] = NOWHERE
+                self._held.pop(other)
         self.owners[units], self._is_taken[units] = slot, True
-        self.begins[slot], self.sizes[slot] = first << UNIT_BITS, min(num_units << UNIT_BITS, self._max_size)
+        self._held[slot] = min(num_units << UNIT_BITS, self._max_size)
+        self.begins[slot], self.sizes[slot] = first << UNIT_BITS, self._held[slot]
         self._next = units.stop
 
     def give_back(self, slot: int) -> None:
         """The units of a slot are free, until they are taken with its text in them."""
-        if self.begins[slot] == NOWHERE:
+        first, num_units = int(self.begins[slot]) >> UNIT_BITS, self._num_units(self._held.get(slot, 0))
+        if num_units == 0 or not self._is_taken[first]:
             return
-        first = int(self.begins[slot]) >> UNIT_BITS
-        self._is_taken[first : first + self._num_units(int(self.sizes[slot]))] = False
+        self._is_taken[first : first + num_units] = False
+        self._given_back.setdefault(num_units, deque()).append(first)
 
     def _num_units(self, num_entries: int) -> int:
         return -(-min(num_entries, self._max_size) // UNIT)
+
+    def _again(self, num_units: int) -> int:
+        """So many units that were given back together and are free now, -1 for none: those of a row that has left."""
+        given_back = self._given_back.get(num_units, deque())
+        while given_back:
+            first: int = given_back.popleft()
+            if not self._is_taken[first : first + num_units].any():
+                return first
+        return -1
 
     def _find(self, num_units: int) -> int:
         """The first of so many free units: behind those taken last, else anywhere, else new ones."""
