@@ -106,6 +106,21 @@ def test_what_was_given_back_is_not_the_first_to_be_written_over() -> None:
     assert regions.begins[6] == 0
 
 
+def test_a_text_is_no_longer_readable_when_only_its_end_is_written_over() -> None:
+    regions = regions_with()
+    for slot, num_units in ((1, 1), (2, 2)):
+        regions.take(slot, num_units * UNIT)
+    for slot in (1, 2):
+        regions.give_back(slot)
+    regions.take(3, 3 * UNIT)
+    assert units_of(regions, 3) == range(3)
+    regions.give_back(3)
+    # Two units were given back together before, and stood where the end of the three is.
+    regions.take(4, 2 * UNIT)
+    assert units_of(regions, 4) == range(1, 3)
+    assert regions.begins[3] == NOWHERE
+
+
 def test_after_forgetting_regions_begin_anew_and_nobody_has_any() -> None:
     regions = regions_with()
     for slot in range(1, 5):

@@ -85,8 +85,9 @@ class Regions:
             first = self._find(num_units)
         units = slice(first, first + num_units)
         for other in set(self.owners[units].tolist()):
-            # Its text is written over, from the beginning, unless it stands elsewhere now.
-            if first <= self.begins[other] >> UNIT_BITS < units.stop:
+            # Its text is written over, unless it stands elsewhere now.
+            begin = int(self.begins[other]) >> UNIT_BITS
+            if begin < units.stop and begin + self._num_units(self._held.get(other, 0)) > first:
                 self.begins[other] = NOWHERE
                 self._held.pop(other)
         self.owners[units], self._is_taken[units] = slot, True
