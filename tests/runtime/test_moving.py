@@ -1,7 +1,9 @@
 """Running rollouts that go to another worker: when they do, and that no result notices."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +32,8 @@ from treering.schedule.policy import Assignment, Moving, Outlook
 NUM_STEPS = 4
 NUM_SLOTS = 16
 GROUP_SIZE = 8
+HALFWAY = 6
+PATIENCE_S = 60
 PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 DEAR = PRICES._replace(prefill_s=100.0)
 KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range(8)]
@@ -56,22 +60,44 @@ class SlowEngine(TorchEngine):
         return super().step()
 
 
+class MeetingEngine(SlowEngine):
+    """Halts in the middle of its rollouts until one has been given up somewhere, so no clock decides whether one is."""
+
+    meeting: Path
+
+    def step(self) -> list[Rollout]:
+        is_halfway = max(self.progress().values(), default=0) >= HALFWAY
+        if is_halfway and not self.meeting.exists() and time.time() < self.meeting.parent.stat().st_mtime + PATIENCE_S:
+            time.sleep(0.03)
+            return []
+        return super().step()
+
+    def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        self.meeting.touch()
+        return super().abort(keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRecipe(TinyRecipe):
-    """Rollouts that last for several reports."""
+    """Rollouts that last for several reports, and where there is a meeting, until one of them has moved."""
+
+    meeting: Path | None = None
 
     @property
     def max_batch(self) -> int:
         return NUM_SLOTS
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
-        return SlowEngine(
-            model, drafter, max_batch=NUM_SLOTS, max_tokens=400, version=version, num_threads=1, costs="none"
-        )
+        kind = SlowEngine if self.meeting is None else MeetingEngine
+        engine = kind(model, drafter, max_batch=NUM_SLOTS, max_tokens=400, version=version, num_threads=1, costs="none")
+        if isinstance(engine, MeetingEngine) and self.meeting is not None:
+            engine.meeting = self.meeting
+        return engine
 
 
-def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running") -> PipelineLoop:
+def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeting: Path | None = None) -> PipelineLoop:
     return pipeline(
-        SlowRecipe(),
+        SlowRecipe(meeting=meeting),
         num_steps=NUM_STEPS,
         num_workers=3,
         staleness=1,
@@ -264,9 +290,9 @@ def unmoved() -> Result:
 
 
 @pytest.mark.parametrize("moving", ["faster", "freeing", "gathering"])
-def test_moves_change_no_result(unmoved: Result, moving: Moving) -> None:
+def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path) -> None:
     rows, num_moved = [], []
-    with slow_pipeline(moving) as loop:
+    with slow_pipeline(moving, meeting=tmp_path / "meeting") as loop:
         for _ in range(NUM_STEPS):
             overlap = loop.step().overlap
             assert overlap is not None
