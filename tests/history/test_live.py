@@ -239,12 +239,63 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
     assert live.running.owners.size <= 2 * (4 * 3 + 4)
 
 
+def test_room_of_prompts_follows_those_that_rows_have() -> None:
+    live, sizes = Live(4096), []
+    for step in range(12):
+        longer = Row(prompt=tuple(range(step, step + 1000)), rollout=(1, 2), group=step)
+        live.slots(draft_rows([Row(group=100), longer], row_ids=[0, step + 1]))
+        sizes.append(live.running.owners.size)
+    # Two rollouts of 4 units, a prompt of one and one of 16; groups and prompts that are gone are not remembered.
+    assert sizes == [sizes[0]] * 12
+    assert sizes[0] == 2 * 4 + 1 + 16
+    assert len(live._scope_of) == len(live._prompts) == 2
+
+
+def test_what_takes_a_slot_or_other_room_is_noted_from_its_beginning() -> None:
+    """Whatever stands there: another text may end alike and begin otherwise."""
+    drafter = drafter_of("own")
+    live, slots, prompt_slots = drafter._live, set(), set()
+    stays = Row(prompt=(7,), rollout=(1, 2, 3), group=1)
+    drafter.propose(draft_rows([stays, Row(rollout=(1, 2, 3))], row_ids=[1, 2]))
+    for number in range(3, 13):
+        comes = Row(prompt=(number, 9), rollout=(1, 2, 3), group=number)
+        rows = draft_rows([stays, comes], row_ids=[1, number])
+        live.slots(rows)
+        running = live.running
+        assert running.num_noted[running.slots].tolist() == [4, 0]
+        assert running.num_noted[running.prompt_slots].tolist() == [1, 0]
+        drafter.propose(rows)
+        assert running.num_noted[running.slots].tolist() == [4, 5]
+        slots.add(int(running.slots[1]))
+        prompt_slots.add(int(running.prompt_slots[1]))
+    # All had been somebody's before.
+    assert len(slots) < 10
+    assert len(prompt_slots) < 10
+
+
+def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
+    drafter = drafter_of("own")
+    live, begins = drafter._live, []
+    large, small = Row(prompt=tuple(range(300)), rollout=(1,), group=2), Row(prompt=(1, 2), rollout=(1,), group=3)
+    # The room of the large prompt is free from when the small one comes.
+    steps = ((20, large, 2, 0), (50, large, 2, 20), (50, small, 3, 50), (90, small, 3, 0))
+    for size, other, number, num_noted in steps:
+        grows = Row(prompt=(7, 9) + (6,) * (size - 2), rollout=(1, 2, 3))
+        rows = draft_rows([grows, other], row_ids=[1, number])
+        live.slots(rows)
+        slot = live.running.prompt_slots[0]
+        assert live.running.num_noted[slot] == num_noted
+        begins.append(int(live.running.begins[slot]))
+        drafter.propose(rows)
+    assert begins[0] == begins[1] == begins[2] != begins[3]
+
+
 def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
     live, ids = Live(4096), [0, 1, 2, 3]
     for step in range(20):
         live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
-        # Three units for each rollout, and one for the prompt.
-        assert live.running.owners.size == 4 * 3 + 1
+        # Four units for each rollout, one for the prompt, and one more: what lacks room brings an eighth.
+        assert live.running.owners.size == 4 * 4 + 1 + 1
         ids[step % 4] = 10 + step
 
 
@@ -336,8 +387,8 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
 def test_a_prompt_has_room_for_itself_alone() -> None:
     live = Live(4096)
     live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
-    # 1,002 entries take 16 units, 8 rollouts that may grow to 130 tokens 3 each.
-    assert live.running.owners.size == 16 + 8 * 3
+    # 1,002 entries take 16 units, 8 rollouts that may grow to 254 tokens 4 each.
+    assert live.running.owners.size == 16 + 8 * 4
 
 
 @pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])

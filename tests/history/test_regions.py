@@ -20,10 +20,11 @@ OPERATIONS = st.lists(
 
 @dataclass
 class Model:
-    """Which units each slot that has a region was given, and which of them are still its own."""
+    """Which units each slot that has a region was given for how much, and which of them are still its own."""
 
     held: dict[int, range] = field(default_factory=dict)
     readable: dict[int, range] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
 
     def take(self, slot: int, units: range) -> None:
         self.held.pop(slot, None)
@@ -50,10 +51,13 @@ def test_regions_are_apart_and_readable_until_their_units_or_slots_are_taken(ope
     regions, model = regions_with(), Model()
     for name, slot, num_entries in operations:
         if name == "take":
-            regions.take(slot, num_entries)
-            assert min(num_entries, MAX_SIZE) <= regions.sizes[slot] <= min(num_entries + UNIT - 1, MAX_SIZE)
-            assert regions.holds(slot, num_entries)
-            model.take(slot, units_of(regions, slot))
+            had = model.held.get(slot)
+            was_given = regions.take(slot, num_entries)
+            assert was_given == (had is None or model.sizes[slot] < min(num_entries, MAX_SIZE))
+            if was_given:
+                assert min(num_entries, MAX_SIZE) <= regions.sizes[slot] <= min(num_entries + UNIT - 1, MAX_SIZE)
+                model.take(slot, units_of(regions, slot))
+                model.sizes[slot] = int(regions.sizes[slot])
         else:
             regions.give_back(slot)
             model.held.pop(slot, None)
@@ -89,36 +93,36 @@ def test_what_is_free_is_taken_before_there_is_more(operations: list[Operation])
         assert regions.owners.size <= before + max(len(held[slot]) - num_last, before // 8)
 
 
-def test_what_was_given_back_is_not_the_first_to_be_written_over() -> None:
+def test_the_smallest_run_that_is_long_enough_is_taken_and_of_equal_ones_the_first() -> None:
     regions = regions_with()
-    for slot in range(1, 5):
-        regions.take(slot, UNIT)
-    regions.give_back(4)
-    regions.take(5, UNIT)
-    regions.give_back(1)
-    regions.give_back(2)
-    # The one taken last stands in the last unit; from there on nothing is free, so from the beginning.
-    regions.take(6, UNIT)
-    assert units_of(regions, 6) == range(1)
-    regions.give_back(6)
-    regions.take(7, UNIT)
-    assert units_of(regions, 7) == range(1, 2)
-    assert regions.begins[6] == 0
-
-
-def test_a_text_is_no_longer_readable_when_only_its_end_is_written_over() -> None:
-    regions = regions_with()
-    for slot, num_units in ((1, 1), (2, 2)):
+    for slot, num_units in enumerate((1, 3, 1, 2, 1, 2, 1), 1):
         regions.take(slot, num_units * UNIT)
-    for slot in (1, 2):
+    for slot in (2, 4, 6):
         regions.give_back(slot)
-    regions.take(3, 3 * UNIT)
-    assert units_of(regions, 3) == range(3)
-    regions.give_back(3)
-    # Two units were given back together before, and stood where the end of the three is.
-    regions.take(4, 2 * UNIT)
-    assert units_of(regions, 4) == range(1, 3)
-    assert regions.begins[3] == NOWHERE
+    # Runs of 3, 2 and 2 units, from 1, 5 and 8 on.
+    assert regions.take(8, UNIT + 1)
+    assert units_of(regions, 8) == range(5, 7)
+    # One unit more than the smallest run that is left.
+    assert regions.take(4, 3 * UNIT)
+    assert units_of(regions, 4) == range(1, 4)
+    assert units_of(regions, 6) == range(8, 10)
+    assert regions.begins[2] == NOWHERE
+    # The run at the end is one of them: of 1 unit, where the other has 3.
+    regions.take(6, 2 * UNIT)
+    regions.give_back(4)
+    regions.give_back(7)
+    regions.take(2, UNIT)
+    assert units_of(regions, 2) == range(10, 11)
+
+
+def test_what_was_given_back_is_written_over_when_its_slot_takes_the_same_units_again() -> None:
+    regions = regions_with()
+    assert regions.take(1, UNIT)
+    assert not regions.take(1, UNIT - 1)
+    regions.give_back(1)
+    assert regions.begins[1] == 0
+    assert regions.take(1, UNIT)
+    assert regions.num_entries == UNIT
 
 
 def test_after_forgetting_regions_begin_anew_and_nobody_has_any() -> None:
@@ -128,8 +132,7 @@ def test_after_forgetting_regions_begin_anew_and_nobody_has_any() -> None:
     regions.forget(num_regions=2, num_entries=100)
     assert regions.num_entries == 4 * UNIT
     assert (regions.begins == NOWHERE).all()
-    assert not regions.holds(1, 2)
     for slot in (4, 1):
-        regions.take(slot, 100)
+        assert regions.take(slot, 100)
     assert (units_of(regions, 4), units_of(regions, 1)) == (range(2), range(2, 4))
     assert regions.num_bytes == (NUM_SLOTS + 1) * 16 + 4 * 5

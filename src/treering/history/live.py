@@ -9,7 +9,8 @@ then is what a new one would find.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from treering.history.chains import make_chains
 from treering.history.records import DraftRows
-from treering.history.regions import UNIT, Regions
+from treering.history.regions import NOWHERE, UNIT, Regions
 from treering.history.running import Running
 from treering.history.threads import Threads, make_threads
 
@@ -25,16 +26,25 @@ Int64Array = NDArray[np.int64]
 
 _Prompt = tuple[int, int]
 
-_NO_LIMIT = np.iinfo(np.int64).max
+_NO_LIMIT = 1 << 40
+
+
+class _Seat(NamedTuple):
+    """What a row has here."""
+
+    slot: int
+    prompt_slot: int
+    scope: int
+    num_prompt: int
 
 
 class Live:
     """A slot for each running rollout, and one for each prompt that a group's rows have, with a region for its text.
 
     A text is a marker, tokens and a marker. A prompt's region is as large as its text; those of rollouts are all of one
-    size, that of the longest and three quarters more, so that few steps move any. Of what does not fit into the largest
-    there may be, the newest tokens are kept. Texts of rows that have left are found until their slots or regions are
-    taken.
+    size, that of the longest and a quarter more, so that few steps move any and who comes takes the room of who left.
+    Of what does not fit into the largest there may be, the newest tokens are kept. Texts of rows that have left are
+    found until their slots or regions are taken.
 
     Attributes:
         chains: all texts, linked within groups.
@@ -48,11 +58,9 @@ class Live:
     def __init__(self, max_tokens: int) -> None:
         """Keeps at most `max_tokens` of a rollout or prompt."""
         self._max_size = max_tokens + 2
-        self._prompts: dict[object, _Prompt] = {}
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
-        self._slots, self._prompt_slots, self._full, self.row_scopes = np.zeros((4, 0), np.int64)
-        self._width = 0
+        self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
         self._empty(num_slots=0)
 
     @property
@@ -88,96 +96,112 @@ class Live:
         """Whether these are the rows of the step before, the same object or another."""
         return rows is self._rows or _identity_of(rows) == self._identity
 
-    def _assign(self, rows: DraftRows) -> bool:
-        keys, groups = _keys_of(rows), rows.groups.tolist()
-        num_prompt = np.maximum(rows.num_prompt_tokens, 0)
-        num_own = np.maximum(rows.num_tokens - num_prompt, 0)
-        is_fresh = self._by_row.keys().isdisjoint(keys)
-        if is_fresh:
-            # As a new one would: what is found must not depend on what ran before.
-            self._empty(num_slots=2 * len(keys))
-        known = map(self._prompts.get, keys)
-        prompts = [prompt or _prompt_of(rows, b) for b, prompt in enumerate(known)]
-        self._prompts = dict(zip(keys, prompts, strict=True))
-        for owners, stays in ((self._by_row, set(keys)), (self._by_prompt, set(prompts))):
-            for key in [key for key in owners if key not in stays]:
-                self._release(owners.pop(key))
-        for group in self._scope_of.keys() - set(groups):
-            del self._scope_of[group]
-        self._widen(int(num_own.max(initial=0)), len(keys))
-        self._slots = self._slots_of(self._by_row, keys, np.full(len(keys), self._width))
-        self._prompt_slots = self._slots_of(self._by_prompt, prompts, num_prompt + 2)
-        self._fit_chains()
-        self._full = num_prompt + self._width - 2 if self._width < self._max_size else np.full(len(keys), _NO_LIMIT)
-        self.row_scopes = np.array([self._scope(group) for group in groups], np.int64)
-        return is_fresh
-
-    def _scope(self, group: int) -> int:
-        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
-        if group not in self._scope_of:
-            self._num_scopes += 1
-            self._scope_of[group] = self._num_scopes
-        return self._scope_of[group]
-
-    def _widen(self, longest: int, num_rows: int) -> None:
-        """Has the longest rollout fit, and three quarters more: all are noted again when they get more room."""
-        if longest + 2 <= self._width or self._width == self._max_size:
-            return
-        self._width = min(longest + 3 * longest // 4 + 2 * UNIT, self._max_size)
-        # Links with them: those that lead to where texts stood before would have to be looked at.
-        self._regions.forget(num_regions=num_rows, num_entries=self._width)
-        self.chains = make_chains(0)
-
-    def _slots_of(self, owners: dict[object, int], keys: Sequence[object], sizes: Int64Array) -> Int64Array:
-        """The slot of each key; those whose region is smaller take one of that size."""
-        for key, size in zip(keys, sizes.tolist(), strict=True):
-            slot = owners.get(key)
-            if slot is None:
-                slot = owners[key] = self._free_slot()
-            elif self._regions.holds(slot, size):
-                continue
-            self._regions.take(slot, size)
-            self._num_noted[slot] = self._first[slot] = 0
-        return np.array([owners[key] for key in keys], np.int64)
-
-    def _free_slot(self) -> int:
-        """The one that is free for longest: what it holds is still found."""
-        if not self._free:
-            self._add_slots(max(self._num_noted.size // 4, 4))
-        slot = self._free.popleft()
-        self.threads.num_tokens[slot] = -1
-        return slot
-
-    def _release(self, slot: int) -> None:
-        self._free.append(slot)
-        self._regions.give_back(slot)
-
     def _empty(self, *, num_slots: int) -> None:
-        self._by_row: dict[object, int] = {}
-        self._by_prompt: dict[object, int] = {}
-        self._scope_of: dict[int, int] = {}
+        self._seats = dict[object, _Seat]()
+        self._prompts = dict[_Prompt, int]()
+        self._scope_of = dict[int, int]()
         self._num_scopes = 0
-        self._free: deque[int] = deque()
+        # Slots and the sizes that their regions are to have, until they have them.
+        self._lacking = list[tuple[int, int]]()
         self._regions = Regions(max_size=self._max_size)
         self._width = 0
         self._num_noted, self._first, self._scopes = np.zeros((3, 1), np.int64)
         self.threads = make_threads(1)
         self.chains = make_chains(0)
-        self._add_slots(num_slots)
+        self._free, self._free_prompts = deque(self._add_slots(num_slots)), deque[int]()
 
-    def _add_slots(self, num_slots: int) -> None:
+    def _assign(self, rows: DraftRows) -> bool:
+        keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
+        is_fresh = self._seats.keys().isdisjoint(keys)
+        if is_fresh:
+            # As a new one would: what is found must not depend on what ran before.
+            self._empty(num_slots=len(keys))
+        self._leave(set(keys))
+        self._come(rows, keys, num_prompt)
+        longest = max(map(sub, rows.num_tokens.tolist(), num_prompt), default=0)
+        if longest + 2 > self._width < self._max_size:
+            self._widen(longest)
+        if self._lacking:
+            self._give_room()
+        table = np.array([self._seats[key] for key in keys], np.int64).reshape(-1, len(_Seat._fields))
+        self._slots, self._prompt_slots, self.row_scopes, sizes = np.ascontiguousarray(table.T)
+        self._full = sizes + (self._width - 2 if self._width < self._max_size else _NO_LIMIT)
+        return is_fresh
+
+    def _leave(self, stays: set[object]) -> None:
+        """Frees the slots of all rows but those that stay."""
+        for key in [key for key in self._seats if key not in stays]:
+            self._free.append(self._seats.pop(key).slot)
+
+    def _come(self, rows: DraftRows, keys: Sequence[object], num_prompt: Sequence[int]) -> None:
+        """Has a seat for every row."""
+        for b, (key, size) in enumerate(zip(keys, num_prompt, strict=True)):
+            seat = self._seats.get(key)
+            if seat is None:
+                prompt = _prompt_of(rows, b)
+                if prompt not in self._prompts:
+                    self._add_prompt(prompt, size, set(rows.groups.tolist()))
+                self._seats[key] = _Seat(self._free_slot(), self._prompts[prompt], self._scope_of[prompt[0]], size)
+            elif seat.num_prompt != size:
+                self._seats[key] = seat._replace(num_prompt=size)
+                self._lacking.append((seat.prompt_slot, size + 2))
+
+    def _free_slot(self) -> int:
+        """A rollout's, that is free for longest: what it holds is still found."""
+        if not self._free:
+            self._free.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
+        slot = self._free.popleft()
+        self._num_noted[slot] = self._first[slot] = 0
+        self.threads.num_tokens[slot] = -1
+        if self._regions.begins[slot] == NOWHERE:
+            self._lacking.append((slot, self._width))
+        return slot
+
+    def _add_prompt(self, prompt: _Prompt, size: int, groups: set[int]) -> None:
+        """Has a slot for a prompt that no row had; those that no row has any more are free from then on."""
+        held = {seat.prompt_slot for seat in self._seats.values()}
+        for other in [other for other, slot in self._prompts.items() if slot not in held]:
+            slot = self._prompts.pop(other)
+            self._regions.give_back(slot)
+            self._free_prompts.append(slot)
+        for group in self._scope_of.keys() - groups:
+            del self._scope_of[group]
+        if prompt[0] not in self._scope_of:
+            # Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew.
+            self._num_scopes += 1
+            self._scope_of[prompt[0]] = self._num_scopes
+        if not self._free_prompts:
+            self._free_prompts.extend(self._add_slots(4))
+        slot = self._prompts[prompt] = self._free_prompts.popleft()
+        self._lacking.append((slot, size + 2))
+
+    def _widen(self, longest: int) -> None:
+        """Has the longest rollout fit, and a quarter more; all rows are noted anew."""
+        self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + 3 * UNIT, self._max_size)
+        # Links with them: those that lead to where texts stood before would have to be looked at.
+        self._regions.forget(num_regions=len(self._seats), num_entries=self._width)
+        self.chains = make_chains(0)
+        self._lacking = [(seat.slot, self._width) for seat in self._seats.values()]
+        self._lacking += [(seat.prompt_slot, seat.num_prompt + 2) for seat in self._seats.values()]
+
+    def _give_room(self) -> None:
+        """Has regions for texts that lack them, which are noted anew."""
+        for slot, size in self._lacking:
+            if self._regions.take(slot, size):
+                self._num_noted[slot] = self._first[slot] = 0
+        self._lacking = []
+        if self._regions.num_entries > self.chains.tokens.size:
+            self.chains = make_chains(self._regions.num_entries)
+            self._num_noted[:] = self._first[:] = 0
+
+    def _add_slots(self, num_slots: int) -> range:
+        """So many more; their numbers."""
         first, none = self._num_noted.size, np.zeros(num_slots, np.int64)
-        self._free.extend(range(first, first + num_slots))
         self._regions.add_slots(num_slots)
         self._num_noted, self._first = np.append(self._num_noted, none), np.append(self._first, none)
         self._scopes = np.append(self._scopes, none)
         self.threads = Threads(*map(_joined, self.threads, make_threads(num_slots)))
-
-    def _fit_chains(self) -> None:
-        """Makes the chains as long as the regions."""
-        if self._regions.num_entries > self.chains.tokens.size:
-            self.chains = make_chains(self._regions.num_entries)
-            self._num_noted[:] = self._first[:] = 0
+        return range(first, first + num_slots)
 
 
 def _joined(first: Any, second: Any) -> Any:

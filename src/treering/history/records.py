@@ -25,7 +25,7 @@ class DraftRows:
 
     Attributes:
         prompt_ids: B ids; one that history does not know is fine.
-        groups: int64 [B], equal numbers are siblings.
+        groups: int64 [B], equal numbers are siblings; a group keeps its number for as long as any of its rows runs.
         tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; what stands behind is not read.
             Fastest where rows are contiguous.
         num_tokens: int64 [B], tokens of each context.

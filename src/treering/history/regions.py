@@ -5,11 +5,11 @@ Knows slots and sizes. Knows nothing of tokens, and of who has which slot.
     S slots   U units
 """
 
-from collections import deque
-
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
+BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -27,12 +27,12 @@ NOWHERE = 1 << 40
 class Regions:
     """Runs of units, one for each slot that has taken one.
 
-    What is given back stays readable, as its slot's, until its units or its slot are taken again. What is as large as
-    what is wanted is taken first, and of that what was given back first; then other units, behind those taken last.
+    What is given back stays readable, as its slot's, until its units or its slot are taken again. The smallest run of
+    free units that is long enough is taken first, of equal ones the first.
 
     Attributes:
         begins: int64 [S], the entry that a slot's region begins at; `NOWHERE` is none.
-        sizes: int64 [S], entries of a slot's region.
+        sizes: int64 [S], entries of a slot's region; 0 is none.
         owners: int32 [U], the slot that took a unit last; `NOBODY`, which has no region, where none has.
 
     Example: the first slot that takes 100 entries has the region from 0 on of 128, the next one begins at 128.
@@ -45,10 +45,6 @@ class Regions:
         self.sizes = np.zeros(1, np.int64)
         self.owners = np.zeros(0, np.int32)
         self._is_taken = np.zeros(0, np.bool_)
-        self._next = 0
-        self._given_back: dict[int, deque[int]] = {}
-        # The sizes again, of slots that have a region: what is asked in every step for every row.
-        self._held: dict[int, int] = {}
 
     @property
     def num_entries(self) -> int:
@@ -67,70 +63,63 @@ class Regions:
 
     def forget(self, *, num_regions: int, num_entries: int) -> None:
         """No slot has a region any more; there are units for so many regions of so many entries each."""
-        self.begins[:] = NOWHERE
-        self.owners, self._is_taken, self._next = np.zeros(0, np.int32), np.zeros(0, np.bool_), 0
-        self._given_back, self._held = {}, {}
-        self._extend(num_regions * self._num_units(num_entries))
+        self.begins[:], self.sizes[:] = NOWHERE, 0
+        self.owners, self._is_taken = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        self._extend(num_regions * -(-min(num_entries, self._max_size) // UNIT))
 
-    def holds(self, slot: int, num_entries: int) -> bool:
-        """Whether a slot has a region of at least so many entries, or of the most there may be."""
-        return self._held.get(slot, 0) >= min(num_entries, self._max_size)
+    def take(self, slot: int, num_entries: int) -> bool:
+        """Gives a slot a region of at least so many entries, or of the most there may be, unless it has one.
 
-    def take(self, slot: int, num_entries: int) -> None:
-        """Gives a slot a region of at least so many entries, or of the most there may be, in place of its own."""
+        Whether it was given one: what stands there is not its own.
+        """
+        if self.sizes[slot] >= min(num_entries, self._max_size) and self._is_taken[self.begins[slot] >> UNIT_BITS]:
+            return False
         self.give_back(slot)
-        num_units = self._num_units(num_entries)
-        first = self._again(num_units)
-        if first < 0:
-            first = self._find(num_units)
-        units = slice(first, first + num_units)
-        for other in set(self.owners[units].tolist()):
-            # Its text is written over, unless it stands elsewhere now.
-            begin = int(self.begins[other]) >> UNIT_BITS
-            if begin < units.stop and begin + self._num_units(self._held.get(other, 0)) > first:
-                self.begins[other] = NOWHERE
-                self._held.pop(other)
-        self.owners[units], self._is_taken[units] = slot, True
-        self._held[slot] = min(num_units << UNIT_BITS, self._max_size)
-        self.begins[slot], self.sizes[slot] = first << UNIT_BITS, self._held[slot]
-        self._next = units.stop
+        size = min(-(-num_entries // UNIT) * UNIT, self._max_size)
+        lacking = _take(self.begins, self.sizes, self.owners, self._is_taken, slot, size)
+        if lacking:
+            self._extend(max(lacking, self.owners.size // 8))
+            _take(self.begins, self.sizes, self.owners, self._is_taken, slot, size)
+        return True
 
     def give_back(self, slot: int) -> None:
-        """The units of a slot are free, until they are taken with its text in them."""
-        first, num_units = int(self.begins[slot]) >> UNIT_BITS, self._num_units(self._held.get(slot, 0))
-        if num_units == 0 or not self._is_taken[first]:
-            return
-        self._is_taken[first : first + num_units] = False
-        self._given_back.setdefault(num_units, deque()).append(first)
-
-    def _num_units(self, num_entries: int) -> int:
-        return -(-min(num_entries, self._max_size) // UNIT)
-
-    def _again(self, num_units: int) -> int:
-        """So many units that were given back together and are free now, -1 for none: those of a row that has left."""
-        given_back = self._given_back.get(num_units, deque())
-        while given_back:
-            first: int = given_back.popleft()
-            if not self._is_taken[first : first + num_units].any():
-                return first
-        return -1
-
-    def _find(self, num_units: int) -> int:
-        """The first of so many free units: behind those taken last, else anywhere, else new ones."""
-        behind = self._is_taken[self._next : self._next + num_units]
-        if behind.size == num_units and not behind.any():
-            return self._next
-        bounds = np.flatnonzero(np.diff(self._is_taken, prepend=True, append=True))
-        begins, ends = bounds[::2], bounds[1::2]
-        fitting = np.flatnonzero(ends - begins >= num_units)
-        if fitting.size:
-            later = fitting[begins[fitting] >= self._next]
-            return int(begins[(later if later.size else fitting)[0]])
-        size = self.owners.size
-        first = int(begins[-1]) if begins.size and ends[-1] == size else size
-        self._extend(max(first + num_units - size, size // 8))
-        return first
+        """The units of a slot are free; its text stays until others take them."""
+        first = int(self.begins[slot]) >> UNIT_BITS
+        self._is_taken[first : first - (-int(self.sizes[slot]) // UNIT)] = False
 
     def _extend(self, num_units: int) -> None:
         self.owners = np.append(self.owners, np.full(num_units, NOBODY, np.int32))
         self._is_taken = np.append(self._is_taken, np.zeros(num_units, np.bool_))
+
+
+@njit(cache=True)
+def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: BoolArray, slot: int, size: int) -> int:
+    """`Regions.take`; where there is no room, the units that are lacking at the end, else 0."""
+    num_units = (size + UNIT - 1) // UNIT
+    first = _smallest(is_taken, num_units)
+    end = first + num_units
+    if end > is_taken.size:
+        lacking: int = end - is_taken.size
+        return lacking
+    for unit in range(first, end):
+        other = owners[unit]
+        begin, num_held = begins[other] // UNIT, (sizes[other] + UNIT - 1) // UNIT
+        # Its text is written over, unless it stands elsewhere now.
+        if begin < end and begin + num_held > first:
+            begins[other], sizes[other] = NOWHERE, 0
+    owners[first:end] = slot
+    is_taken[first:end] = True
+    begins[slot], sizes[slot] = first * UNIT, size
+    return 0
+
+
+@njit
+def _smallest(is_taken: BoolArray, num_units: int) -> int:
+    """The first unit of the smallest free run that has so many; where none has, of those at the end."""
+    first, size, begin = -1, is_taken.size + 1, 0
+    for unit in range(is_taken.size):
+        if is_taken[unit]:
+            if num_units <= unit - begin < size:
+                first, size = begin, unit - begin
+            begin = unit + 1
+    return begin if first < 0 or num_units <= is_taken.size - begin < size else first
