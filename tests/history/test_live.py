@@ -273,6 +273,22 @@ def test_what_takes_a_slot_or_other_room_is_noted_from_its_beginning() -> None:
     assert len(prompt_slots) < 10
 
 
+def test_a_prompt_that_no_row_had_when_all_texts_moved_has_room_when_a_row_comes_that_has_it() -> None:
+    drafter = drafter_of("own")
+    left, stays = Row(prompt=(1, 2, 3), group=1), Row(prompt=(4, 5), group=2)
+    comes = Row(prompt=(1, 2, 3), rollout=(1,), group=1, max_drafts=2)
+    drafter.propose(draft_rows([left, stays], row_ids=[1, 2]))
+    for length in (1, 1000):
+        longer = Row(prompt=(4, 5), rollout=(9,) * length, group=2, max_drafts=0)
+        drafter.propose(draft_rows([longer], row_ids=[2]))
+    rows = draft_rows([comes, longer], row_ids=[3, 2])
+    drafter._live.slots(rows)
+    running = drafter._live.running
+    ends = (running.begins + running.sizes)[running.prompt_slots]
+    assert (ends <= running.chains.tokens.size).all()
+    assert drafted(drafter.propose(rows))[0] == [2, 3]
+
+
 def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
     drafter = drafter_of("own")
     live, begins = drafter._live, []
@@ -294,8 +310,8 @@ def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
     live, ids = Live(4096), [0, 1, 2, 3]
     for step in range(20):
         live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
-        # Four units for each rollout, one for the prompt, and one more: what lacks room brings an eighth.
-        assert live.running.owners.size == 4 * 4 + 1 + 1
+        # Four units for each rollout, and one for the prompt.
+        assert live.running.owners.size == 4 * 4 + 1
         ids[step % 4] = 10 + step
 
 

@@ -35,8 +35,8 @@ class Model:
 
 
 def regions_with(num_slots: int = NUM_SLOTS, max_size: int = MAX_SIZE) -> Regions:
-    regions = Regions(max_size=max_size)
-    regions.add_slots(num_slots)
+    regions = Regions(num_slots=num_slots // 2, max_size=max_size)
+    regions.add_slots(num_slots - num_slots // 2)
     return regions
 
 
@@ -125,14 +125,20 @@ def test_what_was_given_back_is_written_over_when_its_slot_takes_the_same_units_
     assert regions.num_entries == UNIT
 
 
-def test_after_forgetting_regions_begin_anew_and_nobody_has_any() -> None:
+def test_regions_that_are_laid_out_stand_side_by_side_and_no_other_slot_has_any() -> None:
     regions = regions_with()
     for slot in range(1, 5):
         regions.take(slot, 3 * UNIT)
-    regions.forget(num_regions=2, num_entries=100)
-    assert regions.num_entries == 4 * UNIT
-    assert (regions.begins == NOWHERE).all()
-    for slot in (4, 1):
-        assert regions.take(slot, 100)
-    assert (units_of(regions, 4), units_of(regions, 1)) == (range(2), range(2, 4))
-    assert regions.num_bytes == (NUM_SLOTS + 1) * 16 + 4 * 5
+    regions.lay_out(np.array([4, 1, 7]), np.array([100, UNIT, MAX_SIZE + 9]))
+    assert [units_of(regions, slot) for slot in (4, 1, 7)] == [range(2), range(2, 3), range(3, 10)]
+    assert regions.sizes[[4, 1, 7]].tolist() == [2 * UNIT, UNIT, MAX_SIZE]
+    assert regions.num_entries == 10 * UNIT
+    assert regions.owners.tolist() == [4, 4, 1] + [7] * 7
+    others = [slot for slot in range(NUM_SLOTS + 1) if slot not in (4, 1, 7)]
+    assert (regions.begins[others] == NOWHERE).all()
+    assert (regions.sizes[others] == 0).all()
+    # All of them are held.
+    assert not regions.take(4, 100)
+    assert regions.take(2, 1)
+    assert units_of(regions, 2) == range(10, 11)
+    assert regions.num_bytes == (NUM_SLOTS + 1) * 16 + 11 * 5

@@ -7,6 +7,7 @@ costs a look and never more.
     C entries of the text   H heads of the short chain
 """
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,8 @@ def make_chains(num_entries: int) -> Chains:
     num_heads = max(num_entries, _LEAST_HEADS)
     sizes = [num_entries] * 4 + [num_heads, 2 * num_heads, 2 * num_heads]
     # In one piece, which is large enough for large pages where its parts would not be.
-    tokens, *others = np.split(np.full(sum(sizes), -1, np.int32), np.cumsum(sizes)[:-1])
+    whole, ends = np.full(sum(sizes), -1, np.int32), accumulate(sizes)
+    tokens, *others = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
     tokens[:] = MARKER
     return Chains(tokens, *others)
 

@@ -61,7 +61,8 @@ class Live:
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
         self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
-        self._empty(num_slots=0)
+        self.chains = make_chains(0)
+        self._empty(num_rows=0)
 
     @property
     def num_bytes(self) -> int:
@@ -96,26 +97,27 @@ class Live:
         """Whether these are the rows of the step before, the same object or another."""
         return rows is self._rows or _identity_of(rows) == self._identity
 
-    def _empty(self, *, num_slots: int) -> None:
+    def _empty(self, *, num_rows: int) -> None:
+        """Slots for so many rows and as many prompts, that nobody has."""
         self._seats = dict[object, _Seat]()
         self._prompts = dict[_Prompt, int]()
         self._scope_of = dict[int, int]()
         self._num_scopes = 0
         # Slots and the sizes that their regions are to have, until they have them.
         self._lacking = list[tuple[int, int]]()
-        self._regions = Regions(max_size=self._max_size)
+        self._regions = Regions(num_slots=2 * num_rows, max_size=self._max_size)
         self._width = 0
-        self._num_noted, self._first, self._scopes = np.zeros((3, 1), np.int64)
-        self.threads = make_threads(1)
-        self.chains = make_chains(0)
-        self._free, self._free_prompts = deque(self._add_slots(num_slots)), deque[int]()
+        self._num_noted, self._first, self._scopes = np.zeros((3, 1 + 2 * num_rows), np.int64)
+        self.threads = make_threads(1 + 2 * num_rows)
+        self._free = deque(range(1, 1 + num_rows))
+        self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
 
     def _assign(self, rows: DraftRows) -> bool:
         keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
         is_fresh = self._seats.keys().isdisjoint(keys)
         if is_fresh:
             # As a new one would: what is found must not depend on what ran before.
-            self._empty(num_slots=len(keys))
+            self._empty(num_rows=len(keys))
         self._leave(set(keys))
         self._come(rows, keys, num_prompt)
         longest = max(map(sub, rows.num_tokens.tolist(), num_prompt), default=0)
@@ -158,12 +160,8 @@ class Live:
         return slot
 
     def _add_prompt(self, prompt: _Prompt, size: int, groups: set[int]) -> None:
-        """Has a slot for a prompt that no row had; those that no row has any more are free from then on."""
-        held = {seat.prompt_slot for seat in self._seats.values()}
-        for other in [other for other, slot in self._prompts.items() if slot not in held]:
-            slot = self._prompts.pop(other)
-            self._regions.give_back(slot)
-            self._free_prompts.append(slot)
+        """Has a slot for a prompt that no row had."""
+        self._release_prompts()
         for group in self._scope_of.keys() - groups:
             del self._scope_of[group]
         if prompt[0] not in self._scope_of:
@@ -171,18 +169,29 @@ class Live:
             self._num_scopes += 1
             self._scope_of[prompt[0]] = self._num_scopes
         if not self._free_prompts:
-            self._free_prompts.extend(self._add_slots(4))
+            self._free_prompts.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
         slot = self._prompts[prompt] = self._free_prompts.popleft()
         self._lacking.append((slot, size + 2))
+
+    def _release_prompts(self) -> None:
+        """Frees the slots of prompts that no row has any more; until now they were kept for one that might come."""
+        held = {seat.prompt_slot for seat in self._seats.values()}
+        for prompt in [prompt for prompt, slot in self._prompts.items() if slot not in held]:
+            slot = self._prompts.pop(prompt)
+            self._regions.give_back(slot)
+            self._free_prompts.append(slot)
 
     def _widen(self, longest: int) -> None:
         """Has the longest rollout fit, and a quarter more; all rows are noted anew."""
         self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + 3 * UNIT, self._max_size)
+        self._release_prompts()
+        sizes = {seat.slot: self._width for seat in self._seats.values()}
+        for seat in self._seats.values():
+            sizes[seat.prompt_slot] = max(seat.num_prompt + 2, sizes.get(seat.prompt_slot, 0))
+        self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
+        self._lacking = []
         # Links with them: those that lead to where texts stood before would have to be looked at.
-        self._regions.forget(num_regions=len(self._seats), num_entries=self._width)
-        self.chains = make_chains(0)
-        self._lacking = [(seat.slot, self._width) for seat in self._seats.values()]
-        self._lacking += [(seat.prompt_slot, seat.num_prompt + 2) for seat in self._seats.values()]
+        self._make_chains()
 
     def _give_room(self) -> None:
         """Has regions for texts that lack them, which are noted anew."""
@@ -191,8 +200,12 @@ class Live:
                 self._num_noted[slot] = self._first[slot] = 0
         self._lacking = []
         if self._regions.num_entries > self.chains.tokens.size:
-            self.chains = make_chains(self._regions.num_entries)
-            self._num_noted[:] = self._first[:] = 0
+            self._make_chains()
+
+    def _make_chains(self) -> None:
+        """Chains as long as the regions, in which nothing is noted."""
+        self.chains = make_chains(self._regions.num_entries)
+        self._num_noted[:] = self._first[:] = 0
 
     def _add_slots(self, num_slots: int) -> range:
         """So many more; their numbers."""

@@ -38,11 +38,11 @@ class Regions:
     Example: the first slot that takes 100 entries has the region from 0 on of 128, the next one begins at 128.
     """
 
-    def __init__(self, *, max_size: int) -> None:
-        """Empty, with the slot of nobody; no region has more than `max_size` entries."""
+    def __init__(self, *, num_slots: int, max_size: int) -> None:
+        """So many slots without regions, beside that of nobody; no region has more than `max_size` entries."""
         self._max_size = max_size
-        self.begins = np.full(1, NOWHERE, np.int64)
-        self.sizes = np.zeros(1, np.int64)
+        self.begins = np.full(1 + num_slots, NOWHERE, np.int64)
+        self.sizes = np.zeros(1 + num_slots, np.int64)
         self.owners = np.zeros(0, np.int32)
         self._is_taken = np.zeros(0, np.bool_)
 
@@ -61,11 +61,19 @@ class Regions:
         self.begins = np.append(self.begins, np.full(num_slots, NOWHERE, np.int64))
         self.sizes = np.append(self.sizes, np.zeros(num_slots, np.int64))
 
-    def forget(self, *, num_regions: int, num_entries: int) -> None:
-        """No slot has a region any more; there are units for so many regions of so many entries each."""
+    def lay_out(self, slots: Int64Array, num_entries: Int64Array) -> None:
+        """Gives these slots regions of so many entries, one behind another, and no other slot has any.
+
+        Args:
+            slots: int64 [N], all different.
+            num_entries: int64 [N], at least; no region has more than the most there may be.
+        """
+        num_units = -(-np.minimum(num_entries, self._max_size) // UNIT)
         self.begins[:], self.sizes[:] = NOWHERE, 0
-        self.owners, self._is_taken = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-        self._extend(num_regions * -(-min(num_entries, self._max_size) // UNIT))
+        self.begins[slots] = (np.cumsum(num_units) - num_units) * UNIT
+        self.sizes[slots] = np.minimum(num_units * UNIT, self._max_size)
+        self.owners = np.repeat(slots.astype(np.int32), num_units)
+        self._is_taken = np.ones(self.owners.size, np.bool_)
 
     def take(self, slot: int, num_entries: int) -> bool:
         """Gives a slot a region of at least so many entries, or of the most there may be, unless it has one.
