@@ -200,10 +200,10 @@ def losing(rest: Rest, seconds_drafted: float = 2e-3) -> int:
     return num_steps
 
 
-def test_rests_grow_fourfold_up_to_128_and_end_behind_a_gain() -> None:
+def test_rests_grow_fourfold_up_to_256_and_end_behind_a_gain() -> None:
     rest = Rest()
     assert rest.is_due()
-    assert [losing(rest) for _ in range(8)] == [1, 4, 16, 64, 128, 128, 128, 128]
+    assert [losing(rest) for _ in range(8)] == [1, 4, 16, 64, 256, 256, 256, 256]
     num_steps = 0
     while True:
         rest.note(8, 400, 400, 1e-3, 1.5e-3)
@@ -300,7 +300,7 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
 
 def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:
     lengths = np.zeros(2, np.int64)
-    for expected in ([1, 4, 16, 64, 128], [16, 64, 128], [16, 64]):
+    for expected in ([1, 4, 16, 64, 256], [16, 64, 256], [16, 64]):
         rest = Rest(lengths=lengths)
         assert rest.is_due(), "whatever was before"
         assert [losing(rest) for _ in expected] == expected
@@ -337,7 +337,7 @@ def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: f
         (0.7e-3, [1, 4, 14, 14, 14]),
         (4e-3, [1, 2, 2, 2]),
         (12e-3, [0, 0]),
-        (1e-6, [1, 4, 16, 64, 128, 128]),
+        (1e-6, [1, 4, 16, 64, 256, 256]),
     ],
 )
 def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, lengths: list[int]) -> None:

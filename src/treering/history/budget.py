@@ -22,7 +22,7 @@ Int64Array = NDArray[np.int64]
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0
-_LONGEST = 128
+_LONGEST = 256
 _LONGER = 4
 _LONGEST_BEFORE = 4
 """Of an earlier rest, as far as it counts: more would make too much of what was, where history has grown since."""
@@ -89,14 +89,14 @@ class Rest:
 
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
     4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
-    and for 128. A win shortens the next rest to a quarter, and no more: where drafts lose, chance lets one step in some
+    and for 256. A win shortens the next rest to a quarter, and no more: where drafts lose, chance lets one step in some
     win. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not look, as
     many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is found and
     learning from it are counted at their prices, so that no decision depends on a clock; a rest also has to make up for
     what they take longer behind one of 16 steps or more.
 
     Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
-    64, 128, 128, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the prices that
+    64, 169, 169, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the prices that
     stand where none were measured: 52 us, and 42 us more behind a long rest, are half a percent of 31 steps.
     """
 
