@@ -9,6 +9,7 @@ prompt, so it stands for the whole prompt.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from statistics import median
 
 import numpy as np
 from numba import njit
@@ -147,7 +148,7 @@ class PromptIndex:
         Example: rollouts of 2, 3 and 7 tokens give 3.0, and those of 2 and 7 give 4.5.
         """
         markers = np.flatnonzero(self.text == MARKER)
-        return float(np.median(np.diff(markers, append=self.text.size) - 1))
+        return float(median((np.diff(markers, append=self.text.size) - 1).tolist()))
 
     @property
     def num_tokens(self) -> int:
