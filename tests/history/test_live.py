@@ -15,10 +15,12 @@ from tests.history.reference import (
     same_drafts,
     store_of,
 )
+from treering.history import live as live_module
 from treering.history.arena import Arena
-from treering.history.chains import make_chains
+from treering.history.chains import Chains, make_chains
 from treering.history.draft import Drafter
 from treering.history.live import Live
+from treering.history.regions import UNIT
 from treering.history.store import HistoryStore
 
 NOTHING: dict[str, dict[int, list[list[int]]]] = {}
@@ -287,6 +289,41 @@ def test_a_prompt_that_no_row_had_when_all_texts_moved_has_room_when_a_row_comes
     ends = (running.begins + running.sizes)[running.prompt_slots]
     assert (ends <= running.chains.tokens.size).all()
     assert drafted(drafter.propose(rows))[0] == [2, 3]
+
+
+@pytest.mark.parametrize("longer", [(1, 2), tuple(range(1000))])
+def test_where_there_was_no_memory_for_all_texts_the_next_call_asks_for_it_again(
+    longer: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(num_entries: int) -> Chains:
+        if num_entries > 0:
+            raise MemoryError
+        return make_chains(num_entries)
+
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(prompt=(2001,), rollout=(2000,))], row_ids=[1]))
+    rows = draft_rows(
+        [Row(prompt=(2001,), rollout=(2000, *longer, 2000), max_drafts=1), Row(prompt=(3,) * 500)], row_ids=[1, 2]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(live_module, "make_chains", no_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                drafter.propose(rows)
+    drafts = drafter.propose(rows)
+    assert drafter._live.chains.tokens.size >= drafter._live.running.owners.size * UNIT
+    assert drafted(drafts)[0] == [longer[0]]
+
+
+def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> None:
+    drafter = drafter_of("own")
+    row = Row(prompt=(7, 8, 9), rollout=(1,), group=1)
+    other = Row(prompt=(4,), rollout=(1,), group=2)
+    drafter.propose(draft_rows([row], row_ids=[1]))
+    renamed = replace(row, group=3)
+    drafter.propose(draft_rows([renamed, other], row_ids=[1, 2]))
+    drafts = drafter.propose(draft_rows([renamed, other, replace(row, rollout=(7,), max_drafts=2)], row_ids=[1, 2, 4]))
+    assert drafted(drafts)[2] == [8, 9]
 
 
 def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:

@@ -100,7 +100,8 @@ class Live:
     def _empty(self, *, num_rows: int) -> None:
         """Slots for so many rows and as many prompts, that nobody has."""
         self._seats = dict[object, _Seat]()
-        self._prompts = dict[_Prompt, int]()
+        # The slot and the scope of each.
+        self._prompts = dict[_Prompt, tuple[int, int]]()
         self._scope_of = dict[int, int]()
         self._num_scopes = 0
         # Slots and the sizes that their regions are to have, until they have them.
@@ -125,6 +126,9 @@ class Live:
             self._widen(longest)
         if self._lacking:
             self._give_room()
+        # Also where the call before has failed here.
+        if self._regions.num_entries > self.chains.tokens.size:
+            self._make_chains()
         table = np.array([self._seats[key] for key in keys], np.int64).reshape(-1, len(_Seat._fields))
         self._slots, self._prompt_slots, self.row_scopes, sizes = np.ascontiguousarray(table.T)
         self._full = sizes + (self._width - 2 if self._width < self._max_size else _NO_LIMIT)
@@ -143,7 +147,7 @@ class Live:
                 prompt = _prompt_of(rows, b)
                 if prompt not in self._prompts:
                     self._add_prompt(prompt, size, set(rows.groups.tolist()))
-                self._seats[key] = _Seat(self._free_slot(), self._prompts[prompt], self._scope_of[prompt[0]], size)
+                self._seats[key] = _Seat(self._free_slot(), *self._prompts[prompt], size)
             elif seat.num_prompt != size:
                 self._seats[key] = seat._replace(num_prompt=size)
                 self._lacking.append((seat.prompt_slot, size + 2))
@@ -159,25 +163,29 @@ class Live:
             self._lacking.append((slot, self._width))
         return slot
 
+    def _scope(self, group: int) -> int:
+        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
+        if group not in self._scope_of:
+            self._num_scopes += 1
+            self._scope_of[group] = self._num_scopes
+        return self._scope_of[group]
+
     def _add_prompt(self, prompt: _Prompt, size: int, groups: set[int]) -> None:
         """Has a slot for a prompt that no row had."""
         self._release_prompts()
         for group in self._scope_of.keys() - groups:
             del self._scope_of[group]
-        if prompt[0] not in self._scope_of:
-            # Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew.
-            self._num_scopes += 1
-            self._scope_of[prompt[0]] = self._num_scopes
         if not self._free_prompts:
             self._free_prompts.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
-        slot = self._prompts[prompt] = self._free_prompts.popleft()
+        slot = self._free_prompts.popleft()
+        self._prompts[prompt] = slot, self._scope(prompt[0])
         self._lacking.append((slot, size + 2))
 
     def _release_prompts(self) -> None:
         """Frees the slots of prompts that no row has any more; until now they were kept for one that might come."""
         held = {seat.prompt_slot for seat in self._seats.values()}
-        for prompt in [prompt for prompt, slot in self._prompts.items() if slot not in held]:
-            slot = self._prompts.pop(prompt)
+        for prompt in [prompt for prompt, (slot, _) in self._prompts.items() if slot not in held]:
+            slot, _ = self._prompts.pop(prompt)
             self._regions.give_back(slot)
             self._free_prompts.append(slot)
 
@@ -191,7 +199,7 @@ class Live:
         self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
         self._lacking = []
         # Links with them: those that lead to where texts stood before would have to be looked at.
-        self._make_chains()
+        self.chains = make_chains(0)
 
     def _give_room(self) -> None:
         """Has regions for texts that lack them, which are noted anew."""
@@ -199,8 +207,6 @@ class Live:
             if self._regions.take(slot, size):
                 self._num_noted[slot] = self._first[slot] = 0
         self._lacking = []
-        if self._regions.num_entries > self.chains.tokens.size:
-            self._make_chains()
 
     def _make_chains(self) -> None:
         """Chains as long as the regions, in which nothing is noted."""
