@@ -30,6 +30,9 @@ from treering.tree.stats import visible_pairs
 
 MIN_TOKENS = 256
 
+_ROUNDING = 1e-9
+"""Of a time: what least squares leave of a cost that is none."""
+
 
 def fit_costs(model: nn.Module, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto") -> CostModel:
     """Times the tree step on eight small forests and fits seconds per token, pair and segment.
@@ -119,12 +122,18 @@ def probe_forests(num_tokens: int, vocab_size: int) -> list[Forest]:
 def fit_seconds(forests: Sequence[Forest], seconds: Sequence[float]) -> CostModel:
     """Least squares of the relative errors with no cost below zero; what every call costs is fitted and left out.
 
+    Where times are so alike that every call costing the same fits best, as with a tiny model on a busy machine, calls
+    are taken to cost nothing: some cost is always above zero.
+
     Example: chains that take 0.1 s and 1 ms per token give token_s=0.001 and zeros.
     """
     counts = [[forest.num_tokens, visible_pairs(forest), forest.num_segments, 1] for forest in forests]
     measured = np.asarray(seconds, np.float64)
     rows = np.asarray(counts, np.float64) / measured[:, None]
-    token_s, pair_s, segment_s, _ = _nonnegative_least_squares(rows, np.ones(measured.size)).tolist()
+    costs = _nonnegative_least_squares(rows, np.ones(measured.size))[:3]
+    if (rows[:, :3] @ costs).max() < _ROUNDING:
+        costs = _nonnegative_least_squares(rows[:, :3], np.ones(measured.size))
+    token_s, pair_s, segment_s = costs.tolist()
     return CostModel(token_s=token_s, pair_s=pair_s, segment_s=segment_s)
 
 
