@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.history.reference import store_of
-from treering.history.arena import NOTE_BITS, NUM_AGES, NUM_REWARDS, Arena
+from treering.history.arena import NOTE_BITS, NUM_AGES, SAID_BITS, Arena
 from treering.history.index import MARKER
 
 PROMPT = st.dictionaries(
@@ -75,8 +75,8 @@ def test_every_place_knows_its_depth_age_reward_and_newness(versions: dict[int, 
     notes = arena.about[:size].astype(int) % (1 << NOTE_BITS)
     found = zip(
         (arena.about[:size] >> NOTE_BITS).tolist(),
-        (notes % NUM_AGES).tolist(), (notes // NUM_AGES % NUM_REWARDS).tolist(),
-        (notes // (NUM_AGES * NUM_REWARDS)).tolist(), arena.rewards[:size].tolist(), strict=True,
+        (notes % NUM_AGES).tolist(), (notes % (1 << SAID_BITS) // NUM_AGES).tolist(), (notes >> SAID_BITS).tolist(),
+        arena.rewards[:size].tolist(), strict=True,
     )  # fmt: skip
     assert list(found) == expected
 

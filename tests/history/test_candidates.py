@@ -11,24 +11,27 @@ from treering.history.candidates import CALIBRATED, FREQUENCY, Texts, Votes, cou
 from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.index import MARKER
 from treering.history.places import PLACE
-from treering.history.rooms import CANDIDATE, MAX_CANDIDATES
+from treering.history.rooms import Room, make_room
 from treering.history.shares import sum_up, write_shares
 
 NUM_PLACES, DEPTH, SIZE = 9, 2, 64
+BEGIN = 5
+END = BEGIN + NUM_PLACES
 FIELDS = ("token", "count", "best", "length", "num_longest")
 LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 
 
 @njit
 def count(
-    texts: Any, places: Any, members: Any, which: Any, depth: int, votes: Any, policy: int, longest: int, room: Any
+    texts: Any, places: Any, room: Any, begin: int, end: int, depth: int, votes: Any, policy: int, longest: int
 ) -> Any:
     """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
-    num = count_votes(texts, places, members, which, depth, votes, policy, longest, room)
-    total, num_longest = sum_up(room, num)
+    num = count_votes(texts, places, room, begin, end, depth, votes, policy, longest)
+    candidates = room.candidates
+    total, num_longest = sum_up(candidates, num)
     shares = np.zeros((num, NUM_VOTES), np.float32)
     for c in range(num):
-        write_shares(shares[c], room, c, room[c].votes / total, num_longest)
+        write_shares(shares[c], candidates, c, num, candidates[c].votes / total, num_longest)
     return num, total, num_longest, shares
 
 
@@ -52,6 +55,14 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
         texts[place["text"]][place["at"] + DEPTH] = token
     tables = (rng.random(NUM_SOURCES * NUM_LENGTHS) + 0.1, *(np.ones(1) for _ in range(4)))
     return texts, places, Votes(*tables)
+
+
+def room_of_all() -> Room:
+    """Room with all places as members, behind some that are of other nodes."""
+    room = make_room()
+    room.members[:BEGIN] = -1
+    room.members[BEGIN:END] = np.arange(NUM_PLACES)
+    return room
 
 
 def expected(places: np.ndarray, tokens: list[int], votes: Votes, policy: int) -> dict[int, dict[str, Any]]:
@@ -83,14 +94,13 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
     tokens = [5] * NUM_PLACES
     tokens[draw % NUM_PLACES] = end
     texts, places, votes = node_of(draw, tokens)
-    room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
-    members = np.arange(NUM_PLACES, dtype=np.int32)
-    num, total, num_longest, shares = count(texts, places, members, which, DEPTH, votes, policy, 60, room)
+    room = room_of_all()
+    num, total, num_longest, shares = count(texts, places, room, BEGIN, END, DEPTH, votes, policy, 60)
     wanted = expected(places, tokens, votes, policy)
     assert num == len(wanted)
     assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
     assert num_longest == sum(item["num_longest"] for item in wanted.values())
-    for candidate, own in zip(room[:num], shares, strict=True):
+    for candidate, own in zip(room.candidates[:num], shares, strict=True):
         item = wanted[int(candidate["token"])]
         assert {name: candidate[name] for name in FIELDS} == {name: item[name] for name in FIELDS}
         assert candidate["votes"] == pytest.approx(item["votes"])
@@ -107,13 +117,11 @@ def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
     tokens = [5] * NUM_PLACES
     texts, places, votes = node_of(0, tokens)
     places["weight"][places["source"] == source] = 0.0
-    room, which = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(NUM_PLACES, np.int32)
-    *_, shares = count(texts, places, np.arange(NUM_PLACES, dtype=np.int32), which, DEPTH, votes, FREQUENCY, 60, room)
+    *_, shares = count(texts, places, room_of_all(), BEGIN, END, DEPTH, votes, FREQUENCY, 60)
     has_votes = [k != source and (places["source"] == k).any() for k in range(NUM_SOURCES)]
     assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
 
 
 def test_a_node_without_places_has_no_candidates() -> None:
     texts, places, votes = node_of(0, [5] * NUM_PLACES)
-    room, nobody = np.zeros(MAX_CANDIDATES + 1, CANDIDATE), np.zeros(0, np.int32)
-    assert count(texts, places, nobody, nobody, DEPTH, votes, CALIBRATED, 0, room)[:3] == (0, 0.0, 0)
+    assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, votes, CALIBRATED, 0)[:3] == (0, 0.0, 0)

@@ -126,17 +126,19 @@ def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) 
 
 @lean
 def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
-    # Four sums side by side: one addition need not wait for the one before.
-    first = second = third = fourth = np.float32(0.0)
-    for k in range(0, NUM_KINDS, 4):
+    # Sums side by side, and shares by themselves: one addition need not wait for the one before.
+    first = second = third = fourth = fifth = sixth = voted = shared = np.float32(0.0)
+    for k in range(0, NUM_KINDS, 6):
         first += weights[np.uintp(NUM_VOTES + features[k])]
         second += weights[np.uintp(NUM_VOTES + features[k + 1])]
         third += weights[np.uintp(NUM_VOTES + features[k + 2])]
         fourth += weights[np.uintp(NUM_VOTES + features[k + 3])]
+        fifth += weights[np.uintp(NUM_VOTES + features[k + 4])]
+        sixth += weights[np.uintp(NUM_VOTES + features[k + 5])]
     for k in range(0, NUM_VOTES, 2):
-        first += weights[k] * shares[k]
-        third += weights[k + 1] * shares[k + 1]
-    return float((first + second) + (third + fourth))
+        voted += weights[k] * shares[k]
+        shared += weights[k + 1] * shares[k + 1]
+    return float(((voted + shared) + (first + second)) + ((third + fourth) + (fifth + sixth)))
 
 
 @lean

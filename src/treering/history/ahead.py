@@ -1,6 +1,6 @@
 """Where the contexts of several rows belong in the orders, looked for side by side.
 
-A search in an order waits for memory at almost every step. Those of one row must wait for each other, those of eight
+A search in an order waits for memory at almost every step. Those of one row must wait for each other, those of several
 rows need not. Knows contexts, texts and orders. Knows nothing of what is found there.
 
     Q searches
@@ -20,7 +20,7 @@ from treering.history.search import KEY_BITS, is_before, key_at, last_with_key
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-NUM_AHEAD = 8
+NUM_AHEAD = 16
 """Rows whose searches go side by side."""
 _NUM_SOON = 8
 _MAX_PREFETCHED = 24

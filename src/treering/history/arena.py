@@ -23,6 +23,8 @@ NUM_AGES = 4
 """Versions that are told apart; older ones count as the last."""
 NUM_REWARDS = 3
 """Reward classes: unknown, below the prompt's mean, at or above it."""
+SAID_BITS = 4
+"""Bits of a note that age and reward class take."""
 NOTE_BITS = 6
 _PADDING = 2
 _MAX_DEPTH = (1 << (31 - NOTE_BITS)) - 1
@@ -52,7 +54,7 @@ class Arena:
         order: int32, aligned with the texts; places count from the start of the prompt's own text.
         keys: int64, see `write_keys`; those of a slot begin at a sixteenth of its start, and the slot's number further.
         about: int32, aligned: entries since the marker of the rollout, times 64, and a note on the rollout: age in
-            versions (0 is the newest) + NUM_AGES * (reward class + NUM_REWARDS * how many are newer).
+            versions (0 is the newest) + NUM_AGES * reward class + 16 * how many are newer.
         rewards: float32, aligned: the rollout's reward, 0 where it is not known; empty where none are wanted.
         spans: int64 [slots, 2], start and size of each slot; size 0 is a prompt without history.
         generation: rises whenever slots have moved, so that places that were kept mean nothing any more.
@@ -199,7 +201,7 @@ def describe(
             depth = 0
         num_newer = (ends[age - 1] if age > 0 else 0) + ends[age] - 1 - rollout
         recent = min(num_newer, 1) + (num_newer > 1) + (num_newer > 3)
-        note = min(age, NUM_AGES - 1) + NUM_AGES * (classes[rollout] + NUM_REWARDS * recent)
+        note = min(age, NUM_AGES - 1) + NUM_AGES * classes[rollout] + (recent << SAID_BITS)
         about[place] = (min(depth, _MAX_DEPTH) << NOTE_BITS) + note
         if by_place.size > 0:
             by_place[place] = 0.0 if np.isnan(rewards[rollout]) else rewards[rollout]

@@ -5,11 +5,13 @@ Knows places and votes. Knows nothing of trees and of what votes are worth.
     M places   C candidates of one node
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.history.arena import NUM_AGES, NUM_REWARDS, SAID_BITS
+from treering.history.entries import pick
 from treering.history.features import (
     FIRST,
     HISTORY,
@@ -33,8 +35,8 @@ from treering.history.features import (
     tally,
 )
 from treering.history.lean import lean
-from treering.history.places import IN_HISTORY, IN_OTHERS, Places, age_of, newness_of, vote_bucket
-from treering.history.rooms import MAX_CANDIDATES, Candidates
+from treering.history.places import Places, age_of, newness_of, vote_bucket
+from treering.history.rooms import MAX_CANDIDATES, Room
 
 Int32Array = NDArray[np.int32]
 Float64Array = NDArray[np.float64]
@@ -86,13 +88,8 @@ class Facts(NamedTuple):
 
 @lean
 def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
-    """The token at a place of a text; a marker where a rollout ends."""
-    if text == IN_HISTORY:
-        found: np.int32 = history[np.uintp(at)]
-    elif text == IN_OTHERS:
-        found = others[np.uintp(at)]
-    else:
-        found = live[np.uintp(at)]
+    """The token at a place of a text, see `places.IN_HISTORY`; a marker where a rollout ends."""
+    found: np.int32 = pick(text, history, live, others, at)
     return found
 
 
@@ -115,33 +112,59 @@ def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> 
 
 @lean
 def count_votes(
-    texts: Texts, places: Places, members: Int32Array, which: Int32Array, depth: int, votes: Votes, policy: int,
-    longest: int, candidates: Candidates,
-) -> int:  # fmt: skip
-    """Fills the candidates from a node's places; returns how many there are.
+    texts: Texts, places: Places, room: Room, begin: int, end: int, depth: int, votes: Votes, policy: int, longest: int
+) -> int:
+    """Fills the candidates from a node's places, the members from `begin` to `end`; returns how many there are.
 
     Where they are several, or a rollout ends, `which` says the candidate of each place.
     """
-    agreed = _token_of_all(texts, places, members, depth)
-    if agreed >= 0:
-        _count_as_one(places, members, depth, votes, policy, longest, candidates[0])
-        candidates[0].token = agreed
-        return 1
+    if begin == end:
+        return 0
     # Taken apart once: numba counts references whenever a field of a tuple is read.
     history, live, others, factor = texts.history, texts.live, texts.others, votes.length
-    num = 0
-    for j in range(members.size):
-        place = places[np.uintp(members[j])]
+    members, tokens, counted = room.members, room.tokens, room.votes
+    place = places[np.uintp(members[np.uintp(begin)])]
+    first, differs = token_at(history, live, others, place.text, place.at + depth), np.int32(0)
+    total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
+    # Most go on with the same token: sums of all stay in registers.
+    for j in range(begin, end):
+        number = members[np.uintp(j)]
+        place = places[np.uintp(number)]
         token = token_at(history, live, others, place.text, place.at + depth)
-        which[j] = -1
-        if token < 0:
-            continue
-        length, source = place.length, np.uintp(place.source)
         vote = place.weight
         if policy == CALIBRATED:
-            vote *= factor[source * NUM_LENGTHS + np.uintp(length_bucket(length + depth))]
+            vote *= factor[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
+        tokens[np.uintp(j - begin)], counted[np.uintp(j - begin)] = token, vote
+        differs |= token ^ first
+        total += vote
+        num_longest += place.length == longest
+        sources |= (vote > 0) << place.source
+        if vote > most:
+            most, best = vote, number
+    if differs != 0 or first < 0:
+        num: int = _tell_apart(places, room, begin, end, longest)
+        return num
+    candidate = room.candidates[0]
+    candidate.token, candidate.votes, candidate.count, candidate.best = first, total, end - begin, best
+    candidate.length, candidate.num_longest = longest, num_longest
+    for source in range(NUM_SOURCES):
+        # Of what a source says it has all or nothing, however much that is.
+        candidate.by_source[source] = (sources >> source) & 1
+    return 1
+
+
+@lean
+def _tell_apart(places: Places, room: Room, begin: int, end: int, longest: int) -> int:
+    """`count_votes` where places go on with different tokens, from the tokens and votes that it wrote."""
+    members, tokens, counted, which, candidates = room.members, room.tokens, room.votes, room.which, room.candidates
+    num = 0
+    for j in range(end - begin):
+        token, vote, number = tokens[np.uintp(j)], counted[np.uintp(j)], members[np.uintp(begin + j)]
+        which[np.uintp(j)] = MAX_CANDIDATES
+        if token < 0:
+            continue
         c = 0
-        while c < num and candidates[c].token != token:
+        while c < num and candidates[np.uintp(c)].token != token:
             c += 1
         candidate = candidates[np.uintp(c)]
         if c == num:
@@ -152,54 +175,17 @@ def count_votes(
             candidate.length, candidate.num_longest = 0, 0
             for k in range(NUM_SOURCES):
                 candidate.by_source[k] = 0.0
-        which[j] = c
+        place = places[np.uintp(number)]
+        length, source = place.length, np.uintp(place.source)
+        which[np.uintp(j)] = c
         candidate.votes += vote
         candidate.count += 1
         candidate.by_source[source] += vote
         candidate.length = max(candidate.length, length)
         candidate.num_longest += length == longest
         if vote > candidate.best_vote:
-            candidate.best_vote, candidate.best = vote, members[j]
+            candidate.best_vote, candidate.best = vote, number
     return num
-
-
-@lean
-def _token_of_all(texts: Texts, places: Places, members: Int32Array, depth: int) -> int:
-    """The token that all of a node's places go on with; a marker where all rollouts end, -1 where places differ."""
-    history, live, others = texts.history, texts.live, texts.others
-    if members.size == 0:
-        return -1
-    place = places[np.uintp(members[0])]
-    token = token_at(history, live, others, place.text, place.at + depth)
-    for j in range(1, members.size):
-        place = places[np.uintp(members[j])]
-        if token_at(history, live, others, place.text, place.at + depth) != token:
-            return -1
-    return int(token)
-
-
-@lean
-def _count_as_one(
-    places: Places, members: Int32Array, depth: int, votes: Votes, policy: int, longest: int, candidate: Any
-) -> None:
-    """`count_votes` where all places go on with the same token, as most do: sums that stay in registers."""
-    factor = votes.length
-    total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
-    for j in range(members.size):
-        place = places[np.uintp(members[j])]
-        vote = place.weight
-        if policy == CALIBRATED:
-            vote *= factor[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
-        total += vote
-        num_longest += place.length == longest
-        sources |= (vote > 0) << place.source
-        if vote > most:
-            most, best = vote, members[j]
-    candidate.count, candidate.length, candidate.num_longest = members.size, longest, num_longest
-    candidate.votes, candidate.best = total, best
-    for source in range(NUM_SOURCES):
-        # Of what a source says it has all or nothing, however much that is.
-        candidate.by_source[source] = (sources >> source) & 1
 
 
 @lean
@@ -224,7 +210,7 @@ def describe(
     count, far = count_bucket(own), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     is_history = source == HISTORY
-    note = place.note % 12 if is_history else 12 + place.note
+    note = place.note & ((1 << SAID_BITS) - 1) if is_history else NUM_AGES * NUM_REWARDS + place.note
     shift, edit = place.shift, place.edit
     out[0] = FIRST[0]
     out[1] = FIRST[1] + source * NUM_LENGTHS + length
@@ -244,8 +230,8 @@ def describe(
     out[15] = FIRST[15] + tally(facts.num_longest, facts.all_longest)
     out[16] = FIRST[16] + rivals(own, facts.rivals)
     out[17] = FIRST[17] + fine_share(share, crowd)
-    out[18] = FIRST[18] + before % NUM_HASHES
-    out[19] = FIRST[19] + token % NUM_HASHES
+    out[18] = FIRST[18] + (before & (NUM_HASHES - 1))
+    out[19] = FIRST[19] + (token & (NUM_HASHES - 1))
     out[20] = FIRST[20] + hash_of(token, before, 0)
     out[21] = FIRST[21] + hash_of(token, before, earlier + 1)
     out[22] = FIRST[22] + hash_of(token, source, 0)

@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.budget import NUM_BINS, bin_of, choose_bins
+from treering.history.entries import copy_entries
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.lean import lean
 from treering.history.rooms import MAX_NODES, Room
@@ -44,10 +45,8 @@ def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
         bud, k = buds[np.uintp(nodes[node])], np.uintp(at + numbers[node + 1])
         output.tokens[k], output.estimates[k], output.paths[k] = bud.token, bud.estimate, bud.path
         output.parents[k] = numbers[bud.parent + 1]
-        for j in range(NUM_VOTES):
-            output.shares[k, j] = bud.shares[j]
-        for j in range(NUM_KINDS):
-            output.features[k, j] = bud.features[j]
+        copy_entries(output.shares, k, bud.shares, NUM_VOTES)
+        copy_entries(output.features, k, bud.features, NUM_KINDS)
 
 
 @lean
@@ -58,9 +57,9 @@ def _preorder(room: Room, num_nodes: int) -> None:
     """
     buds, nodes, numbers, sizes, free = room.buds, room.nodes, room.numbers, room.sizes, room.free
     for node in range(num_nodes):
-        sizes[node + 1] = 1
+        sizes[np.uintp(node + 1)] = 1
     for node in range(num_nodes - 1, -1, -1):
-        sizes[buds[np.uintp(nodes[node])].parent + 1] += sizes[node + 1]
+        sizes[np.uintp(buds[np.uintp(nodes[node])].parent + 1)] += sizes[np.uintp(node + 1)]
     numbers[0], free[0] = -1, 0
     for node in range(num_nodes):
         line = np.uintp(buds[np.uintp(nodes[node])].parent + 1)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.history.arena import NUM_AGES, NUM_REWARDS
+from treering.history.arena import NUM_AGES, SAID_BITS
 from treering.history.features import HISTORY, NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.lean import lean
 
@@ -52,8 +52,10 @@ def is_known(places: Places, num: int, text: int, at: int) -> bool:
     """Whether a place of a text is noted already."""
     found = False
     for i in range(num):
-        found |= places[i].at == at and places[i].text == text
-    return bool(found)
+        if places[i].at == at and places[i].text == text:
+            found = True
+            break
+    return found
 
 
 @lean
@@ -83,13 +85,13 @@ def longest_of(places: Places, num: int) -> int:
 @lean
 def newness_of(place: Any) -> int:
     """How many places or rollouts are newer, 0 to 3."""
-    return int(place.note // (NUM_AGES * NUM_REWARDS) if place.source == HISTORY else place.note)
+    return int(place.note >> SAID_BITS if place.source == HISTORY else place.note)
 
 
 @lean
 def age_of(place: Any) -> int:
     """Age in versions, 0 to 3; running rows are of the newest."""
-    return int(place.note % NUM_AGES if place.source == HISTORY else 0)
+    return int(place.note & (NUM_AGES - 1) if place.source == HISTORY else 0)
 
 
 @lean

@@ -21,6 +21,8 @@ Float64Array = NDArray[np.float64]
 MAX_NODES = 64
 MAX_WAITING = 256
 MAX_CANDIDATES = 12
+NO_BUD = (MAX_NODES + 1) * MAX_CANDIDATES - 1
+"""The last line of the buds, which no bud gets: of what is no bud. Its places are written where none is read."""
 
 BUD = np.dtype(
     [
@@ -46,7 +48,7 @@ CANDIDATE = np.dtype(
         ("best", np.int32),  # the one with the greatest vote
         ("length", np.int32),  # longest match
         ("num_longest", np.int32),  # places with the longest match of all
-        ("line", np.int32),  # its bud, -1 where it is none
+        ("line", np.int32),  # its bud, NO_BUD where it is none
         ("votes", np.float64),
         ("best_vote", np.float64),
         ("by_source", np.float64, (NUM_SOURCES,)),
@@ -66,9 +68,11 @@ class Room(NamedTuple):
     nodes: Int32Array  # [N], lines of the buds that were taken, in that order
     waiting: Int32Array  # [F], lines of the others
     paths: Float64Array  # [F], theirs
-    members: Int32Array  # [(N + 1) * M], numbers of places; those of a bud stand together
+    members: Int32Array  # [(N + 2) * M], numbers of places; those of a bud stand together
     candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source
-    which: Int32Array  # [M], candidate of each of the node's places, -1 where a rollout ends
+    tokens: Int32Array  # [M], what each of the node's places goes on with
+    votes: Float64Array  # [M], what each counts
+    which: Int32Array  # [M], candidate of each, the one behind all where a rollout ends
     numbers: Int32Array  # [N + 1], where each node is written; of the context -1, which comes first
     sizes: Int32Array  # [N + 1], nodes from each one on
     free: Int32Array  # [N + 1], where the next child of each one is written
@@ -83,8 +87,10 @@ def make_room() -> Room:
         np.empty(MAX_NODES, np.int32),
         np.empty(MAX_WAITING, np.int32),
         np.empty(MAX_WAITING, np.float64),
-        np.empty((MAX_NODES + 1) * MAX_PLACES, np.int32),
+        np.empty((MAX_NODES + 2) * MAX_PLACES, np.int32),
         np.empty(MAX_CANDIDATES + 1, CANDIDATE),
+        np.empty(MAX_PLACES, np.int32),
+        np.empty(MAX_PLACES, np.float64),
         np.empty(MAX_PLACES, np.int32),
         orders[0],
         orders[1],

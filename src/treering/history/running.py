@@ -103,8 +103,9 @@ def _is_continued(chains: Chains, base: int, first: int, noted: int, context: In
     if noted > end:
         return False
     begin = max(first, noted - _NUM_COMPARED)
-    held, differs = chains.tokens[base + 1 + begin - first : base + 1 + noted - first], False
+    held, newest = chains.tokens[base + 1 + begin - first : base + 1 + noted - first], context[begin:noted]
+    differs = np.int32(0)
     # All of them, which goes side by side: to stop at the first that differs is to look at one after another.
     for i in range(held.size):
-        differs |= held[i] != context[begin + i]
-    return not differs
+        differs |= held[i] ^ newest[i]
+    return bool(differs == 0)

@@ -93,7 +93,7 @@ def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> boo
 @lean
 def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
     """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
-    if at < 0:
+    if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
         return 0
     # A text begins with a marker, which equals no token; the last bound is for contexts with numbers that are none.
     limit = min(most, last - begin + 1, at + 1)

@@ -13,13 +13,15 @@ from treering.history.acceptance import estimate
 from treering.history.candidates import CALIBRATED, Facts, Texts, Votes, count_votes, describe
 from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.lean import lean
-from treering.history.places import Places, longest_of
-from treering.history.rooms import MAX_WAITING, Room
+from treering.history.places import MAX_PLACES, Places, longest_of
+from treering.history.rooms import MAX_CANDIDATES, MAX_NODES, MAX_WAITING, NO_BUD, Room
 from treering.history.shares import sum_up, write_shares
 
 Float32Array = NDArray[np.float32]
 
 _LEAST_SHARE = 0.01
+_NOWHERE = (MAX_NODES + 1) * MAX_PLACES
+"""Where the members stand that belong to no bud."""
 _NUM_DOUBLED = 32
 """Tokens behind which the least probability has risen twice as far as in a straight line."""
 
@@ -127,26 +129,26 @@ def _expand(
     is_calibrated = model.policy == CALIBRATED
     depth = stem.depth + 1
     num = count_votes(
-        texts, places, room.members[stem.begin : stem.end], room.which, depth, model.votes, model.policy, stem.longest,
-        candidates,
+        texts, places, room, stem.begin, stem.end, depth, model.votes, model.policy, stem.longest,
     )  # fmt: skip
     total, num_longest = sum_up(candidates, num)
     all_votes = total + (model.votes.none[length_bucket(stem.longest + depth)] if is_calibrated else 0.0)
     best_waiting, best_path = -1, 0.0
     for c in range(num):
         candidate = candidates[c]
-        candidate.line = -1
+        candidate.line = NO_BUD
         share = candidate.votes / all_votes if all_votes > 0 else 0.0
         if share < _LEAST_SHARE or num_waiting == MAX_WAITING:
             continue
         rank = 0
-        for other in range(num):
-            rank += candidates[other].votes > candidate.votes
+        if num > 1:
+            for other in range(num):
+                rank += candidates[other].votes > candidate.votes
         if not is_calibrated and rank > 0:
             # The policy chooses; estimates only say how far it is followed.
             continue
         bud = buds[np.uintp(num_buds)]
-        write_shares(bud.shares, candidates, c, share, num_longest)
+        write_shares(bud.shares, candidates, c, num, share, num_longest)
         facts = Facts(
             candidate.best, candidate.length + depth, candidate.count,
             min(int(share * NUM_FINE_SHARES), NUM_FINE_SHARES - 1), rank, stem.end - stem.begin, candidate.num_longest,
@@ -174,20 +176,20 @@ def _part(room: Room, stem: Any, num: int, num_members: int) -> int:
     buds, candidates, members, which = room.buds, room.candidates, room.members, room.which
     begin, end = stem.begin, stem.end
     if num == 1 and candidates[0].count == end - begin:
-        if candidates[0].line >= 0:
+        if candidates[0].line != NO_BUD:
             bud = buds[np.uintp(candidates[0].line)]
             bud.begin, bud.end = begin, end
         return num_members
+    # Without branches on what became a bud, which would be guessed wrong.
+    candidates[MAX_CANDIDATES].line = NO_BUD
+    buds[NO_BUD].end = _NOWHERE
     for c in range(num):
-        if candidates[c].line >= 0:
-            bud = buds[np.uintp(candidates[c].line)]
-            bud.begin = bud.end = num_members
-            num_members += candidates[c].count
-    own = members[begin:end]
-    for j in range(own.size):
-        line = candidates[np.uintp(which[j])].line if which[j] >= 0 else -1
-        if line >= 0:
-            bud = buds[np.uintp(line)]
-            members[np.uintp(bud.end)] = own[j]
-            bud.end += 1
+        line = candidates[c].line
+        bud = buds[np.uintp(line)]
+        bud.begin = bud.end = num_members if line != NO_BUD else _NOWHERE
+        num_members += candidates[c].count if line != NO_BUD else 0
+    for j in range(begin, end):
+        bud = buds[np.uintp(candidates[np.uintp(which[np.uintp(j - begin)])].line)]
+        members[np.uintp(bud.end)] = members[np.uintp(j)]
+        bud.end += 1
     return num_members
