@@ -124,21 +124,30 @@ def _expand(
 
     The bud was taken as node `node`, or is the context with -1; the token before it is `before`.
     """
-    buds, candidates = room.buds, room.candidates
     num_waiting, num_buds, num_members = so_far
+    num: int = count_votes(
+        texts, places, room, stem.begin, stem.end, stem.depth + 1, model.votes, model.policy, stem.longest
+    )
+    num_buds = _judge(places, room, stem, node, before, num, model, state, num_buds)
+    num_waiting = _admit(room, num, least, model.is_chain, num_waiting)
+    return Grown(num_waiting, num_buds, _part(room, stem, num, num_members))
+
+
+@lean
+def _judge(
+    places: Places, room: Room, stem: Any, node: int, before: int, num: int, model: Model, state: int, num_buds: int
+) -> int:
+    """Makes buds of the candidates that may be followed, with estimates; returns how many buds there are then."""
+    buds, candidates = room.buds, room.candidates
     is_calibrated = model.policy == CALIBRATED
     depth = stem.depth + 1
-    num = count_votes(
-        texts, places, room, stem.begin, stem.end, depth, model.votes, model.policy, stem.longest,
-    )  # fmt: skip
     total, num_longest = sum_up(candidates, num)
     all_votes = total + (model.votes.none[length_bucket(stem.longest + depth)] if is_calibrated else 0.0)
-    best_waiting, best_path = -1, 0.0
     for c in range(num):
         candidate = candidates[c]
         candidate.line = NO_BUD
         share = candidate.votes / all_votes if all_votes > 0 else 0.0
-        if share < _LEAST_SHARE or num_waiting == MAX_WAITING:
+        if share < _LEAST_SHARE:
             continue
         rank = 0
         if num > 1:
@@ -156,18 +165,32 @@ def _expand(
         )  # fmt: skip
         describe(bud.features, places, facts, depth, candidate.token, state, stem.token, before)
         chance = estimate(model.weights, bud.shares, bud.features)
-        path = stem.path * chance
-        if path < least or (model.is_chain and path <= best_path):
-            continue
         bud.token, bud.parent, bud.depth, bud.longest = candidate.token, node, depth, candidate.length
-        bud.path, bud.estimate = path, chance
-        k = best_waiting if model.is_chain and best_waiting >= 0 else num_waiting
-        room.waiting[np.uintp(k)], room.paths[np.uintp(k)] = num_buds, path
+        bud.path, bud.estimate = stem.path * chance, chance
         candidate.line = num_buds
         num_buds += 1
-        best_waiting, best_path = k, path
-        num_waiting = max(num_waiting, k + 1)
-    return Grown(num_waiting, num_buds, _part(room, stem, num, num_members))
+    return num_buds
+
+
+@lean
+def _admit(room: Room, num: int, least: float, is_chain: bool, num_waiting: int) -> int:
+    """Lets the candidates' buds wait that are likely enough, in a chain the likeliest; returns how many wait then.
+
+    By itself, so that one estimate is added up while the next one is: to ask of each at once whether it is enough is to
+    wait for each.
+    """
+    buds, candidates = room.buds, room.candidates
+    first, best = num_waiting, 0.0
+    for c in range(num):
+        line = candidates[c].line
+        path = buds[np.uintp(line)].path
+        if line == NO_BUD or path < least or (is_chain and path <= best) or num_waiting == MAX_WAITING:
+            candidates[c].line = NO_BUD
+            continue
+        k = first if is_chain else num_waiting
+        room.waiting[np.uintp(k)], room.paths[np.uintp(k)] = line, path
+        best, num_waiting = path, k + 1
+    return num_waiting
 
 
 @lean
