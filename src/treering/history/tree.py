@@ -210,7 +210,7 @@ def _part(room: Room, stem: Any, num: int, num_members: int) -> int:
         line = candidates[c].line
         bud = buds[np.uintp(line)]
         bud.begin = bud.end = num_members if line != NO_BUD else _NOWHERE
-        num_members += candidates[c].count if line != NO_BUD else 0
+        num_members += candidates[c].count
     for j in range(begin, end):
         bud = buds[np.uintp(candidates[np.uintp(which[np.uintp(j - begin)])].line)]
         members[np.uintp(bud.end)] = members[np.uintp(j)]
