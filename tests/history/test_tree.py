@@ -15,7 +15,7 @@ from treering.history.prior import vote_tables
 from treering.history.rooms import Room, make_room
 from treering.history.tree import Model, Row, grow
 
-SIZE, MOST = 300, 40
+SIZE, MOST, NONE = 300, 40, -9
 SETTINGS = [(CALIBRATED, False), (CALIBRATED, True), (FREQUENCY, False)]
 
 
@@ -67,6 +67,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
     texts, places = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
     model = Model(Votes(*vote_tables().values()), Acceptance().weights, policy, is_chain)
     room = make_room()
+    room.buds["parent"] = NONE
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, least, 0.002))
     assert 0 <= num_nodes <= MOST
     for node in range(num_nodes):
@@ -74,6 +75,8 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
         assert bud["depth"] == len(path) - 1
         assert bud["path"] >= least
         assert room.members[bud["begin"] : bud["end"]].tolist() == behind(texts, places, path)
+        if is_chain:
+            assert bud["path"] == room.buds["path"][room.buds["parent"] == bud["parent"]].max()
     paths = [tuple(path_of(room, node)) for node in range(num_nodes)]
     assert len(set(paths)) == num_nodes
     if is_chain or policy == FREQUENCY:

@@ -3,7 +3,7 @@
 Knows sizes. Knows nothing of what is written. What is known of one thing lies side by side, so that one address leads
 to all of it: with an array for each of its fields there are more addresses than registers.
 
-    N tokens of a draft   M places   F buds that wait   C candidates of one node   E buds that there ever were
+    N tokens of a draft   M places   C candidates of one node   E buds that there ever were
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ Int32Array = NDArray[np.int32]
 Float64Array = NDArray[np.float64]
 
 MAX_NODES = 64
-MAX_WAITING = 256
 MAX_CANDIDATES = 12
 NO_BUD = (MAX_NODES + 1) * MAX_CANDIDATES - 1
 """The last line of the buds, which no bud gets: of what is no bud. Its places are written where none is read."""
@@ -66,8 +65,8 @@ class Room(NamedTuple):
 
     buds: Buds  # BUD [E], the first one the context
     nodes: Int32Array  # [N], lines of the buds that were taken, in that order
-    waiting: Int32Array  # [F], lines of the others
-    paths: Float64Array  # [F], theirs
+    waiting: Int32Array  # [M], lines of those that may be next: no two share a place
+    paths: Float64Array  # [M], theirs
     members: Int32Array  # [(N + 2) * M], numbers of places; those of a bud stand together
     candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source
     tokens: Int32Array  # [M], what each of the node's places goes on with
@@ -85,8 +84,8 @@ def make_room() -> Room:
     return Room(
         np.empty((MAX_NODES + 1) * MAX_CANDIDATES, BUD),
         np.empty(MAX_NODES, np.int32),
-        np.empty(MAX_WAITING, np.int32),
-        np.empty(MAX_WAITING, np.float64),
+        np.empty(MAX_PLACES, np.int32),
+        np.empty(MAX_PLACES, np.float64),
         np.empty((MAX_NODES + 2) * MAX_PLACES, np.int32),
         np.empty(MAX_CANDIDATES + 1, CANDIDATE),
         np.empty(MAX_PLACES, np.int32),

@@ -14,7 +14,7 @@ from treering.history.candidates import CALIBRATED, Facts, Texts, Votes, count_v
 from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.lean import lean
 from treering.history.places import MAX_PLACES, Places, longest_of
-from treering.history.rooms import MAX_CANDIDATES, MAX_NODES, MAX_WAITING, NO_BUD, Room
+from treering.history.rooms import MAX_CANDIDATES, MAX_NODES, NO_BUD, Room
 from treering.history.shares import sum_up, write_shares
 
 Float32Array = NDArray[np.float32]
@@ -184,8 +184,7 @@ def _admit(room: Room, num: int, least: float, is_chain: bool, num_waiting: int)
     for c in range(num):
         line = candidates[c].line
         path = buds[np.uintp(line)].path
-        if line == NO_BUD or path < least or (is_chain and path <= best) or num_waiting == MAX_WAITING:
-            candidates[c].line = NO_BUD
+        if line == NO_BUD or path < least or (is_chain and path <= best):
             continue
         k = first if is_chain else num_waiting
         room.waiting[np.uintp(k)], room.paths[np.uintp(k)] = line, path
@@ -195,7 +194,7 @@ def _admit(room: Room, num: int, least: float, is_chain: bool, num_waiting: int)
 
 @lean
 def _part(room: Room, stem: Any, num: int, num_members: int) -> int:
-    """Puts the places of each candidate that waits side by side; returns how many members there are then."""
+    """Puts the places of each candidate's bud side by side; returns how many members there are then."""
     buds, candidates, members, which = room.buds, room.candidates, room.members, room.which
     begin, end = stem.begin, stem.end
     if num == 1 and candidates[0].count == end - begin:
