@@ -8,8 +8,9 @@ from numba import njit
 
 from treering.history.acceptance import Acceptance
 from treering.history.candidates import CALIBRATED, FREQUENCY, Texts, Votes
-from treering.history.features import NUM_SOURCES
+from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.index import MARKER
+from treering.history.output import Output, write_row
 from treering.history.places import IN_LIVE, PLACE
 from treering.history.prior import vote_tables
 from treering.history.rooms import Room, make_room
@@ -23,6 +24,12 @@ SETTINGS = [(CALIBRATED, False), (CALIBRATED, True), (FREQUENCY, False)]
 def grown(texts: Any, places: Any, room: Any, num_places: int, model: Any, row: Any) -> int:
     """The compiled growth, called from a compiled function as it is made for."""
     return grow(texts, places, room, num_places, model, row)
+
+
+@njit
+def written(output: Any, at: int, room: Any, num_nodes: int) -> None:
+    """The compiled writing, likewise."""
+    write_row(output, at, room, num_nodes)
 
 
 def some_places(rng: np.random.Generator, num_tokens: int, num_places: int) -> tuple[Texts, np.ndarray]:
@@ -96,3 +103,29 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
     for node in range(num_nodes):
         bud = room.buds[room.nodes[node]]
         assert room.members[bud["begin"] : bud["end"]].tolist() == [bud["token"] - 100]
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
+    texts, places = some_places(np.random.default_rng(draw), 3, 20)
+    model = Model(Votes(*vote_tables().values()), Acceptance().weights, CALIBRATED, False)
+    room, at, size = make_room(), 7, 7 + MOST + 1
+    num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
+    output = Output(
+        np.zeros(2, np.int64), *np.full((2, size), -9, np.int32), np.zeros(size, np.float32), np.zeros(size),
+        np.full((size, NUM_VOTES), -9, np.float32), np.full((size, NUM_KINDS), -9, np.int32), np.zeros(1, np.bool_),
+    )  # fmt: skip
+    written(output, at, room, num_nodes)
+    assert (output.tokens[:at] == -9).all()
+    assert (output.features[at + num_nodes :] == -9).all()
+    numbers = room.numbers[1 : num_nodes + 1]
+    assert sorted(numbers) == list(range(num_nodes))
+    for node in range(num_nodes):
+        bud, k = room.buds[room.nodes[node]], at + numbers[node]
+        assert output.tokens[k] == bud["token"]
+        assert output.estimates[k] == bud["estimate"]
+        assert output.paths[k] == bud["path"]
+        assert output.parents[k] == (numbers[bud["parent"]] if bud["parent"] >= 0 else -1)
+        assert output.parents[k] < numbers[node]
+        assert output.shares[k].tolist() == bud["shares"].tolist()
+        assert output.features[k].tolist() == bud["features"].tolist()
