@@ -148,6 +148,13 @@ def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
     assert first_tokens(drafter.propose(draft_rows(rows)), 2) == {20, 31}
 
 
+def test_a_row_that_starts_over_and_ends_as_before_is_noted_anew() -> None:
+    drafter = drafter_of("siblings")
+    drafter.propose(draft_rows([Row(rollout=(7, 20, 5)), Row(rollout=(9,))]))
+    rows = [Row(rollout=(8, 21, 5)), Row(rollout=(8,))]
+    assert first_tokens(drafter.propose(draft_rows(rows)), 1) == {21}
+
+
 def test_rows_may_stand_in_another_order_from_step_to_step() -> None:
     rng = np.random.default_rng(2)
     store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
