@@ -68,7 +68,7 @@ class Room(NamedTuple):
     waiting: Int32Array  # [M], lines of those that may be next: no two share a place
     paths: Float64Array  # [M], theirs
     members: Int32Array  # [(N + 2) * M], numbers of places; those of a bud stand together
-    candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source
+    candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source, and where rollouts end
     tokens: Int32Array  # [M], what each of the node's places goes on with
     votes: Float64Array  # [M], what each counts
     which: Int32Array  # [M], candidate of each, the one behind all where a rollout ends
