@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from treering.history.candidates import CALIBRATED, FREQUENCY, Texts, Votes, count_votes
-from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
+from treering.history.candidates import CALIBRATED, FREQUENCY, Facts, Texts, Votes, count_votes, describe
+from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.index import MARKER
 from treering.history.places import PLACE
 from treering.history.rooms import Room, make_room
@@ -33,6 +33,12 @@ def count(
     for c in range(num):
         write_shares(shares[c], candidates, c, num, candidates[c].votes / total, num_longest)
     return num, total, num_longest, shares
+
+
+@njit
+def described(out: Any, places: Any, facts: Any) -> None:
+    """The compiled description of a candidate, likewise."""
+    describe(out, places, facts, 0, 5, 0, 6, 7)
 
 
 def stretched(part: float) -> float:
@@ -125,3 +131,15 @@ def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
 def test_a_node_without_places_has_no_candidates() -> None:
     texts, places, votes = node_of(0, [5] * NUM_PLACES)
     assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, votes, CALIBRATED, 0)[:3] == (0, 0.0, 0)
+
+
+def test_age_and_reward_of_a_rollout_and_what_is_newer_elsewhere_are_told_apart() -> None:
+    seen = []
+    # A history place's note is its age, 4 times its reward class, and 16 times how many rollouts are newer.
+    notes = [(HISTORY, age + 4 * reward + 16 * newer) for newer in range(4) for reward in range(3) for age in range(4)]
+    for source, note in notes + [(HISTORY + 1, rank) for rank in range(4)]:
+        places, out = np.zeros(1, PLACE), np.zeros(NUM_KINDS, np.int32)
+        places["source"], places["note"] = source, note
+        described(out, places, Facts(0, 3, 1, 4, 0, 1, 1, 1, 1))
+        seen.append(int(out[4]) - FIRST[4])
+    assert seen == [*range(12)] * 4 + [12, 13, 14, 15]
