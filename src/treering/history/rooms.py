@@ -21,7 +21,9 @@ Float64Array = NDArray[np.float64]
 MAX_NODES = 64
 MAX_CANDIDATES = 12
 NO_BUD = (MAX_NODES + 1) * MAX_CANDIDATES - 1
-"""The last line of the buds, which no bud gets: of what is no bud. Its places are written where none is read."""
+"""The last line of the buds, which no bud gets: of what is no bud."""
+NOWHERE = (MAX_NODES + 1) * MAX_PLACES
+"""Where its places are written among the members: behind those of all buds."""
 
 BUD = np.dtype(
     [
@@ -86,7 +88,7 @@ def make_room() -> Room:
         np.empty(MAX_NODES, np.int32),
         np.empty(MAX_PLACES, np.int32),
         np.empty(MAX_PLACES, np.float64),
-        np.empty((MAX_NODES + 2) * MAX_PLACES, np.int32),
+        np.empty(NOWHERE + MAX_PLACES, np.int32),
         np.empty(MAX_CANDIDATES + 1, CANDIDATE),
         np.empty(MAX_PLACES, np.int32),
         np.empty(MAX_PLACES, np.float64),

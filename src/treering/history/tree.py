@@ -13,15 +13,13 @@ from treering.history.acceptance import estimate
 from treering.history.candidates import CALIBRATED, Facts, Texts, Votes, count_votes, describe
 from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.lean import lean
-from treering.history.places import MAX_PLACES, Places, longest_of
-from treering.history.rooms import MAX_CANDIDATES, MAX_NODES, NO_BUD, Room
+from treering.history.places import Places, longest_of
+from treering.history.rooms import MAX_CANDIDATES, NO_BUD, NOWHERE, Room
 from treering.history.shares import sum_up, write_shares
 
 Float32Array = NDArray[np.float32]
 
 _LEAST_SHARE = 0.01
-_NOWHERE = (MAX_NODES + 1) * MAX_PLACES
-"""Where the members stand that belong to no bud."""
 _NUM_DOUBLED = 32
 """Tokens behind which the least probability has risen twice as far as in a straight line."""
 
@@ -204,11 +202,11 @@ def _part(room: Room, stem: Any, num: int, num_members: int) -> int:
         return num_members
     # Without branches on what became a bud, which would be guessed wrong.
     candidates[MAX_CANDIDATES].line = NO_BUD
-    buds[NO_BUD].end = _NOWHERE
+    buds[NO_BUD].end = NOWHERE
     for c in range(num):
         line = candidates[c].line
         bud = buds[np.uintp(line)]
-        bud.begin = bud.end = num_members if line != NO_BUD else _NOWHERE
+        bud.begin = bud.end = num_members if line != NO_BUD else NOWHERE
         num_members += candidates[c].count
     for j in range(begin, end):
         bud = buds[np.uintp(candidates[np.uintp(which[np.uintp(j - begin)])].line)]
