@@ -11,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.errors import ConfigError, InputError
-from treering.history.acceptance import Acceptance, learn
+from treering.history.acceptance import Acceptance
 from treering.history.arena import Arena
 from treering.history.asking import Looks
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.index import PromptIndex
 from treering.history.led import most_worth, read_leaders, repeat
+from treering.history.lessons import Answers, Lessons
 from treering.history.live import Live
-from treering.history.observed import as_counts, check_latest, contradiction, mark, set_states
+from treering.history.observed import as_counts, check_latest, contradiction
 from treering.history.prior import vote_tables
 from treering.history.propose import propose
 from treering.history.recent import Recent
@@ -99,6 +100,7 @@ class Drafter:
         self._acceptance = Acceptance()
         self._spending = Spending(float(min_acceptance), self._acceptance.rests)
         self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._lessons = Lessons(self._acceptance, self._looks)
         self._votes = tuple(vote_tables().values())
         self._arena = Arena(rewards="read" if policy == "reward" else "unread")
         self._live = Live(max_live_tokens)
@@ -187,7 +189,7 @@ class Drafter:
                 a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
                 comes behind one is worth learning.
             leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
-                what a draft's branches leave open is not learnt.
+                what a draft's branches leave open is learnt at the next `propose`, from the row's new tokens.
 
         Raises:
             StateError: other rows, or a second time.
@@ -202,21 +204,11 @@ class Drafter:
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        was_accepted = np.empty(drafts.tokens.size, np.int8)
-        num_left = np.empty(counts.size, np.int64)
-        mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
-        table = self._acceptance
-        learn(
-            drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
-            table.weights, table.squares, table.reliability,
+        answers = Answers(
+            drafts=drafts, shares=shares, features=features, counts=counts, was_cut=was_cut, leaves=last,
+            slots=self._live_slots, token_s=self._spending.token_s(self._num_looked),
         )  # fmt: skip
-        token_s = self._spending.token_s(self._num_looked)
-        self._looks.note(drafts.offsets, drafts.parents, features, was_accepted, token_s)
-        threads = self._live.threads
-        set_states(
-            threads.state, threads.num_expected, threads.num_tokens, self._live_slots, drafts.offsets, counts,
-            num_left, was_cut,
-        )  # fmt: skip
+        self._lessons.take(answers, rows, self._live.threads)
         # For each row that was looked up, what it and those that it led have gained.
         num_gained = float(counts.sum()) * self._num_looked / counts.size
         self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
@@ -228,10 +220,12 @@ class Drafter:
 
     def reliability(self) -> tuple[ReliabilityBin, ...]:
         """How often estimates came true, by their size: what `observe` has seen, likeliest last."""
+        self._lessons.flush()
         return as_bins(self._acceptance.reliability)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """What was learnt, for a checkpoint: copies. The store has its own (`HistoryStore.save`)."""
+        self._lessons.flush()
         return self._acceptance.state()
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -241,6 +235,7 @@ class Drafter:
             InputError: other names, shapes or values; nothing is taken then.
         """
         self._acceptance.load_state(state)
+        self._lessons.forget()
         # What rows that have left leave behind is no part of a state, and a new drafter has none of it.
         self._live = Live(self._max_live_tokens)
         self._snapshot = self._rows = self._latest = None
@@ -251,6 +246,7 @@ class Drafter:
         snapshot = self._store.snapshot
         is_known = self._rows is not None and snapshot is self._snapshot and self._live.has(rows)
         self._live_slots, is_fresh = self._live.slots(rows)
+        self._lessons.settle(rows, self._live_slots, self._live.threads)
         if rows is not self._rows or rows.leaders is not None:
             num_before = self._num_looked
             self._leaders, self._worth, self._num_looked = read_leaders(rows)

@@ -20,7 +20,8 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-_UNKNOWN = -2
+NO_LEAF = -2
+"""Of a row whose last accepted token is not said."""
 _WRONG_COUNT, _WRONG_LEAF = 1, 2
 
 
@@ -45,7 +46,7 @@ def as_counts(
     """
     counts = np.asarray(accepted)
     was_cut = np.zeros(counts.shape, np.bool_) if ended is None else np.asarray(ended)
-    last = np.full(counts.shape, _UNKNOWN, np.int64) if leaves is None else np.asarray(leaves)
+    last = np.full(counts.shape, NO_LEAF, np.int64) if leaves is None else np.asarray(leaves)
     shape = (drafts.offsets.size - 1,)
     if not (_is_integers(counts, shape) and _is_integers(last, shape) and was_cut.shape == shape) or (
         was_cut.dtype != np.bool_
