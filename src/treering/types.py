@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 """Largest id that a forest can hold."""
 
 
-def is_count(value: object, *, least: int) -> bool:
+def is_count(value: object, *, least: int) -> TypeGuard[int]:
     """Whether a value is a whole number of at least `least`, numpy's included; True and False are none.
 
     Example: 4 and `np.int64(4)` are counts from 1 on; 0, 1.0 and True are not.

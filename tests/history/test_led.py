@@ -215,7 +215,7 @@ def test_a_leader_that_is_none_is_refused_and_nothing_is_lost(leaders: list[int]
 
 
 def test_leaders_are_one_whole_number_for_each_row() -> None:
-    for leaders in (np.zeros(2, np.int64), np.zeros(1, np.int32), [0]):
+    for leaders in (np.zeros(2, np.int64), np.zeros(1, np.int32), [0, 0]):
         rows = draft_rows([Row()])
         with pytest.raises(InputError, match="leaders is int64 of shape"):
             type(rows)(**{**{name: getattr(rows, name) for name in rows.__slots__}, "leaders": leaders})

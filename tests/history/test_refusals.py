@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.history.reference import Row, draft_rows, store_of
+from tests.history.reference import Row, draft_rows, same_drafts, store_of
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.draft import Drafter
 from treering.history.records import DraftRows
@@ -31,6 +31,7 @@ def drafter_of(rollouts: list[list[int]]) -> Drafter:
         ({"min_acceptance": 0.0}, r"min_acceptance is a probability in \(0, 1\], got 0.0"),
         ({"min_acceptance": 1.5}, r"in \(0, 1\], got 1.5"),
         ({"min_acceptance": float("nan")}, r"in \(0, 1\], got nan"),
+        ({"min_acceptance": "0.1"}, r"in \(0, 1\], got '0.1'"),
         ({"policy": "newest"}, "policy is one of calibrated, frequency, reward, recency, got 'newest'; choose one"),
         ({"shape": "graph"}, "shape is one of tree, chain, got 'graph'"),
         ({"sources": ()}, r"at least one, got \(\)"),
@@ -59,14 +60,23 @@ def test_something_else_than_a_store_is_refused() -> None:
         ({"num_prompt_tokens": np.zeros(1)}, r"num_prompt_tokens is int64 .* got float64"),
         ({"max_drafts": np.zeros(1, np.int32)}, r"max_drafts is int64 .* got int32"),
         ({"row_ids": np.zeros(2, np.int64)}, r"row_ids is int64 of shape \(1,\).*\(2,\)"),
-        ({"row_ids": [7]}, r"row_ids is int64 .* got list of shape \(1,\)"),
+        ({"row_ids": [7, 8]}, r"row_ids is int64 of shape \(1,\).*\(2,\)"),
+        ({"row_ids": [7.5]}, r"row_ids of rows holds int64 numbers, got \[7.5\]"),
+        ({"row_ids": [[7], []]}, r"row_ids of rows holds lists of different lengths, got \[\[7\], \[\]\]; flatten it"),
         ({"worth": np.zeros(1)}, r"worth is float64 of shape \(1,\) and above 0.* or other values; leave it out"),
         ({"worth": np.array([np.nan])}, "worth is float64 .* above 0"),
         ({"worth": np.ones(1, np.float32)}, "worth is float64 .* got float32"),
         ({"worth": np.ones(2)}, r"worth is float64 .* of shape \(2,\)"),
-        ({"tokens": [[1, 2]]}, r"tokens of 1 rows .* got list of shape \(1, 2\)"),
-        ({"groups": [0]}, r"groups is int64 .* got list of shape \(1,\)"),
+        ({"worth": ["a"]}, r"worth of rows holds float64 numbers, got \['a'\]"),
+        ({"worth": [0]}, "worth is float64 .* above 0"),
+        ({"tokens": [[1, 2], [3]]}, r"tokens of 1 rows .* got int32 of shape \(2, 2\)"),
+        ({"tokens": [[1.5]]}, r"tokens of rows holds int32 numbers, got \[1.5\]"),
+        ({"tokens": [[1 << 31]]}, r"tokens of rows holds int32 numbers, got \[2147483648\]"),
+        ({"tokens": [[[1]]]}, "lists within them; flatten each row"),
+        ({"groups": "ab"}, r"groups is int64 .* got str"),
         ({"prompt_ids": ["a", "b"]}, r"tokens of 2 rows"),
+        ({"prompt_ids": [["a"]]}, r"prompt_ids are strings or integers, got \[\['a'\]\]; convert them"),
+        ({"prompt_ids": [1.5]}, "prompt_ids are strings or integers"),
     ],
 )
 def test_rows_of_other_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -85,6 +95,54 @@ def test_counts_that_contradict_are_refused_before_anything_is_read(name: str, v
     with pytest.raises(InputError, match="in row 1; correct the counts"):
         drafter.propose(rows)
     assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_tokens", -1), ("num_tokens", 6), ("num_prompt_tokens", 3)])
+def test_counts_that_contradict_are_refused_in_a_first_call_too(name: str, value: int) -> None:
+    rows = draft_rows([Row()], num_spare=3)
+    getattr(rows, name)[0] = value
+    drafter = drafter_of(LINE)
+    with pytest.raises(InputError, match="in row 0; correct the counts"):
+        drafter.propose(rows)
+    assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.tolist() == [2, 3]
+
+
+def test_lists_are_the_rows_that_arrays_of_them_are() -> None:
+    lines = [Row(rollout=(1,)), Row(prompt=(5,), rollout=(1, 2), group=1)]
+    arrays = draft_rows(lines, num_spare=0, row_ids=[3, 4], worth=[1.0, 2.0])
+    lists = DraftRows(
+        prompt_ids=["q", np.str_("q")],
+        groups=[0, 1],
+        tokens=[[5, 6, 1], (5, 1, 2)],
+        num_tokens=[3, 3],
+        num_prompt_tokens=(2, 1),
+        max_drafts=[64, 64],
+        row_ids=[3, 4],
+        worth=[1, 2],
+    )
+    for name in DraftRows.__slots__[1:-1]:
+        np.testing.assert_array_equal(getattr(lists, name), getattr(arrays, name), strict=True)
+    one, other = drafter_of(FORK), drafter_of(FORK)
+    assert same_drafts(one.propose(lists), other.propose(arrays))
+
+
+def test_lists_of_different_lengths_are_filled_up() -> None:
+    rows = replace(draft_rows([Row(), Row()]), tokens=[[5, 6, 1], [5, 6]], num_tokens=[3, 2])
+    assert rows.tokens.tolist() == [[5, 6, 1], [5, 6, 0]]
+
+
+def test_what_is_no_rows_and_what_is_no_costs_is_named() -> None:
+    drafter = drafter_of(LINE)
+    for rows in (None, [Row()], "rows"):
+        with pytest.raises(InputError, match="a drafter drafts for a DraftRows record, got"):
+            drafter.propose(rows)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"costs of a drafter are a VerifyCosts, .* got 'fast'; make one"):
+        drafter.use_costs("fast")  # type: ignore[arg-type]
+
+
+def test_numpys_whole_numbers_are_settings() -> None:
+    drafter = Drafter(HistoryStore(max_epochs=np.int32(2)), max_draft=np.int64(3), max_live_tokens=np.int64(64))
+    assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.size == 0
 
 
 def test_observe_belongs_to_the_latest_propose() -> None:

@@ -1,5 +1,10 @@
 """Snapshots are mappings that never change, in the order of a dictionary, and share what stays."""
 
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,3 +63,18 @@ def test_a_new_prompt_stands_behind_prompts_at_given_places() -> None:
     after = placed.changed({"c": index_of(1), "a": index_of(2)})
     assert [after.place(prompt_id) for prompt_id in after] == [3, 7, 8]
     assert list(after) == ["a", "b", "c"]
+
+
+def test_a_snapshot_is_the_same_mapping_in_another_process(tmp_path: Path) -> None:
+    # Strings have another hash in every process, and the other one must not have ours.
+    snapshot = Snapshot().changed({"b": index_of(7), "a": index_of(8), 3: index_of(9)}).changed({"a": None})
+    file = tmp_path / "snapshot"
+    file.write_bytes(pickle.dumps(snapshot))
+    code = (
+        "import pickle, sys; s = pickle.load(open(sys.argv[1], 'rb'));"
+        "print(len(s), list(s), [int(s[k].text[1]) for k in s], 'a' in s, [s.place(k) for k in s])"
+    )
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        found = subprocess.run([sys.executable, "-c", code, file], env=env, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == "2 ['b', 3] [7, 9] False [0, 2]"

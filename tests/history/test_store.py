@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.history.reference import Row, draft_rows, drafted, store_of
 from tests.history.stores import ADDS, ARRAYS, assert_equal_snapshots, contents, ids
+from treering.engine.request import Request, Sampling
+from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.draft import Drafter
 from treering.history.store import HistoryStore
@@ -120,6 +122,9 @@ def test_what_is_added_is_copied() -> None:
         (("a", [ids(1), ids(2)], 0, [1.0]), r"one number for each of the 2 rollouts of 'a', got float64.*\(1,\)"),
         (("a", [ids(1)], 0, [True]), r"one number for each of the 1 rollouts of 'a', got bool"),
         (("a", [ids(1)], 0, [np.nan]), r"finite numbers .* got \[nan\]"),
+        (("a", None, 0), "a list with the token ids of each, got None; write .tokens. for one"),
+        (("a", "text", 0), "a list with the token ids of each, got 'text'"),
+        (("a", [ids(1), ids(2)], 0, [[1.0], [1.0, 2.0]]), r"one reward, got \[\[1.0\], \[1.0, 2.0\]\] for 'a'"),
         (("a", [ids(1)], 0, [1e39]), r"finite numbers that float32 can hold, got \[1e\+39\]"),
     ],
 )
@@ -129,6 +134,22 @@ def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str)
         store.add(*arguments)
     store.publish()
     assert contents(store) == {}
+
+
+def test_an_engines_rollouts_are_added_by_their_tokens() -> None:
+    request = Request(prompt_id="a", prompt=[5], sampling=Sampling(max_tokens=3))
+    store = HistoryStore()
+    store.add("a", list(ScriptedEngine(lambda request: [7, 8, 9]).generate([request])), 0)
+    store.publish()
+    assert store.snapshot["a"].text.tolist() == [-1, 7, 8, 9]
+
+
+def test_numpys_names_and_versions_are_pythons() -> None:
+    store = HistoryStore()
+    store.add(np.int64(3), [[1]], np.int32(0))
+    store.add(np.str_("a"), [[2]], np.uint8(1))
+    store.publish()
+    assert {(type(name), name) for name in store.snapshot} == {(int, 3), (str, "a")}
 
 
 def test_rewards_stay_with_their_rollouts() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from treering.engine.request import Request
+from treering.engine.request import Request, as_requests
 from treering.engine.rollout import Rollout, RolloutKey
 
 WhenRunning = Literal["finish", "abort", "reprefill"]
@@ -84,7 +84,8 @@ class Engine(ABC):
         """Queues requests, in order.
 
         Raises:
-            InputError: a key that is already there, or a request that can never fit; none of them is queued then.
+            InputError: no requests, a key that is already there, or a request that can never fit; none of them is
+                queued then.
         """
 
     @abstractmethod
@@ -107,8 +108,11 @@ class Engine(ABC):
         """Submits requests and yields every finished rollout, in the order in which they finish.
 
         A caller that stops listening takes its requests out of the engine.
+
+        Raises:
+            InputError: as `submit` does.
         """
-        requests = list(requests)
+        requests = as_requests(requests)
         self.submit(requests)
         try:
             while self.num_unfinished:

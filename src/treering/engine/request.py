@@ -3,6 +3,7 @@
 Knows which values fit together. Knows nothing of models, of batches or of when a request runs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -83,7 +84,7 @@ class Request:
     prompt_id: PromptId
     """See `PromptId`."""
     prompt: TokenIds
-    """int32 [P], P >= 1."""
+    """int32 [P], P >= 1; a list of token ids becomes one."""
     sampling: Sampling
     """How to draw."""
     draw: int = 0
@@ -94,6 +95,7 @@ class Request:
     """A rollout of the same key to continue: after an observation, an abort or a move from another engine."""
 
     def __post_init__(self) -> None:
+        self._convert(self.prompt_id, self.prompt)
         check_prompt(self.prompt_id, self.prompt)
         # Engines know a prompt by its tokens for as long as it runs, and callers reuse their buffers.
         prompt = self.prompt.astype(np.int32)
@@ -111,6 +113,13 @@ class Request:
                 f"a rollout of {self.so_far.num_tokens} tokens has no room to go on below max_tokens="
                 f"{self.sampling.max_tokens}; raise max_tokens, or keep the rollout as it is"
             )
+
+    def _convert(self, prompt_id: object, prompt: object) -> None:
+        """Numpy's integers to Python's, and a list of token ids to an array."""
+        if isinstance(prompt_id, np.integer):
+            object.__setattr__(self, "prompt_id", int(prompt_id))
+        if isinstance(prompt, list | tuple) and all(map(_is_integer, prompt)):
+            object.__setattr__(self, "prompt", np.array(prompt, None if prompt else np.int64))
 
     @property
     def key(self) -> RolloutKey:
@@ -132,6 +141,26 @@ class Request:
             versions=np.zeros(0, np.int32),
             finish_reason="abort",
         )
+
+
+def as_requests(requests: Iterable[Request]) -> list[Request]:
+    """Requests as a list, whatever they come in.
+
+    Raises:
+        InputError: a single request, or something among them that is none.
+
+    Example: a generator of two requests gives a list of both.
+    """
+    if isinstance(requests, Request) or not isinstance(requests, Iterable):
+        raise InputError(f"an engine takes requests, one or more in a list, got {requests!r}; write [request] for one")
+    found = list(requests)
+    for request in found:
+        if not isinstance(request, Request):
+            raise InputError(
+                f"an engine takes treering.Request records, got {request!r}; give each its prompt_id, prompt and "
+                "sampling"
+            )
+    return found
 
 
 def check_prompt(prompt_id: object, prompt: object) -> None:

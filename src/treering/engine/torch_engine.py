@@ -17,7 +17,7 @@ from treering.engine.equal import EqualRows, leaders_of, resolved
 from treering.engine.gains import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
 from treering.engine.prefill import join, plan_chunks
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
-from treering.engine.request import Request
+from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.rows import Work, plan_pass
 from treering.engine.settings import check_equal_rows, check_settings, check_update
@@ -144,7 +144,7 @@ class TorchEngine(Engine):
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Engine.submit`; stop strings need `decode`."""
-        requests = list(requests)
+        requests = as_requests(requests)
         self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
         for request in requests:
             self._unfinished.add(request.key)

@@ -4,6 +4,7 @@ Knows columns of numbers; knows nothing of how they are measured or spent.
 """
 
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +73,8 @@ class VerifyCosts:
     """Seconds of a pass by its tokens: linear between the entries, with the last slope beyond; and of drafting.
 
     Attributes:
-        num_tokens: int64 [K], K >= 1, >= 1 and ascending.
-        seconds: float64 [K], > 0 and never falling.
+        num_tokens: int64 [K], K >= 1, >= 1 and ascending; lists become arrays.
+        seconds: float64 [K], > 0, finite and never falling.
         prices: of drafting; the defaults of `DraftPrices` where they were not measured.
 
     Raises:
@@ -87,14 +88,32 @@ class VerifyCosts:
     prices: DraftPrices = DraftPrices()
 
     def __post_init__(self) -> None:
-        sizes, seconds = np.asarray(self.num_tokens), np.asarray(self.seconds)
+        sizes, seconds = _as_numbers(self.num_tokens, "iu"), _as_numbers(self.seconds, "iuf")
+        if not isinstance(self.prices, DraftPrices):
+            raise InputError(
+                f"prices of drafting are a DraftPrices, got {self.prices!r}; leave them out for the defaults"
+            )
         if sizes.ndim != 1 or sizes.shape != seconds.shape or sizes.size == 0:
             raise InputError(
                 f"costs have as many seconds as sizes, one or more, got shapes {sizes.shape} and {seconds.shape}; pair "
                 "them"
             )
-        if sizes[0] < 1 or (np.diff(sizes) <= 0).any() or not seconds[0] > 0 or not (np.diff(seconds) >= 0).all():
+        rises = (np.diff(sizes) > 0).all() and (np.diff(seconds) >= 0).all()
+        if not (sizes[0] >= 1 and seconds[0] > 0 and rises and np.isfinite(seconds).all()):
             raise InputError(
-                f"num_tokens ascend from 1 or more, and seconds are above 0 and never fall, got {sizes.tolist()} and "
-                f"{seconds.tolist()}; sort and smooth them"
+                f"num_tokens ascend from 1 or more, and seconds are above 0, finite and never fall, got "
+                f"{sizes.tolist()} and {seconds.tolist()}; sort and smooth them"
             )
+        object.__setattr__(self, "num_tokens", sizes.astype(np.int64))
+        object.__setattr__(self, "seconds", seconds.astype(np.float64))
+
+
+def _as_numbers(values: object, kinds: str) -> NDArray[Any]:
+    """An array of a column, checked for its kind of numbers."""
+    try:
+        column = np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"a column of costs has one number per entry, got {values!r}; flatten it") from error
+    if column.dtype.kind not in kinds:
+        raise InputError(f"num_tokens are whole numbers and seconds numbers, got {values!r}; correct them")
+    return column

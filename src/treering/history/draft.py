@@ -20,11 +20,11 @@ from treering.history.index import PromptIndex
 from treering.history.led import most_worth, read_leaders, repeat
 from treering.history.lessons import Answers, Lessons
 from treering.history.live import Live
-from treering.history.observed import as_counts, check_latest, contradiction
+from treering.history.observed import as_counts, check_latest
 from treering.history.prior import vote_tables
 from treering.history.propose import propose
 from treering.history.recent import Recent
-from treering.history.records import DraftRows, Drafts, no_drafts
+from treering.history.records import DraftRows, Drafts, contradiction, no_drafts
 from treering.history.reliability import ReliabilityBin, as_bins
 from treering.history.running import Running
 from treering.history.settings import Policy, Shape, check_settings
@@ -126,7 +126,13 @@ class Drafter:
         return self._spending.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
-        """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`."""
+        """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`.
+
+        Raises:
+            ConfigError: something else.
+        """
+        if not isinstance(costs, VerifyCosts | None):
+            raise ConfigError(f"costs of a drafter are a VerifyCosts, or None where not known, got {costs!r}; make one")
         self._spending.use_costs(costs)
 
     def rests(self) -> bool:
@@ -141,8 +147,10 @@ class Drafter:
         """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
 
         Raises:
-            InputError: a row's counts contradict each other.
+            InputError: no `DraftRows`, or a row's counts contradict each other.
         """
+        if not isinstance(rows, DraftRows):
+            raise InputError(f"a drafter drafts for a DraftRows record, got {rows!r}; make one of the step's rows")
         num_rows = len(rows.prompt_ids)
         # Should this call fail, what is kept of rows is no longer that of the call before.
         self._latest = None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.history.chains import make_chains
-from treering.history.records import DraftRows
+from treering.history.records import DraftRows, check_counts
 from treering.history.regions import NOWHERE, UNIT, Regions
 from treering.history.running import Running
 from treering.history.threads import Threads, make_threads
@@ -114,6 +114,7 @@ class Live:
         self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
 
     def _assign(self, rows: DraftRows) -> bool:
+        check_counts(rows)
         keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
         is_fresh = self._seats.keys().isdisjoint(keys)
         if is_fresh:

@@ -191,12 +191,3 @@ def _compile(stamp: int) -> Callable[..., None]:
 
 
 set_states = _compile(STAMP)
-
-
-def contradiction(rows: DraftRows, b: int) -> str:
-    """What is wrong with a row's counts."""
-    return (
-        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
-        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
-        + ("" if rows.leaders is None else f", or its leader {rows.leaders[b]}, an earlier row with as many tokens")
-    )

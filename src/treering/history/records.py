@@ -18,10 +18,15 @@ from treering.types import PromptId
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
+_OPTIONAL = ("row_ids", "leaders")
+_COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRows:
     """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
+
+    Lists become arrays; those of `tokens` may be of different lengths.
 
     Attributes:
         prompt_ids: B ids; one that history does not know is fine.
@@ -52,15 +57,18 @@ class DraftRows:
     leaders: Int64Array | None = None
 
     def __post_init__(self) -> None:
+        self._convert_lists()
         shape = (len(self.prompt_ids),)
+        if not all(issubclass(kind, str | int | np.integer) for kind in set(map(type, self.prompt_ids))):
+            raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
         if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
                 f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
-                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows, or a list with the tokens of each"
             )
-        for name in ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", "row_ids", "leaders"):
+        for name in _COUNTS:
             values = getattr(self, name)
-            if name in ("row_ids", "leaders") and values is None:
+            if name in _OPTIONAL and values is None:
                 continue
             if _kind_of(values) != np.int64 or values.shape != shape:
                 raise InputError(
@@ -73,6 +81,36 @@ class DraftRows:
                 f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
                 "other values; leave it out where all rows are alike"
             )
+
+    def _convert_lists(self) -> None:
+        for name in ("tokens", "worth", *_COUNTS):
+            values = getattr(self, name)
+            if not isinstance(values, list | tuple):
+                continue
+            dtype = np.float64 if name == "worth" else np.int64
+            array = _padded(values) if name == "tokens" else _as_array(name, values, dtype)
+            object.__setattr__(self, name, array)
+
+
+def check_counts(rows: DraftRows) -> None:
+    """Refuses contexts that begin or end outside of their lines.
+
+    Raises:
+        InputError: the first row whose counts contradict each other.
+    """
+    fits = (rows.num_prompt_tokens >= 0) & (rows.num_prompt_tokens <= rows.num_tokens)
+    bad = np.flatnonzero(~fits | (rows.num_tokens > rows.tokens.shape[1]))
+    if bad.size:
+        raise InputError(contradiction(rows, int(bad[0])))
+
+
+def contradiction(rows: DraftRows, b: int) -> str:
+    """What is wrong with a row's counts."""
+    return (
+        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
+        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
+        + ("" if rows.leaders is None else f", or its leader {rows.leaders[b]}, an earlier row with as many tokens")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +135,30 @@ class Drafts:
 
     def __post_init__(self) -> None:
         assert self.tokens.size == self.parents.size == self.acceptance.size == self.offsets[-1]
+
+
+def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
+    """Lists of token ids as one array [B, L], zeros behind the shorter ones."""
+    rows = [_as_array("tokens", line, np.int32) for line in lines]
+    width = max((row.size for row in rows), default=0)
+    if any(row.ndim != 1 for row in rows):
+        raise InputError("tokens are a list with the token ids of each row, got lists within them; flatten each row")
+    return np.array([np.pad(row, (0, width - row.size)) for row in rows], np.int32).reshape(len(rows), width)
+
+
+def _as_array(name: str, values: object, dtype: type[np.generic]) -> NDArray[Any]:
+    """A list's numbers as an array, exactly."""
+    try:
+        found = np.array(values)
+        if found.size == 0 or (found.dtype.kind in ("iu", "iuf")[dtype is np.float64] and _fits(found, dtype)):
+            return found.astype(dtype)
+    except ValueError as error:
+        raise InputError(f"{name} of rows holds lists of different lengths, got {values!r}; flatten it") from error
+    raise InputError(f"{name} of rows holds {np.dtype(dtype)} numbers, got {values!r}; correct it")
+
+
+def _fits(values: NDArray[Any], dtype: type[np.generic]) -> bool:
+    return bool((values.astype(dtype) == values).all())
 
 
 def _kind_of(values: object) -> np.dtype[Any] | str:

@@ -3,7 +3,7 @@
 Knows what a rollout may be. Knows nothing of other versions, of indexes and of files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from treering.errors import InputError
 from treering.history.index import Float32Array, Int32Array, as_text
-from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
+from treering.types import MAX_TOKEN_ID, PromptId, TokenIds, is_count
 
 RolloutKey: TypeAlias = tuple[PromptId, int]
 """(prompt_id, version)."""
@@ -40,7 +40,7 @@ class Rollouts:
         Raises:
             InputError: a rollout or the rewards break a rule of `HistoryStore.add`.
         """
-        checked = [_as_token_ids(prompt_id, i, rollout) for i, rollout in enumerate(rollouts)]
+        checked = [_as_token_ids(prompt_id, i, rollout) for i, rollout in enumerate(_each(prompt_id, rollouts))]
         known = _as_rewards(prompt_id, len(checked), rewards)
         kept = np.array([tokens.size > 0 for tokens in checked], bool)
         return cls(text=as_text(tokens for tokens in checked if tokens.size), rewards=known[kept])
@@ -55,23 +55,33 @@ class Rollouts:
         )
 
 
-def key_of(prompt_id: PromptId, version: int) -> RolloutKey:
+def key_of(prompt_id: object, version: object) -> RolloutKey:
     """The pair, checked.
 
     Raises:
         InputError: no string or integer, or no integer in [0, 2**31).
     """
-    if type(prompt_id) not in (str, int):
+    if isinstance(prompt_id, np.integer):
+        prompt_id = int(prompt_id)
+    if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool):
         raise InputError(f"a prompt_id is a string or an integer, got {prompt_id!r}; convert it")
-    is_integer = isinstance(version, int | np.integer) and not isinstance(version, bool)
-    if not is_integer or not 0 <= version <= _MAX_VERSION:
+    if not is_count(version, least=0) or version > _MAX_VERSION:
         raise InputError(f"a policy version is an integer in [0, {_MAX_VERSION}], got {version!r}; correct it")
-    return prompt_id, int(version)
+    return str(prompt_id) if isinstance(prompt_id, str) else prompt_id, int(version)
 
 
-def _as_token_ids(prompt_id: PromptId, i: int, rollout: TokenIds) -> Int32Array:
+def _each(prompt_id: PromptId, rollouts: object) -> Iterable[object]:
+    if not isinstance(rollouts, Iterable) or isinstance(rollouts, str | bytes):
+        raise InputError(
+            f"rollouts of {prompt_id!r} are a list with the token ids of each, got {rollouts!r}; write [tokens] for one"
+        )
+    return rollouts
+
+
+def _as_token_ids(prompt_id: PromptId, i: int, rollout: object) -> Int32Array:
     try:
-        tokens = np.asarray(rollout)
+        # An engine's rollouts hold their token ids beside other things.
+        tokens = np.asarray(getattr(rollout, "tokens", rollout))
     except ValueError as error:
         raise InputError(
             f"rollout {i} of {prompt_id!r} is ragged ({error}); give one list of token ids each"
@@ -94,7 +104,10 @@ def _as_token_ids(prompt_id: PromptId, i: int, rollout: TokenIds) -> Int32Array:
 def _as_rewards(prompt_id: PromptId, num_rollouts: int, rewards: Sequence[float] | None) -> Float32Array:
     if rewards is None:
         return np.full(num_rollouts, np.nan, np.float32)
-    given = np.asarray(rewards)
+    try:
+        given = np.asarray(rewards)
+    except ValueError as error:
+        raise InputError(f"a rollout has one reward, got {rewards!r} for {prompt_id!r}; give one number each") from error
     if given.shape != (num_rollouts,) or (given.size and given.dtype.kind not in "iuf"):
         raise InputError(
             f"rewards are one number for each of the {num_rollouts} rollouts of {prompt_id!r}, got {given.dtype} of "

@@ -5,9 +5,12 @@ Knows names and ranges. Knows nothing of what they do.
 
 from typing import Literal, get_args
 
+import numpy as np
+
 from treering.errors import ConfigError
 from treering.history.features import SOURCES, Source
 from treering.history.rooms import MAX_NODES
+from treering.types import is_count
 
 Policy = Literal["calibrated", "frequency", "reward", "recency"]
 """Whose places count, and how much. calibrated: all, by what they have been worth; every continuation is a candidate.
@@ -35,8 +38,8 @@ def check_settings(
     _check_integer("max_draft", max_draft, 1, MAX_NODES)
     _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
     _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
-    if not 0 < min_acceptance <= 1:
-        raise ConfigError(f"min_acceptance is a probability in (0, 1], got {min_acceptance}; 0.018 is usual")
+    if not _is_probability(min_acceptance):
+        raise ConfigError(f"min_acceptance is a probability in (0, 1], got {min_acceptance!r}; 0.018 is usual")
     for name, value, known in (("policy", policy, Policy), ("shape", shape, Shape)):
         if value not in get_args(known):
             raise ConfigError(f"{name} is one of {', '.join(get_args(known))}, got {value!r}; choose one")
@@ -44,8 +47,12 @@ def check_settings(
         raise ConfigError(f"sources are some of {SOURCES}, at least one, got {sources!r}; correct them")
 
 
+def _is_probability(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(0 < value <= 1)
+
+
 def _check_integer(name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
+    if not is_count(value, least=least) or value > most:
         raise ConfigError(
             f"{name} of a drafter is a whole number from {least} to {most}, got {value!r}; correct it, or use no "
             "drafter at all"

@@ -4,7 +4,7 @@ Knows how a next state shares what did not change. Knows nothing of budgets and 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 from treering.history.blocks import Block
 from treering.history.index import PromptIndex
@@ -62,6 +62,10 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
 
     def __contains__(self, prompt_id: object) -> bool:
         return prompt_id in self._shards[hash(prompt_id) % _NUM_SHARDS]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Shards go by Python's hash, and that of a string is another one in another process.
+        return _of_entries, ({prompt_id: (self.place(prompt_id), self[prompt_id]) for prompt_id in self},)
 
     def __iter__(self) -> Iterator[PromptId]:
         places = {prompt_id: place for shard in self._shards for prompt_id, (place, _) in shard.items()}
@@ -123,3 +127,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
             following._num_places = max(following._num_places, entry[0] + 1)
         following._shards = tuple(shards)
         return following
+
+
+def _of_entries(entries: Mapping[PromptId, tuple[int, Stored]]) -> Snapshot:
+    return Snapshot().placed(entries)

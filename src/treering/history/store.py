@@ -17,7 +17,7 @@ from treering.history.merging import with_newest, with_rollouts
 from treering.history.rollouts import RolloutKey, Rollouts, key_of
 from treering.history.saved import read_saved, write_saved
 from treering.history.snapshot import Snapshot, Stored
-from treering.types import PromptId, TokenIds
+from treering.types import PromptId, TokenIds, is_count
 
 _MIN_FILE_BYTES = 1 << 20
 _MAX_FILES = 64
@@ -54,13 +54,12 @@ class HistoryStore:
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> None:
         for name, value in (("max_bytes", max_bytes), ("max_epochs", max_epochs)):
-            if type(value) is not int or value < 1:
+            if not is_count(value, least=1):
                 raise ConfigError(
                     f"{name} of a history is a whole number, at least 1, got {value!r}; correct it, or use no history "
                     "at all"
                 )
-        self._max_bytes = max_bytes
-        self._max_epochs = max_epochs
+        self._max_bytes, self._max_epochs = int(max_bytes), int(max_epochs)
         self._snapshot = Snapshot()
         self._eviction = Eviction()
         self._background = Background()
@@ -105,8 +104,8 @@ class HistoryStore:
 
         Args:
             prompt_id: a string or an integer.
-            rollouts: one-dimensional integers in [0, 2**31) each, without the prompt; they are copied, and those
-                without tokens are left out.
+            rollouts: one-dimensional integers in [0, 2**31) each, without the prompt, or an engine's `Rollout`
+                records; they are copied, and those without tokens are left out.
             version: of the policy that sampled them, >= 0.
             rewards: one finite number per rollout; None where they are not known.
 
