@@ -4,66 +4,27 @@
 that the file can give, in one process for ours and the simple rivals, and in processes of its own for Arctic's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from inspect import signature
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import draft_arctic
-from benchmarks.draft_baselines import Naive, Ngram, Rhyme
 from benchmarks.draft_costs import DEFAULT_BATCH, read_costs, speedup
-from benchmarks.draft_equal import SAME_DRAFTS, at_most, best_rival, ratio
-from benchmarks.draft_histories import Plan, Siblings, aged_plans, plans
-from benchmarks.draft_ours import OURS, make_drafter, replay_rows
+from benchmarks.draft_equal import SHIPPED, Row, ratio
+from benchmarks.draft_histories import Siblings
+from benchmarks.draft_jobs import jobs
 from benchmarks.draft_recording import Recording, read_recording
-from benchmarks.draft_replay import ChainDrafter, OnDone, Tally, replay_chains
+from benchmarks.draft_settings import DEFAULT, Settings
 from benchmarks.draft_waves import NUM_ROWS
 from benchmarks.timing import cpu_name, versions
-from treering import Drafter, HistoryStore
-from treering.errors import InputError
-from treering.history.costs import VerifyCosts
-
-DRAFTERS = ("none", "ngram", "naive", "paper", "released", "arctic", *OURS)
-DEFAULT = DRAFTERS[: DRAFTERS.index("treering_chain") + 1]
-"""Without the ablation."""
-WITHOUT_HISTORY = ("none", "ngram")
-WITHOUT_CONTEXT = ("paper", "released")
-"""They look at history alone, so without history they draft nothing."""
 
 LIMIT_TOKENS = 60_000
 HINT = draft_arctic.HINT
+LONG = "up to a few minutes, most of them for the grid of Arctic's configurations"
 
 OnProgress = Callable[[str, float | None], None]
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Settings:
-    """What holds for all drafters alike; see `measure`."""
-
-    max_draft: int | None
-    siblings: Siblings
-    costs: VerifyCosts | None
-    batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """One drafter on one history: a row of the report, or one for each of its configurations."""
-
-    drafter: str
-    plan: Plan
-    run: Callable[[OnDone], list[Row]]
-
-    def rows(self, on_done: OnDone) -> list[Row]:
-        """The rows, each with its names in front."""
-        names: Row = {"drafter": self.drafter, "history": self.plan.history}
-        control = {} if self.plan.control is None else {"control": self.plan.control}
-        return [names | row | control for row in self.run(on_done)]
 
 
 def measure(
@@ -76,140 +37,89 @@ def measure(
     siblings: Siblings = "before",
     cost: Path | None = None,
     batch: int = DEFAULT_BATCH,
+    match_drafts: float | None = None,
     on_progress: OnProgress = lambda words, done: None,
+    on_note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON: rows under "drafters", "file", "notes" and "environment".
 
     Args:
         file: recorded rollouts, JSON Lines.
         tokenizer: folder to render messages with.
-        drafters: some of `DRAFTERS`; None is those of `DEFAULT`.
+        drafters: some of `draft_settings.DRAFTERS`; None is those of its `DEFAULT`.
         max_draft: tokens per draft at most, for all drafters alike; None leaves each its own.
         limit_tokens: whole tasks, chosen by a seed, until they have as many sampled tokens; None replays all.
         siblings: whether a sample sees those of its task that ran before it, or all others.
         cost: file of costs; rows then have their predicted speedup.
         batch: rows of the pass that the speedup is predicted for.
+        match_drafts: drafted tokens per step that the row `treering` may have; None is what Arctic's best row has.
         on_progress: told what is replayed, and the share that is done.
+        on_note: told what will take long, once nothing of the input can be refused any more.
 
     Raises:
-        InputError: an unknown drafter, a number below 1, or a bad file.
+        InputError: an unknown drafter, a number out of range, or a bad file.
     """
-    _check(drafters, max_draft, limit_tokens, batch)
-    costs = None if cost is None else read_costs(cost)
-    settings = Settings(max_draft=max_draft, siblings=siblings, costs=costs, batch=batch)
+    settings = Settings(
+        drafters=DEFAULT if drafters is None else tuple(drafters),
+        max_draft=max_draft,
+        limit_tokens=limit_tokens,
+        siblings=siblings,
+        costs=None if cost is None else read_costs(cost),
+        batch=batch,
+        match_drafts=match_drafts,
+    )
     recording = read_recording(file, tokenizer, limit_tokens)
-    chosen = [name for name in DRAFTERS if name in (DEFAULT if drafters is None else drafters)]
-    rows: list[Row] = []
-    jobs = list(_jobs(recording, chosen, settings, rows))
-    for number, job in enumerate(jobs):
-
-        def tell(done: float, number: int = number, job: Job = job) -> None:
-            on_progress(f"{job.drafter} with history {job.plan.history}", (number + done) / len(jobs))
-
-        tell(0.0)
-        rows += job.rows(tell)
+    if settings.has_rival:
+        on_note(LONG)
+    rows = _replay(recording, settings, on_progress)
     return {
         "file": file.name,
         "drafters": [row | _prediction(row, settings) | ratio(row, rows) for row in rows],
-        "notes": _notes(recording, chosen),
+        "notes": [*_notes(recording, settings), *_notes_of_rows(rows)],
         "environment": _environment(recording, settings),
     }
 
 
-def _jobs(recording: Recording, chosen: Sequence[str], settings: Settings, done: Sequence[Row]) -> Iterator[Job]:
-    """What is replayed, the quick ones first; `done` has the rows of the jobs before while one runs."""
-    has_rival = "arctic" in chosen and draft_arctic.is_installed()
-    for plan in plans(recording, siblings=settings.siblings).values():
-        for name in chosen:
-            useless = WITHOUT_CONTEXT if plan.history == "none" else WITHOUT_HISTORY
-            if name not in useless and (name != "arctic" or has_rival):
-                yield Job(drafter=name, plan=plan, run=_runner(recording, plan, name, settings))
-            if name == "treering" and has_rival:
-                run = partial(_replay_same_drafts, recording, plan, settings, done)
-                yield Job(drafter=SAME_DRAFTS, plan=plan, run=run)
-    for plan in aged_plans(recording) if "treering" in chosen else ():
-        yield Job(drafter="treering", plan=plan, run=_runner(recording, plan, "treering", settings))
+def _replay(recording: Recording, settings: Settings, on_progress: OnProgress) -> list[Row]:
+    rows: list[Row] = []
+    todo = list(jobs(recording, settings, rows))
+    for number, job in enumerate(todo):
+        words = f"{job.drafter} with history {job.plan.history}"
 
+        def tell(done: float, number: int = number, words: str = words) -> None:
+            on_progress(words, (number + done) / len(todo))
 
-def _runner(recording: Recording, plan: Plan, name: str, settings: Settings) -> Callable[[OnDone], list[Row]]:
-    if name == "none":
-        # A token a step, whatever was recorded.
-        steps = recording.num_sampled
-        return lambda on_done: [Tally(num_steps=steps, num_emitted=steps).row()]
-    if name == "arctic":
-        configs = draft_arctic.grid(plan, settings.max_draft)
-        return lambda on_done: draft_arctic.replay_arctic(recording, plan, configs, on_done)
-    if name in OURS:
-        return partial(_replay_ours, recording, plan, name, settings)
-    return lambda on_done: [
-        replay_chains(recording, plan, drafter, on_done).row() | extra
-        for drafter, extra in _chains(recording, name, settings.max_draft)
-    ]
-
-
-def _replay_ours(recording: Recording, plan: Plan, name: str, settings: Settings, on_done: OnDone) -> list[Row]:
-    """As shipped; and where costs are given, once more knowing them, in batches of the size that they are asked for."""
-    shipped = partial(make_drafter, name, settings.max_draft, plan)
-    costs = settings.costs
-    if costs is None:
-        return [replay_rows(recording, plan, shipped, on_done).row()]
-
-    def informed(store: HistoryStore) -> Drafter:
-        drafter = shipped(store)
-        drafter.use_costs(costs)
-        return drafter
-
-    first = replay_rows(recording, plan, shipped, lambda done: on_done(done / 2)).row()
-    second = replay_rows(recording, plan, informed, lambda done: on_done((1 + done) / 2), settings.batch).row()
-    return [first, second | {"config": {"costs": "known"}}]
-
-
-def _replay_same_drafts(
-    recording: Recording, plan: Plan, settings: Settings, done: Sequence[Row], on_done: OnDone
-) -> list[Row]:
-    """Ours once more, drafting no more than the best of Arctic's rows; none if it cannot."""
-    rival = best_rival(done, plan.history)
-    shipped = next(row for row in done if row["drafter"] == "treering" and row["history"] == plan.history)
-    assert rival is not None, "rivals are replayed before"
-
-    def replay(acceptance: float) -> Row:
-        make = partial(make_drafter, "treering", settings.max_draft, plan, min_acceptance=acceptance)
-        return replay_rows(recording, plan, make, lambda share: None).row()
-
-    default = signature(Drafter).parameters["min_acceptance"].default
-    found = at_most(rival["drafted_per_step"], default, shipped, replay)
-    on_done(1.0)
-    return [] if found is None else [found | {"drafter": SAME_DRAFTS}]
-
-
-def _chains(recording: Recording, name: str, max_draft: int | None) -> list[tuple[ChainDrafter, Row]]:
-    """Rivals of a name, with what tells their rows apart."""
-    if name == "ngram":
-        return [(Ngram(max_draft), {})]
-    if name == "naive":
-        return [(Naive(max_draft), {})]
-    if name == "released":
-        return [(Rhyme("released", "frequency", max_draft), {})]
-    frequency: tuple[ChainDrafter, Row] = Rhyme("paper", "frequency", max_draft), {"config": {"priority": "frequency"}}
-    if np.isnan(recording.rewards).any():
-        return [frequency]
-    return [(Rhyme("paper", "reward", max_draft), {"config": {"priority": "reward"}}), frequency]
+        tell(0.0)
+        rows += job.rows(tell)
+    return rows
 
 
 def _prediction(row: Row, settings: Settings) -> Row:
     return {} if settings.costs is None else {"predicted_speedup": speedup(settings.costs, row, settings.batch)}
 
 
-def _notes(recording: Recording, chosen: Sequence[str]) -> list[str]:
-    notes = []
+def _notes(recording: Recording, settings: Settings) -> list[str]:
+    """What was left out, and how to have it."""
+    notes = list(recording.gaps)
     if recording.num_tasks_left_out:
         notes.append(
             f"{recording.num_tasks_left_out} tasks were left out, {recording.num_sampled:,} sampled tokens stayed; "
             "--limit-tokens N takes more, and 0 all"
         )
-    if "arctic" in chosen and not draft_arctic.is_installed():
+    if "arctic" in settings.drafters and not settings.has_rival:
         notes.append(HINT)
     return notes
+
+
+def _notes_of_rows(rows: Sequence[Row]) -> list[str]:
+    """Where ours drafts more than its rival whatever it is set to."""
+    found = {(row["drafter"], row["history"]) for row in rows}
+    return [
+        f"with history {history} no min_acceptance drafts as little as the rival (--match-drafts, else Arctic's best "
+        f"row), so the row treering is missing there: mind what {SHIPPED} drafts"
+        for drafter, history in sorted(found)
+        if drafter == SHIPPED and ("treering", history) not in found
+    ]
 
 
 def _environment(recording: Recording, settings: Settings) -> dict[str, Any]:
@@ -224,16 +134,7 @@ def _environment(recording: Recording, settings: Settings) -> dict[str, Any]:
         "num_generations": int(np.unique(recording.generations).size),
         "siblings": settings.siblings,
         "max_draft": settings.max_draft,
+        "match_drafts": settings.match_drafts,
         "num_rows": NUM_ROWS,
         "batch": None if settings.costs is None else settings.batch,
     }
-
-
-def _check(drafters: Sequence[str] | None, max_draft: int | None, limit_tokens: int | None, batch: int) -> None:
-    for name, value in (("--max-draft", max_draft), ("--limit-tokens", limit_tokens), ("--batch", batch)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} must be at least 1, got {value}: correct it or leave it out")
-    unknown = [name for name in drafters or [] if name not in DRAFTERS]
-    if unknown or drafters == []:
-        got = ", ".join(unknown) or "none"
-        raise InputError(f"--drafters are some of {', '.join(DRAFTERS)}, got {got}: correct them")

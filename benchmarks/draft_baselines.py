@@ -72,9 +72,10 @@ class Rhyme:
     """RhymeRL's HistoSpec: ends of 7 tokens or fewer in the prompt's history, and a window that follows acceptance.
 
     `paper`: ends of 3 or more, the branch with the largest sum of rewards (or the most frequent one), the window grows
-    by 2 up to 32 and falls back to 2. `released`: ends of 4 or more, responses behind their prompt's last 5 tokens, the
-    most frequent branch down to a tenth of the places, the window doubles up to 16 and halves; a draft that is shorter
-    than the window halves it although all of it was right. A step without a draft leaves the window as it is.
+    by 2 up to 32 and falls back to 2. `released`: ends of 4 or more, the prompt and, behind its last 5 tokens, each
+    response, the most frequent branch down to a tenth of the places, the window doubles up to 16 and halves; a draft
+    that is shorter than the window halves it although all of it was right. A step without a draft leaves the window as
+    it is.
     """
 
     def __init__(
@@ -94,14 +95,13 @@ class Rhyme:
 
     def start(self, recording: Recording, sources: Int64Array) -> None:
         """Takes the responses of the sources, each weighted by its reward where that is the priority."""
-        begins = recording.starts[sources]
-        if self._is_released:
-            begins = np.maximum(begins - 5, recording.offsets[sources])
-        ends = recording.offsets[sources + 1]
-        parts = [recording.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self._history = joined(parts)
+        parts = [recording.response(source) for source in sources.tolist()]
         rewards = recording.rewards[sources] if self._priority == "reward" else np.zeros(sources.size)
         self._weights = np.concatenate([[0.0], np.repeat(rewards, [part.size + 1 for part in parts])])
+        self._history = joined(parts)
+        if self._is_released:
+            self._history = joined(_prompts_and_tails(recording, sources))
+            self._weights = np.zeros(self._history.size)
         self._window = self._first_window
 
     def propose(self, context: Int32Array) -> Int32Array:
@@ -119,6 +119,16 @@ class Rhyme:
             self._window = min(2 * self._window, self._cap) if is_full else max(self._window // 2, self._first_window)
         else:
             self._window = self._first_window if is_rejected else min(self._window + 2, self._cap)
+
+
+def _prompts_and_tails(recording: Recording, sources: Int64Array) -> list[Int32Array]:
+    """The prompt of each task once, and every response behind its prompt's last 5 tokens."""
+    _, firsts = np.unique(recording.tasks[sources], return_index=True)
+    offsets, starts = recording.offsets, recording.starts
+    prompts = [recording.tokens[offsets[one] : starts[one]] for one in sources[np.sort(firsts)].tolist()]
+    begins = np.maximum(starts[sources] - 5, offsets[sources])
+    ends = offsets[sources + 1]
+    return prompts + [recording.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def joined(parts: list[Int32Array]) -> Int32Array:

@@ -16,21 +16,26 @@ DEFAULT_BATCH = 8
 
 
 def read_costs(file: Path) -> VerifyCosts:
-    """The costs of a JSON file: `{"num_tokens": [1, 8, 64], "seconds": [0.01, 0.012, 0.02]}`.
+    """The costs of a JSON file: `{"num_tokens": [1, 8, 64], "seconds": [0.01, 0.012, 0.02]}`, also under `costs`.
+
+    So a report of `treering bench engine` can be given as it is.
 
     Raises:
         InputError: a missing or bad file, or numbers that are no costs.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        values = values.get("costs", values)
         num_tokens, seconds = np.array(values["num_tokens"]), np.array(values["seconds"], np.float64)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, AttributeError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"{file}: costs are a JSON object with the lists num_tokens and seconds, and it cannot be read so "
-            f"({error!r}); correct it"
+            f"{file}: costs are a JSON object with the lists num_tokens and seconds, by itself or under costs, and it "
+            f"cannot be read so ({error!r}); correct it"
         ) from error
     if num_tokens.size and num_tokens.dtype.kind not in "iu":
         raise InputError(f"{file}: num_tokens are whole numbers, got {num_tokens.tolist()}; correct them")
+    if not np.isfinite(seconds).all():
+        raise InputError(f"{file}: seconds of a pass are finite, got {seconds.tolist()}; measure them again")
     try:
         return VerifyCosts(num_tokens=num_tokens.astype(np.int64), seconds=seconds)
     except InputError as error:

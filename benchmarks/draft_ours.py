@@ -5,6 +5,7 @@ samples of its task, each is a prompt of its own to the store.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks.draft_recording import Recording
 from benchmarks.draft_replay import OnDone, Tally
 from benchmarks.draft_waves import NUM_ROWS
 from treering import Drafter, HistoryStore
+from treering.history.settings import Shape
 
 BLOCK_TOKENS = 1 << 22
 """History of rollouts that have their own that is held at one time, in tokens."""
@@ -29,15 +31,24 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Names in a report, each with the drafter's own settings; the last three are the ablation."""
 
+SHIPPED_ACCEPTANCE: float = signature(Drafter).parameters["min_acceptance"].default
+"""The least acceptance of a drafter that is given none."""
+
 MakeDrafter = Callable[[HistoryStore], Drafter]
 Stored = tuple[int, int, int]
 """A prompt, a rollout that is stored under it, and its version."""
 
 
 def make_drafter(
-    name: str, max_draft: int | None, plan: Plan, store: HistoryStore, *, min_acceptance: float | None = None
+    name: str,
+    max_draft: int | None,
+    plan: Plan,
+    store: HistoryStore,
+    *,
+    min_acceptance: float | None = None,
+    shape: Shape | None = None,
 ) -> Drafter:
-    """A drafter as shipped, but for the longest draft and the least acceptance where they are given.
+    """A drafter as shipped, but for the longest draft, the least acceptance and the shape where they are given.
 
     It sees what the plan lets it see: other prompts are a source only where the store holds what a run would have
     stored.
@@ -47,6 +58,8 @@ def make_drafter(
         settings["max_draft"] = max_draft
     if min_acceptance is not None:
         settings["min_acceptance"] = min_acceptance
+    if shape is not None:
+        settings["shape"] = shape
     if plan.history == "none":
         settings["sources"] = ("own",)
     elif plan.history == "wrong_task" or plan.owners is None:
@@ -67,7 +80,7 @@ def replay_rows(
     for numbers in _blocks(recording, plan) if plan.owners is None else _waves(plan, num_lanes):
         drafter = shelf.holding(_stored(plan, numbers))
         Lanes(recording, plan, numbers, num_lanes).run(drafter, tally, on_done)
-    tally.bytes_per_token = shelf.bytes_per_token()
+    tally.bytes_per_token, tally.learnt_bytes = shelf.bytes_per_token(), shelf.learnt_bytes
     return tally
 
 
@@ -96,8 +109,13 @@ class _Shelf:
         self._held = set(wanted)
         return self._drafter
 
+    @property
+    def learnt_bytes(self) -> int:
+        """Of what the drafter has learnt, which is as large however much is stored."""
+        return sum(learnt.nbytes for learnt in self._drafter.state().values())
+
     def bytes_per_token(self) -> float:
-        """Of all stores and drafters, each when it was last used; 0 where nothing was stored."""
+        """Of all stores and drafters, each when it was last used, but what was learnt; 0 where nothing was stored."""
         self._weigh()
         return self._num_bytes / self._num_tokens if self._num_tokens else 0.0
 
@@ -106,7 +124,7 @@ class _Shelf:
 
     def _weigh(self) -> None:
         if self._held:
-            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes
+            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes - self.learnt_bytes
             self._num_tokens += self._store.num_tokens
 
     def _add(self, new: Sequence[Stored]) -> None:

@@ -37,6 +37,7 @@ class Recording:
         run_ends: int64 [N], where the sampled run that a token is in ends; the token's own place where it was given.
         nexts: int64 [N + 1], the first sampled place from here on, the rollout's end where there is none.
         num_tasks_left_out: tasks of the file that are not here, because of a limit.
+        gaps: what only some rollouts have of epoch and step, a sentence each.
 
     Example: prompt [5, 6], sampled [7, 8], given [9], sampled [4] have starts [2], run_ends [0, 1, 4, 4, 4, 6] and
     nexts [2, 2, 2, 3, 5, 5, 6].
@@ -52,6 +53,7 @@ class Recording:
     run_ends: Int64Array
     nexts: Int64Array
     num_tasks_left_out: int = 0
+    gaps: tuple[str, ...] = ()
 
     @property
     def num_rollouts(self) -> int:
@@ -82,16 +84,18 @@ def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajec
     is_sampled = np.concatenate([one.loss_mask for _, one in kept])
     numbers: dict[object, int] = {}
     run_ends, nexts = sampled_runs(is_sampled, offsets)
+    generations, gaps = _generations([one for one, _ in kept])
     return Recording(
         tokens=np.concatenate([one.tokens for _, one in kept]).astype(np.int32),
         is_sampled=is_sampled,
         offsets=offsets,
         starts=nexts[offsets[:-1]],
         tasks=np.array([numbers.setdefault(one.task_id, len(numbers)) for one, _ in kept], np.int64),
-        generations=_generations([one for one, _ in kept]),
+        generations=generations,
         rewards=np.array([np.nan if one.reward is None else one.reward for one, _ in kept]),
         run_ends=run_ends,
         nexts=nexts,
+        gaps=gaps,
     )
 
 
@@ -127,9 +131,17 @@ def _some(sampled: Mapping[object, int], limit_tokens: int) -> set[object]:
     return {names[i] for i in order[np.cumsum(counts) - counts < limit_tokens].tolist()}
 
 
-def _generations(trajectories: Sequence[Trajectory]) -> Int64Array:
+def _generations(trajectories: Sequence[Trajectory]) -> tuple[Int64Array, tuple[str, ...]]:
+    """Epochs if all rollouts have one, else steps, else zeros; and what only some of them have."""
+    gaps: list[str] = []
     for name in ("epoch", "step"):
         values = [getattr(one, name) for one in trajectories]
-        if all(value is not None for value in values):
-            return np.array(values, np.int64)
-    return np.zeros(len(trajectories), np.int64)
+        num_without = values.count(None)
+        if not num_without:
+            return np.array(values, np.int64), tuple(gaps)
+        if num_without < len(values):
+            gaps.append(
+                f"{num_without} of {len(values)} rollouts have no {name}, so {name}s do not say which rollouts are "
+                "earlier: give all of them one"
+            )
+    return np.zeros(len(trajectories), np.int64), tuple(gaps)

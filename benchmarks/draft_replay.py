@@ -9,8 +9,7 @@ sampled run, and emits one token more unless the run ends there. What was given 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,6 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 OnDone = Callable[[float], None]
 """Told the share of a replay that is done."""
-
-MANY_ROWS = 32
-"""Calls with fewer rows are no measure of a batched drafter's time per row, where it had calls with as many."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,17 +41,18 @@ class Tally:
     call_rows: list[int] = field(default_factory=list)
     """Rows of each call."""
     bytes_per_token: float = 0.0
-    """Of the index, by history token; 0 where there is no history."""
+    """Of what grows with history, by history token; 0 where there is no history."""
+    learnt_bytes: int | None = None
+    """Of what a drafter has learnt; None where it learns nothing."""
 
     def add_time(self, taken_us: float, num_rows: int) -> None:
         """Notes a call that took so long for so many rows."""
         self.propose_us.append(taken_us / num_rows)
         self.call_rows.append(num_rows)
 
-    def row(self) -> dict[str, float]:
-        """The rates as a report has them; times are those of calls with many rows, where there are any."""
-        is_full = [rows >= MANY_ROWS for rows in self.call_rows]
-        times = list(compress(self.propose_us, is_full)) or self.propose_us or [0.0]
+    def row(self) -> dict[str, Any]:
+        """The rates as a report has them; each row of a call has its share of the time, and all rows count alike."""
+        times = np.repeat(self.propose_us, self.call_rows) if self.propose_us else np.zeros(1)
         return {
             "tokens_per_step": self.num_emitted / max(self.num_steps, 1),
             "drafted_per_step": self.num_drafted / max(self.num_steps, 1),
@@ -63,6 +60,7 @@ class Tally:
             "us_per_row": float(np.median(times)),
             "us_per_row_p95": float(np.percentile(times, 95)),
             "bytes_per_token": self.bytes_per_token,
+            **({} if self.learnt_bytes is None else {"learnt_bytes": self.learnt_bytes}),
         }
 
 
@@ -96,6 +94,14 @@ def replay_chains(recording: Recording, plan: Plan, drafter: ChainDrafter, on_do
         on_done((number + 1) / plan.order.size)
     tally.bytes_per_token = num_bytes / num_tokens if num_tokens else 0.0
     return tally
+
+
+def part(on_done: OnDone, before: float, size: float, total: float) -> OnDone:
+    """Takes the share of a part that is done, and tells that of the whole.
+
+    Example: half of a part of 2 behind 3 of 8 is half of the whole.
+    """
+    return lambda done: on_done((before + size * done) / total)
 
 
 def agreement(

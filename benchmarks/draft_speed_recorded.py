@@ -2,8 +2,8 @@
 
 `python -m benchmarks.draft_speed_recorded FILE... --tokenizer DIR --out benchmarks/results/draft_speed_recorded.json`.
 Of each task the last samples, 8 or half of them, run side by side as a group; those before are its history. Where a
-rollout has ended, the next one begins in its row. Times are of the thread's own CPU, and of calls with 32 rows or more
-where there are such.
+rollout has ended, the next one begins in its row. Times are of the thread's own CPU; each row has its share of its
+call's.
 """
 
 import argparse

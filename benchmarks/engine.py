@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.engine_cases import SHAPE, OnProgress, Policy, build_model, warm_policy
 from benchmarks.engine_controls import measure_controls
+from benchmarks.engine_costs import measure_costs
 from benchmarks.engine_drafting import measure_drafting
 from benchmarks.engine_flips import measure_flips
 from benchmarks.engine_speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed, thread_counts
@@ -23,14 +24,15 @@ from benchmarks.timing import cpu_name, one_thread, versions
 def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) -> dict[str, Any]:
     """The report, ready for JSON.
 
-    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", and the "environment".
-    Raises InputError for fewer than one run.
+    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", what passes cost under
+    "costs", and the "environment". Raises InputError for fewer than one run.
     """
     model = build_model()
     speed = measure_speed(model, num_runs=num_runs, on_progress=on_progress)
     with one_thread():
         policy = warm_policy(on_progress)
         drafting = measure_drafting(policy, num_runs=num_runs, on_progress=on_progress)
+        costs = measure_costs(policy, drafting, on_progress)
         # By CPU time, of which a thread that waits takes as much as one that works.
         controls = measure_controls(policy, on_progress=on_progress)
         flips = measure_flips(policy, on_progress=on_progress)
@@ -39,6 +41,7 @@ def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) 
         "drafting": [asdict(result) for result in drafting],
         "controls": {case: asdict(result) for case, result in controls.items()},
         "flips": [asdict(result) for result in flips],
+        "costs": costs,
         "environment": environment(num_runs, model, policy),
     }
 

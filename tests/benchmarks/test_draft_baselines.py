@@ -134,16 +134,36 @@ def test_the_released_window_doubles_up_to_16_and_halves_also_after_a_short_draf
     assert released.propose(ints(2, 3, 4)).size == 0
 
 
-def test_the_released_tree_knows_the_prompts_last_five_tokens_and_the_papers_does_not() -> None:
+def test_the_released_tree_knows_the_prompt_and_its_last_five_tokens_before_a_response_and_the_papers_neither() -> None:
     found = recording([("a", [1, 2, 3, 4, 5, 6, 7, 8], "00000011")])
-    for version, size, expected in (("released", 5, [7, 8]), ("released", 6, [7, 8]), ("paper", 6, [])):
+    for version, context, expected in (
+        ("released", [2, 3, 4, 5, 6], [7, 8]),
+        # Behind more of the prompt than that it goes on in the prompt, where the longer match is.
+        ("released", [1, 2, 3, 4, 5, 6], [7, 8]),
+        ("released", [1, 2, 3, 4], [5, 6]),
+        ("paper", [1, 2, 3, 4, 5, 6], []),
+        ("paper", [1, 2, 3, 4], []),
+    ):
         drafter = Rhyme(version, "frequency", None)  # type: ignore[arg-type]
         drafter.start(found, np.arange(1))
-        assert drafter.propose(found.tokens[6 - size : 6]).tolist() == expected
-        assert drafter.num_bytes == 4 * (9 if version == "released" else 4)
+        assert drafter.propose(ints(*context)).tolist() == expected
+        # Markers before, between and behind: the prompt of 6 and 5 + 2 tokens, or 2.
+        assert drafter.num_bytes == 4 * (16 if version == "released" else 4)
+
+
+def test_the_released_tree_has_a_tasks_prompt_once_however_many_responses_it_has() -> None:
+    # Its prompt goes on with 5 once, its responses with 9 twice: by frequency that is 2 of 3 places.
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 8, 8]
+    found = recording([("a", [*prompt, 1, 2, 3, 4, last], "0" * 10 + "1" * 5) for last in (5, 9, 9)])
     drafter = Rhyme("released", "frequency", None)
-    drafter.start(found, np.arange(1))
-    assert drafter.propose(ints(1, 2, 3, 4)).tolist() == []  # 1 stands six tokens before the response
+    drafter.start(found, np.arange(1, 3))
+    assert drafter.propose(ints(1, 2, 3, 4)).tolist() == [9]
+    assert drafter.num_bytes == 4 * (1 + 11 + 2 * 11)
+    two_tasks = recording([(task, [1, 2, 3], "001") for task in "abab"])
+    drafter.start(two_tasks, np.arange(4))
+    assert drafter.num_bytes == 4 * (1 + 2 * 3 + 4 * 4)
+    drafter.start(two_tasks, np.arange(0))
+    assert drafter.propose(ints(1, 2, 3, 4)).tolist() == []
 
 
 def test_max_draft_caps_every_window() -> None:

@@ -1,53 +1,26 @@
 """The whole of `treering bench draft` on small files: which rows there are, and what is refused."""
 
 import json
-from inspect import signature
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks import draft, draft_arctic
-from benchmarks.draft_equal import SAME_DRAFTS
 
+from tests.benchmarks.drafting import NUM_SAMPLES, RATES, costs_file, rival, rows_of, write
 from treering import Drafter
 from treering.data import AgentSpec, Trajectory, generate_trajectories, write_trajectories
 from treering.errors import InputError
 
-RATES = {"tokens_per_step", "drafted_per_step", "precision", "us_per_row", "us_per_row_p95", "bytes_per_token"}
 HISTORY_DRAFTERS = ["naive", "paper", "released", "treering", "treering_chain"]
-NUM_SAMPLES = 6
 ABLATION = ["treering_frequency", "treering_reward", "treering_recency"]
 
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_arctic, "is_installed", lambda: False)
-
-
-def write(folder: Path, *, epochs: int | None = None, rewards: bool = False) -> Path:
-    """Two tasks with six samples each (in each epoch) that resemble one another."""
-    generator = np.random.default_rng(0)
-    given = []
-    for task in ("a", "b"):
-        pattern = generator.integers(0, 500, 40).astype(np.int32)
-        for epoch in range(epochs or 1):
-            for sample in range(NUM_SAMPLES):
-                tokens = np.where(generator.random(40) < 0.1, generator.integers(0, 500, 40), pattern).astype(np.int32)
-                reward = float(sample) if rewards else None
-                mask = np.arange(40) >= 4
-                given.append(
-                    Trajectory(
-                        task_id=task, tokens=tokens, loss_mask=mask, reward=reward, epoch=epoch if epochs else None
-                    )
-                )
-    file = folder / "rollouts.jsonl.gz"
-    write_trajectories(file, given)
-    return file
-
-
-def rows_of(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["drafter"], row["history"]): row for row in report["drafters"]}
 
 
 def test_every_drafter_is_replayed_on_every_history_that_the_file_gives(tmp_path: Path) -> None:
@@ -85,21 +58,38 @@ def test_the_ablation_is_replayed_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_epochs_give_earlier_rollouts_and_the_control_of_ages(tmp_path: Path) -> None:
     report = draft.measure(file=write(tmp_path, epochs=4), drafters=["naive", "treering"])
     controls = [(row["drafter"], row["history"], row["control"]) for row in report["drafters"] if "control" in row]
-    assert controls == [("treering", "earlier", "true_age"), ("treering", "earlier", "shuffled_age")]
+    assert controls == [(f"treering_{name}", "earlier", name) for name in ("true_age", "shuffled_age")]
     assert ("naive", "earlier") in rows_of(report)
     assert report["environment"]["num_generations"] == 4
 
 
-def test_rewards_are_a_priority_where_all_are_known(tmp_path: Path) -> None:
+def test_rewards_are_the_papers_priority_where_all_are_known_and_frequency_stands_beside(tmp_path: Path) -> None:
     report = draft.measure(file=write(tmp_path, rewards=True), drafters=["paper"])
-    assert [row["config"]["priority"] for row in report["drafters"]] == ["reward", "frequency"] * 2
+    rows = [(row["drafter"], row.get("config")) for row in report["drafters"]]
+    assert rows == [("paper", {"priority": "reward"}), ("paper_frequency", None)] * 2
     report = draft.measure(file=write(tmp_path), drafters=["paper"])
-    assert [row["config"]["priority"] for row in report["drafters"]] == ["frequency"] * 2
+    rows = [(row["drafter"], row.get("config")) for row in report["drafters"]]
+    assert rows == [("paper", {"priority": "frequency"})] * 2
+
+
+def test_drafter_and_history_name_one_row_of_all_but_arctics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rival(monkeypatch, [(1.5, 9.0), (2.0, 3.0)])
+    told: list[float] = []
+    file, cost = write(tmp_path, epochs=4, rewards=True), costs_file(tmp_path, [1.0, 2.0])
+    report = draft.measure(file=file, cost=cost, on_progress=lambda words, done: told.append(done or 0.0))
+    found = [(row["drafter"], row["history"]) for row in report["drafters"] if row["drafter"] != "arctic"]
+    assert len(found) == len(set(found))
+    names = ["naive", "paper", "paper_frequency", "released", "treering", "treering_shipped", "treering_known_costs"]
+    names += ["treering_chain", "treering_chain_known_costs"]
+    earlier = [name for name, history in found if history == "earlier"]
+    assert earlier == [*names, "treering_true_age", "treering_shuffled_age"]
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert all(("learnt_bytes" in row) == row["drafter"].startswith("treering") for row in report["drafters"])
 
 
 def test_rows_have_a_predicted_speedup_where_costs_are_given(tmp_path: Path) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text('{"num_tokens": [1, 1000], "seconds": [1000.0, 1000.0]}')
+    costs = costs_file(tmp_path, [1000.0, 1000.0])
     report = draft.measure(file=write(tmp_path), drafters=["none", "naive"], cost=costs, batch=2)
     for row in report["drafters"]:
         # A pass costs the same whatever is in it, and so much that drafting is nothing.
@@ -108,8 +98,6 @@ def test_rows_have_a_predicted_speedup_where_costs_are_given(tmp_path: Path) -> 
 
 
 def test_with_costs_ours_is_replayed_once_more_knowing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = tmp_path / "costs.json"
-    costs.write_text('{"num_tokens": [1, 1000], "seconds": [1.0, 2.0]}')
     known: list[list[float]] = []
     sizes: list[int] = []
     use_costs, propose = Drafter.use_costs, Drafter.propose
@@ -119,10 +107,11 @@ def test_with_costs_ours_is_replayed_once_more_knowing_them(tmp_path: Path, monk
     monkeypatch.setattr(
         Drafter, "propose", lambda drafter, rows: sizes.append(len(rows.prompt_ids)) or propose(drafter, rows)
     )
+    costs = costs_file(tmp_path, [1.0, 2.0])
     report = draft.measure(file=write(tmp_path), drafters=["treering"], cost=costs, batch=1)
     for history in ("none", "siblings", "wrong_task"):
         rows = [row for row in report["drafters"] if row["history"] == history]
-        assert [row.get("config") for row in rows] == [None, {"costs": "known"}]
+        assert [row["drafter"] for row in rows] == ["treering", "treering_known_costs"]
     assert known == [[1.0, 2.0]] * 3
     assert sizes[0] == 2  # one sample of each task side by side
     assert sizes[-1] == 1
@@ -166,50 +155,26 @@ def test_arctics_rows_have_their_configurations(tmp_path: Path, monkeypatch: pyt
     assert report["notes"] == []
 
 
-def test_ours_is_replayed_once_more_at_the_drafts_of_the_best_rival(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(draft_arctic, "is_installed", lambda: True)
-    # The best one drafts neither the most nor the least; another one would be matched elsewhere.
-    rates = [(1.5, 9.0), (2.0, 3.0), (1.9, 1.0)]
+def test_what_takes_long_is_said_where_it_will_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    file = write(tmp_path)
+    draft.measure(file=file, drafters=["arctic", "naive"], on_note=said.append)
+    assert said == []
+    rival(monkeypatch, [(1.0, 1.0)])
+    draft.measure(file=file, drafters=["naive"], on_note=said.append)
+    assert said == []
+    draft.measure(file=file, drafters=["arctic"], on_note=said.append)
+    assert len(said) == 1
+    assert "a few minutes" in said[0]
 
-    def replay(*given: Any) -> list[dict[str, Any]]:
-        rows = [{"tokens_per_step": tokens, "drafted_per_step": drafted} for tokens, drafted in rates]
-        return [dict.fromkeys(RATES, 1.0) | row | {"config": {}} for row in rows]
 
-    tried: list[tuple[str, float, dict[str, Any]]] = []
-    measured, made = draft.replay_rows, draft.make_drafter
-    least = {"min_acceptance": 0.0}
-
-    def make(*given: Any, min_acceptance: float = -1.0) -> Drafter:
-        least["min_acceptance"] = min_acceptance
-        return made(*given, min_acceptance=min_acceptance if min_acceptance > 0 else None)
-
-    def watched(recording: Any, plan: Any, *given: Any) -> Any:
-        tally = measured(recording, plan, *given)
-        tried.append((plan.history, least["min_acceptance"], tally.row()))
-        return tally
-
-    monkeypatch.setattr(draft_arctic, "replay_arctic", replay)
-    monkeypatch.setattr(draft, "make_drafter", make)
-    monkeypatch.setattr(draft, "replay_rows", watched)
-    report = draft.measure(file=write(tmp_path), drafters=["arctic", "treering"])
-    for history in ("none", "siblings", "wrong_task"):
-        rows = [row for row in report["drafters"] if row["history"] == history]
-        assert [row["drafter"] for row in rows] == ["arctic"] * 3 + ["treering", SAME_DRAFTS]
-        row = rows[-1]
-        assert row["drafted_per_step"] <= 3.0
-        own = {least: one for name, least, one in tried if name == history}
-        assert len(own) > 3
-        assert row["tokens_per_step"] == max(
-            one["tokens_per_step"] for one in own.values() if one["drafted_per_step"] <= 3
-        )
-        default = signature(Drafter).parameters["min_acceptance"].default
-        told = row["config"]["min_acceptance"]
-        assert own[-1.0 if told == default else told]["drafted_per_step"] == row["drafted_per_step"]
-        assert [one.get("ratio_to_best_arctic") for one in rows[:3]] == [None] * 3
-        assert [one["ratio_to_best_arctic"] for one in rows[3:]] == [one["tokens_per_step"] / 2 for one in rows[3:]]
-    assert any(row["drafted_per_step"] > 3 for _, least, row in tried if least < 0)
+def test_lines_without_an_epoch_among_others_are_noted(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    given = [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32), epoch=epoch) for epoch in (0, 0, None, 1)]
+    write_trajectories(file, given)
+    report = draft.measure(file=file, drafters=["naive"])
+    assert {row["history"] for row in report["drafters"]} == {"none", "siblings"}
+    assert [note.split(", so")[0] for note in report["notes"]] == ["1 of 4 rollouts have no epoch"]
 
 
 def test_turns_of_an_agent_are_replayed_as_runs(tmp_path: Path) -> None:
@@ -222,16 +187,37 @@ def test_turns_of_an_agent_are_replayed_as_runs(tmp_path: Path) -> None:
     assert rows_of(report)["treering", "siblings"]["tokens_per_step"] > 1.0
 
 
-def test_bad_input_is_refused_in_words_before_anything_is_replayed(tmp_path: Path) -> None:
-    file = write(tmp_path)
+def test_bad_input_is_refused_in_words_before_anything_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft, "jobs", lambda *_: pytest.fail("replayed"))
+    file, bad = write(tmp_path), tmp_path / "costs.json"
+    bad.write_text('{"num_tokens": [1], "seconds": [Infinity]}')
     for options, words in (
         ({"drafters": ["naive", "best"]}, "--drafters are some of none, ngram.*got best"),
         ({"drafters": []}, "--drafters are some of"),
+        ({"drafters": ["arctic"]}, "got arctic alone.*`make peers` installs it"),
         ({"max_draft": 0}, "--max-draft must be at least 1, got 0"),
+        ({"max_draft": 65}, "--max-draft is at most 64 for treering, treering_chain, got 65"),
+        ({"max_draft": 100, "drafters": ["naive", "treering_recency"]}, "at most 64 for treering_recency, got 100"),
         ({"limit_tokens": -1}, "--limit-tokens must be at least 1, got -1"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
+        ({"match_drafts": 0.0}, "--match-drafts is a finite number of drafted tokens above 0, got 0.0"),
+        ({"match_drafts": -1.0}, "above 0, got -1.0"),
+        ({"match_drafts": math.nan}, "above 0, got nan: give a rival's drafted_per_step"),
+        ({"match_drafts": math.inf}, "above 0, got inf"),
+        ({"match_drafts": 3.0, "drafters": ["naive"]}, "--match-drafts is for treering, got --drafters naive"),
         ({"cost": tmp_path / "absent.json"}, "absent.json"),
+        ({"cost": bad}, "costs.json: seconds of a pass are finite"),
         ({"file": tmp_path / "absent.jsonl"}, "absent.jsonl"),
     ):
+        said: list[str] = []
         with pytest.raises(InputError, match=words):
-            draft.measure(**{"file": file} | options)
+            draft.measure(**{"file": file, "on_note": said.append} | options)
+        assert said == []
+
+
+def test_a_draft_may_be_as_long_as_ours_can_and_longer_where_ours_is_not_replayed(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    assert draft.measure(file=file, max_draft=64, drafters=["treering"])["environment"]["max_draft"] == 64
+    assert draft.measure(file=file, max_draft=100, drafters=["naive"])["environment"]["max_draft"] == 100

@@ -32,7 +32,15 @@ def test_files_that_are_no_costs_are_refused_with_their_name(tmp_path: Path) -> 
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"num_tokens": [1, 8], "seconds": [0.5, 1]}))
     assert (read_costs(file).num_tokens.tolist(), read_costs(file).seconds.tolist()) == ([1, 8], [0.5, 1.0])
-    for text in ("{", "[1]", '{"num_tokens": [1]}', '{"num_tokens": [1, 2], "seconds": ["a", 1]}'):
+    for text in (
+        "{",
+        "[1]",
+        "7",
+        '{"costs": 7}',
+        '{"costs": {"num_tokens": [1]}}',
+        '{"num_tokens": [1]}',
+        '{"num_tokens": [1, 2], "seconds": ["a", 1]}',
+    ):
         file.write_text(text)
         with pytest.raises(InputError, match=r"costs\.json.*the lists num_tokens and seconds"):
             read_costs(file)
@@ -45,3 +53,30 @@ def test_files_that_are_no_costs_are_refused_with_their_name(tmp_path: Path) -> 
         read_costs(file)
     with pytest.raises(InputError, match="absent"):
         read_costs(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("seconds", ["[0.5, Infinity]", "[0.5, NaN]", "[NaN, 0.5]", "[Infinity, Infinity]"])
+def test_seconds_that_are_no_numbers_are_refused_when_they_are_read(tmp_path: Path, seconds: str) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(f'{{"num_tokens": [1, 8], "seconds": {seconds}}}')
+    with pytest.raises(InputError, match=r"costs\.json: seconds of a pass are finite, got .*(inf|nan).*; measure"):
+        read_costs(file)
+
+
+def test_a_report_that_has_costs_is_read_as_they_are(tmp_path: Path) -> None:
+    curve = {"num_tokens": [1, 8], "seconds": [0.5, 1.0]}
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"speed": [], "costs": curve}))
+    found = read_costs(file)
+    assert {"num_tokens": found.num_tokens.tolist(), "seconds": found.seconds.tolist()} == curve
+    file.write_text(json.dumps({"speed": []}))
+    with pytest.raises(InputError, match=r"engine\.json.*by itself or under costs"):
+        read_costs(file)
+
+
+def test_the_two_points_of_the_readme_are_costs(tmp_path: Path) -> None:
+    text = Path(__file__).parents[2].joinpath("benchmarks", "README.md").read_text(encoding="utf-8")
+    file = tmp_path / "costs.json"
+    file.write_text(text.split("**Costs.**")[1].split("```json\n")[1].split("```")[0])
+    # 10 ms of a pass, and 0.1 ms of each token.
+    assert [seconds_at(read_costs(file), n) for n in (1, 51, 201)] == pytest.approx([0.0101, 0.0151, 0.0301])

@@ -131,15 +131,28 @@ def test_a_wrong_task_is_stored_under_the_rows_own_prompt() -> None:
     assert plan.prompts.tolist() == [0, 1, 0, 1]
 
 
-def test_bytes_are_those_of_store_and_drafter_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_store_and_drafter_at_the_end_without_what_was_learnt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # In the last wave of each epoch two rollouts are stored, and one: with responses of three tokens.
     found = recording([("a", [0, 1, 2, 3], "0111")] * 5, epochs=[0, 0, 0, 1, 1])
     plan = plans(found)["siblings"]
     stores: list[HistoryStore] = []
-    monkeypatch.setattr(Drafter, "num_bytes", 600)
+    learnt = sum(array.nbytes for array in Drafter(HistoryStore()).state().values())
+    assert learnt > 100_000
+    monkeypatch.setattr(Drafter, "num_bytes", learnt + 600)
     tally = replay_rows(found, plan, lambda store: stores.append(store) or Drafter(store), lambda done: None)
     assert len(stores) == 2
     assert tally.bytes_per_token == pytest.approx(sum(store.num_bytes + 600 for store in stores) / 9)
+    assert tally.row()["learnt_bytes"] == learnt
+
+
+def test_what_was_learnt_is_told_where_nothing_is_stored() -> None:
+    found = random_recording(4)
+    plan = plans(found)["none"]
+    tally = replay_rows(found, plan, partial(make_drafter, "treering", None, plan), lambda done: None)
+    assert tally.bytes_per_token == 0
+    assert tally.row()["learnt_bytes"] == sum(own.nbytes for own in Drafter(HistoryStore()).state().values())
 
 
 def test_what_was_learnt_goes_on_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +181,12 @@ def test_versions_and_rewards_of_the_sources_reach_the_store() -> None:
     assert sorted(index.text[index.text >= 0].tolist()) == [2, 4]
 
 
-def settings_of(monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, max_draft: int | None = None) -> dict[str, Any]:
+def settings_of(
+    monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, max_draft: int | None = None, **more: Any
+) -> dict[str, Any]:
     given: dict[str, Any] = {}
     monkeypatch.setattr(draft_ours, "Drafter", lambda store, **settings: given.update(settings))
-    make_drafter(name, max_draft, plan, HistoryStore())
+    make_drafter(name, max_draft, plan, HistoryStore(), **more)
     return given
 
 
@@ -185,6 +200,8 @@ def test_each_name_has_its_policy_and_shape(monkeypatch: pytest.MonkeyPatch) -> 
         "treering_recency": {"policy": "recency", "shape": "tree"},
     }
     assert settings_of(monkeypatch, "treering_chain", plan, 3)["max_draft"] == 3
+    changed = settings_of(monkeypatch, "treering_reward", plan, min_acceptance=0.25, shape="chain")
+    assert changed == {"policy": "reward", "shape": "chain", "min_acceptance": 0.25}
 
 
 def test_rollouts_of_other_prompts_are_seen_where_a_run_would_see_them(monkeypatch: pytest.MonkeyPatch) -> None:

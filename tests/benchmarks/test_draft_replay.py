@@ -83,13 +83,12 @@ def test_rates_are_per_step_and_bytes_per_token_of_history() -> None:
     assert tally.bytes_per_token == pytest.approx(20 / 3)
 
 
-def test_times_are_those_of_calls_with_many_rows_where_there_are_any() -> None:
+def test_every_row_counts_alike_with_its_share_of_its_call() -> None:
     tally = Tally()
-    for taken_us, num_rows in ((320.0, 32), (31.0, 1), (640.0, 64), (62.0, 31)):
+    # One by one, 31, 31 and 31 us; together, 3 us for each of 4 rows and 5 us for each of 2.
+    for taken_us, num_rows in ((31.0, 1), (12.0, 4), (31.0, 1), (10.0, 2), (31.0, 1)):
         tally.add_time(taken_us, num_rows)
-    assert tally.propose_us == [10.0, 31.0, 10.0, 2.0]
-    assert (tally.row()["us_per_row"], tally.row()["us_per_row_p95"]) == (10.0, 10.0)
-    few = Tally()
-    for taken_us in (1.0, 2.0, 3.0):
-        few.add_time(taken_us, 1)
-    assert few.row()["us_per_row"] == 2.0
+    assert tally.propose_us == [31.0, 3.0, 31.0, 5.0, 31.0]
+    assert tally.row()["us_per_row"] == 5.0
+    assert tally.row()["us_per_row_p95"] == 31.0
+    assert Tally().row()["us_per_row"] == 0.0

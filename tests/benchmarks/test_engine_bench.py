@@ -4,14 +4,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import benchmarks.engine
 import numpy as np
 import pytest
 import torch
 from benchmarks import engine_controls, engine_drafting, engine_flips, engine_speed
+from benchmarks.draft_costs import read_costs
 from benchmarks.engine_cases import SHAPE, Policy, build_model, random_prompts
 from benchmarks.engine_controls import measure_controls, paired_ratios
+from benchmarks.engine_costs import measure_costs
 from benchmarks.engine_drafting import DraftingSide, _name, measure_drafting, remember
 from benchmarks.engine_flips import compare, measure_flips
 from benchmarks.engine_generate import CACHES, generate
@@ -454,7 +458,8 @@ def test_the_report_is_json_with_all_three_parts_and_what_they_depend_on(monkeyp
     monkeypatch.setattr(benchmarks.engine, "measure_drafting", partial(measure_drafting, batch_sizes=(2, 8)))
     monkeypatch.setattr(benchmarks.engine, "measure_controls", partial(measure_controls, num_pairs=2))
     report = json.loads(json.dumps(benchmarks.engine.measure(num_runs=1), allow_nan=False))
-    assert set(report) == {"speed", "drafting", "controls", "flips", "environment"}
+    assert set(report) == {"speed", "drafting", "controls", "flips", "costs", "environment"}
+    assert report["costs"] == {"num_tokens": [1, 64], "seconds": [1.0, 1.1]}
     assert list(report["controls"]) == ["own", "another", "none", "creative"]
     assert report["controls"]["own"]["num_pairs"] == 2
     assert [result["batch_size"] for result in report["drafting"]] == [2, 8]
@@ -466,6 +471,28 @@ def test_the_report_is_json_with_all_three_parts_and_what_they_depend_on(monkeyp
     assert (facts["accuracy"], facts["warm_start_steps"], facts["num_prompts"], facts["group_size"]) == (0.25, 7, 3, 2)
     assert report["environment"]["speed"]["num_parameters"] == build_model().num_parameters()
     assert (threads, torch.get_num_threads()) == ([1], 3)
+
+
+def test_costs_are_those_of_a_full_batch_of_eight_on_the_threads_that_drafting_is_fastest_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drafting = [
+        SimpleNamespace(batch_size=size, drafting=SimpleNamespace(num_threads=size // 4)) for size in (4, 8, 16)
+    ]
+    seen: list[tuple[int, int]] = []
+
+    def measure(engine: TorchEngine) -> VerifyCosts:
+        seen.append((torch.get_num_threads(), len(engine.progress())))
+        return VerifyCosts(num_tokens=np.array([1, 8, 64]), seconds=np.array([0.5, 0.75, 2.0]))
+
+    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
+    policy = replace(tiny_policy(), group_size=4)
+    costs = measure_costs(policy, drafting)  # type: ignore[arg-type]
+    assert seen == [(2, 8)]
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"costs": costs}))
+    found = read_costs(file)
+    assert (found.num_tokens.tolist(), found.seconds.tolist()) == ([1, 8, 64], [0.5, 0.75, 2.0])
 
 
 def test_pairs_stand_next_to_each_other_and_change_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.draft
+import benchmarks.draft_arctic
 import benchmarks.engine
 import benchmarks.tree
+import numpy as np
 import pytest
 from benchmarks.tree_cases import star
 from rich.console import Console
 
 from treering.cli import bench, bench_progress
-from treering.errors import InputError, UnsupportedError
+from treering.data import Message, Trajectory, write_trajectories
+from treering.errors import InputError, TreeringError, UnsupportedError
 
 
 def test_the_command_prints_one_json_object_and_writes_the_same_to_a_file(
@@ -250,11 +253,11 @@ def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytes
     monkeypatch.setattr(benchmarks.draft, "measure", lambda **options: given.update(options) or draft_report())
     file = Path("rollouts.jsonl")
     bench.run(name="draft", json_output=True, out=None, file=file)
-    assert set(given) == {"on_progress", "file"}
+    assert set(given) == {"on_progress", "on_note", "file"}
     options: dict[str, Any] = {"tokenizer": Path("a"), "max_draft": 3, "siblings": "before", "cost": Path("c")}
-    options |= {"batch": 2, "file": file}
+    options |= {"batch": 2, "file": file, "match_drafts": 4.5}
     bench.run(name="draft", json_output=True, out=None, drafters="naive, treering", limit_tokens=0, **options)
-    del given["on_progress"]
+    del given["on_progress"], given["on_note"]
     assert given == options | {"drafters": ["naive", "treering"], "limit_tokens": None}
     with pytest.raises(InputError, match="got no file: name a trajectory file"):
         bench.run(name="draft", json_output=True, out=None)
@@ -263,7 +266,49 @@ def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytes
             bench.run(name="draft", json_output=True, out=None, file=file, **option)  # type: ignore[arg-type]
     monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: pytest.fail("measured"))
     others = {"file": file, "drafters": "naive", "max_draft": 3, "limit_tokens": 0, "siblings": "before", "batch": 2}
+    others |= {"match_drafts": 4.5}
     for name, value in others.items():
         words = "FILE" if name == "file" else f"--{name.replace('_', '-')}"
         with pytest.raises(InputError, match=f"{words} belongs to `treering bench draft`"):
             bench.run(name="engine", json_output=True, out=None, **{name: value})
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_bad_input_of_the_draft_benchmark_is_refused_with_nothing_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_installed: bool
+) -> None:
+    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: is_installed)
+    file, messages, costs = (tmp_path / name for name in ("rollouts.jsonl", "messages.jsonl", "costs.json"))
+    write_trajectories(file, [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32))])
+    write_trajectories(messages, [Trajectory(task_id="a", messages=(Message(role="assistant", content="x"),))])
+    costs.write_text('{"num_tokens": [1], "seconds": [NaN]}')
+    for options, words in (
+        ({"file": tmp_path / "absent.jsonl"}, "absent.jsonl"),
+        ({"file": messages}, "--tokenizer"),
+        ({"file": messages, "tokenizer": tmp_path / "none"}, "none"),
+        ({"drafters": "arctic,best"}, "got best"),
+        ({"max_draft": 65}, "at most 64"),
+        ({"match_drafts": float("nan")}, "got nan"),
+        ({"cost": costs}, "seconds of a pass are finite"),
+    ):
+        given: dict[str, Any] = {"file": file} | options
+        with pytest.raises(TreeringError, match=words):
+            bench.run(name="draft", json_output=True, out=None, **given)
+        assert capsys.readouterr() == ("", "")
+
+
+def test_the_draft_benchmark_announces_the_wait_for_arctic_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    write_trajectories(file, [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32))])
+    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: False)
+    bench.run(name="draft", json_output=True, out=None, file=file, drafters="naive")
+    assert capsys.readouterr().err == ""
+    with pytest.raises(InputError, match="got arctic alone"):
+        bench.run(name="draft", json_output=True, out=None, file=file, drafters="arctic")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: True)
+    monkeypatch.setattr(benchmarks.draft_arctic, "replay_arctic", lambda *_: [])
+    bench.run(name="draft", json_output=True, out=None, file=file, drafters="arctic")
+    assert capsys.readouterr().err.splitlines() == [benchmarks.draft.LONG]

@@ -17,7 +17,7 @@ from treering.errors import ConfigError, InputError, StateError, UnsupportedErro
 
 SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench", "simulate"}
 NO_BENCH_OPTIONS = {"only": None, "full": False, "tokenizer": None, "file": None, "drafters": None} | dict.fromkeys(
-    ["max_draft", "limit_tokens", "siblings", "cost", "batch"]
+    ["max_draft", "limit_tokens", "siblings", "cost", "batch", "match_drafts"]
 )
 
 
@@ -96,6 +96,12 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             {"name": "draft", "json_output": False, "out": None, "runs": None}
             | NO_BENCH_OPTIONS
             | {"file": Path("a"), "limit_tokens": 0, "siblings": "before", "cost": Path("c"), "batch": 4},
+        ),
+        (
+            ["bench", "draft", "a", "--match-drafts", "8.5"],
+            {"name": "draft", "json_output": False, "out": None, "runs": None}
+            | NO_BENCH_OPTIONS
+            | {"file": Path("a"), "match_drafts": 8.5},
         ),
         (
             ["simulate"],

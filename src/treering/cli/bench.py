@@ -6,6 +6,7 @@ installed package does not contain; how a report looks is known to the file of i
 
 import json
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,7 @@ _OWNERS: dict[str, tuple[Name, ...]] = {
     "--siblings": ("draft",),
     "--cost": ("draft",),
     "--batch": ("draft",),
+    "--match-drafts": ("draft",),
 }
 """What takes each option that not all take."""
 
@@ -58,6 +60,7 @@ def run(
     siblings: Literal["before", "others"] | None = None,
     cost: Path | None = None,
     batch: int | None = None,
+    match_drafts: float | None = None,
 ) -> None:
     """Measures and prints one benchmark as JSON or as tables, and writes the JSON to `out` too.
 
@@ -76,6 +79,7 @@ def run(
         siblings: draft: whether a sample sees those of its task that ran before it, or all others.
         cost: draft: file of what passes cost.
         batch: draft: rows that the speedup is predicted for.
+        match_drafts: draft: drafted tokens per step that `treering` may have; None is what Arctic's best row has.
 
     Raises:
         InputError: an option of another benchmark, `runs` below one, an `out` whose folder does not exist, or what the
@@ -87,10 +91,11 @@ def run(
         name,
         {"FILE": file, "--runs": runs, "--only": only, "--full": full, "--tokenizer": tokenizer, "--cost": cost}
         | {"--drafters": drafters, "--max-draft": max_draft, "--limit-tokens": limit_tokens, "--siblings": siblings}
-        | {"--batch": batch},
+        | {"--batch": batch, "--match-drafts": match_drafts},
     )
     given: dict[str, Any] = {"num_runs": runs, "only": _names(only), "tokenizer": tokenizer, "file": file}
     given |= {"drafters": _names(drafters), "max_draft": max_draft, "siblings": siblings, "cost": cost, "batch": batch}
+    given |= {"match_drafts": match_drafts}
     options = {option: value for option, value in given.items() if value is not None}
     options |= {"sample_tokens": None} if full else {}
     options |= {} if limit_tokens is None else {"limit_tokens": limit_tokens or None}
@@ -100,7 +105,9 @@ def run(
 def _measure(name: Name, options: dict[str, Any], json_output: bool, out: Path | None) -> None:
     view, benchmark = _VIEWS[name], load_benchmark(name)
     console = Console(stderr=True)
-    if view.NOTE:
+    if view.NOTE is None:
+        options = options | {"on_note": partial(console.print, soft_wrap=True)}
+    else:
         console.print(view.NOTE, soft_wrap=True)
     with BenchProgress(console) as progress:
         report = benchmark.measure(on_progress=progress.tell, **options)

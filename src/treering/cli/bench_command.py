@@ -60,10 +60,20 @@ def bench(
     ] = None,
     cost: Annotated[
         Path | None,
-        typer.Option(metavar="CURVE", help="draft: JSON of num_tokens and seconds of a pass, to predict speedups by."),
+        typer.Option(
+            metavar="CURVE",
+            help="draft: JSON of num_tokens and seconds of a pass, or what `bench engine --out` wrote, to predict "
+            "speedups by.",
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="draft: rows that speedups are predicted for; 8.")
+    ] = None,
+    match_drafts: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", help="draft: treering drafts at most N tokens a step, in place of what Arctic's best row does."
+        ),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -88,4 +98,5 @@ def bench(
         siblings=siblings,
         cost=cost,
         batch=batch,
+        match_drafts=match_drafts,
     )

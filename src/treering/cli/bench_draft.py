@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
-"""Said before it is measured."""
+NOTE = None
+"""The benchmark says by itself what takes long, once it has accepted its input."""
 
 
 def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
