@@ -31,7 +31,8 @@ from treering.errors import InputError, TreeringError
 from treering.history.settings import Shape
 
 FREQUENCY, REWARD = "treering_frequency", "treering_reward"
-POLICIES = (FREQUENCY, REWARD, "treering_recency", "treering")
+POLICIES = {FREQUENCY: "frequency", REWARD: "reward", "treering_recency": "recency", "treering": "calibrated"}
+"""Drafters in their order, each with the policy that it has."""
 SHAPES: tuple[Shape, ...] = ("tree", "chain")
 RATES = ("tokens_per_step", "drafted_per_step", "precision")
 LIMIT_TOKENS = 60_000
@@ -149,18 +150,19 @@ def _notes(case: Case, rows: Sequence[Row]) -> list[str]:
 
 def table(name: str, rows: Sequence[Row]) -> Table:
     """A recording's variants, a line each: as shipped, then at equal drafts."""
-    found = Table(title=name, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    found.add_column("drafter", no_wrap=True)
-    for column in ("shape", "per step", "drafted", "right", "equal: per step", "drafted", "right", "ratio"):
+    found = Table(title=name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    found.add_column("policy", no_wrap=True)
+    found.add_column("shape", no_wrap=True)
+    for column in ("per step", "drafted", "at equal drafts", "drafted", "ratio"):
         found.add_column(column, justify="right", no_wrap=True)
     for (drafter, shape), given in groupby(rows, key=lambda row: (row["drafter"], row["shape"])):
-        found.add_row(drafter, shape, *(cell for row in given for cell in _cells(row)))
+        found.add_row(POLICIES[drafter], shape, *(cell for row in given for cell in _cells(row)))
     return found
 
 
 def _cells(row: Row) -> list[str]:
     ratio = [f"{row['ratio_to_frequency']:.3f}"] if "ratio_to_frequency" in row else []
-    return [f"{row['tokens_per_step']:.2f}", f"{row['drafted_per_step']:.2f}", f"{row['precision']:.0%}", *ratio]
+    return [f"{row['tokens_per_step']:.2f}", f"{row['drafted_per_step']:.2f}", *ratio]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

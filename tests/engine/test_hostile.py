@@ -215,7 +215,7 @@ def test_settings_of_another_kind_are_refused_by_name(model: PreTrainedModel) ->
     assert request_of("q", 3, stop_tokens=[2]).sampling == request_of("q", 3, stop_tokens=(2,)).sampling
     prompt = np.array([1, 2], np.int32)
     for change in (
-        {"prompt": [1, 2]},
+        {"prompt": [1, 2.5]},
         {"prompt": np.array([1.0])},
         {"prompt": np.array([-1])},
         {"prompt": prompt[None]},

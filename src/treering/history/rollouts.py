@@ -107,7 +107,9 @@ def _as_rewards(prompt_id: PromptId, num_rollouts: int, rewards: Sequence[float]
     try:
         given = np.asarray(rewards)
     except ValueError as error:
-        raise InputError(f"a rollout has one reward, got {rewards!r} for {prompt_id!r}; give one number each") from error
+        raise InputError(
+            f"a rollout has one reward, got {rewards!r} for {prompt_id!r}; give one number each"
+        ) from error
     if given.shape != (num_rollouts,) or (given.size and given.dtype.kind not in "iuf"):
         raise InputError(
             f"rewards are one number for each of the {num_rollouts} rollouts of {prompt_id!r}, got {given.dtype} of "
