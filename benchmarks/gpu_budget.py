@@ -40,7 +40,7 @@ class Budget:
 class PartReport:
     """The cases, skipped cases and errors of one part, kept on file while they grow.
 
-    A case starts only where the median of the finished ones would still fit: the first ones are those that matter most.
+    A case starts only where what it is expected to take would still fit: the first ones are those that matter most.
     """
 
     def __init__(
@@ -61,21 +61,32 @@ class PartReport:
         self._budget_s, self._start = budget_s, clock()
         self._durations: list[float] = []
 
-    def run(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
-        """Measures a case, if it fits, and writes the report; None where it was skipped or failed."""
+    def run(self, case: str, measure: Callable[[], Cell], *, expected_s: float | None = None) -> Cell | None:
+        """Measures a case, if it fits, and writes the report; None where it was skipped or failed.
+
+        Args:
+            case: its name.
+            measure: gives what it found.
+            expected_s: seconds that it takes, about; None for the median of the finished cases that were given none.
+        """
         left = self._budget_s - (self._clock() - self._start)
-        expected = statistics.median(self._durations) if self._durations else 0.0
+        expected = self._median_s() if expected_s is None else expected_s
         if left <= expected:
             room = f"{max(left, 0.0):.0f} s left of {self._budget_s:.0f} s"
             self.skip(case, f"{room}, a case takes about {expected:.0f} s")
             return None
         began = self._clock()
         found = self._measured(case, measure)
-        self._durations.append(self._clock() - began)
+        took = self._clock() - began
+        if expected_s is None:
+            self._durations.append(took)
         if found is not None:
-            self.cases.append({"case": case, **found, "case_s": self._durations[-1]})
+            self.cases.append({"case": case, **found, "case_s": took})
         self.write()
         return found
+
+    def _median_s(self) -> float:
+        return statistics.median(self._durations) if self._durations else 0.0
 
     def note(self, **facts: Any) -> None:
         """Adds to what the figures depend on."""

@@ -27,7 +27,6 @@ from treering.engine.decoder import TokenBatch
 from treering.engine.request import Request
 from treering.engine.torch_engine import TorchEngine
 from treering.engine.weights import read_weights
-from treering.history.draft import Drafter
 from treering.model.families import find_parts
 from treering.types import PromptId, TokenIds
 
@@ -41,13 +40,13 @@ NUM_RUNS = 3
 
 
 def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str, watch: Stopwatch) -> None:
-    """All cases of all plans into a report, each model's passes and rollouts before anything is compiled to compare."""
+    """All cases of all plans into a report, of each its passes and rollouts before what is compiled to compare."""
     found = report.run("memory", lambda: {"kind": "memory", "bytes_per_s": copy_rate(device, watch)})
     rate = None if found is None else float(found["bytes_per_s"])
     for plan in plans:
         free = free_bytes(device)
         if free is not None and plan.needed_bytes > free:
-            report.skip(plan.shape.name, f"it takes {plan.needed_bytes:,} bytes, {free:,} are free")
+            report.skip(plan.name, f"it takes {plan.needed_bytes:,} bytes, {free:,} are free")
             continue
         _measure_plan(report, plan, device, watch, rate)
 
@@ -61,18 +60,16 @@ def _measure_plan(report: PartReport, plan: EnginePlan, device: str, watch: Stop
             models.append(build(plan, device))
         return models[0]
 
-    def run(case: str, measure: Callable[[], Cell]) -> None:
-        report.run(f"{plan.shape.name} {case}", measure)
-        # Two engines of the large model fill a device, so those of one case must be gone before the next.
+    def run(case: str, measure: Callable[[], Cell], expected_s: float | None = None) -> None:
+        report.run(f"{plan.shape.name} {case}", measure, expected_s=expected_s)
+        # What a case leaves in cycles is gone before the next one needs its room.
         gc.collect()
 
-    for verified, rolled in zip(plan.verify_batches, plan.rollout_batches, strict=True):
-        run(f"verify {verified}", lambda b=verified: measure_verify(model(), plan, b, watch, rate))
-        run(f"rollouts {rolled}", lambda b=rolled: measure_rollouts(model(), plan, b, rate))
+    for batch in plan.batches:
+        run(f"verify {batch}", lambda b=batch: measure_verify(model(), plan, b, watch, rate))
+        run(f"rollouts {batch}", lambda b=batch: measure_rollouts(model(), plan, b, rate))
     for batch in plan.generate_batches:
-        run(f"generate {batch}", lambda b=batch: measure_generate(model(), plan, b))
-    if device == "cuda":
-        torch._dynamo.reset()
+        run(f"generate {batch}", lambda b=batch: measure_generate(model(), plan, b), plan.generate_s)
 
 
 def copy_rate(device: str, watch: Stopwatch) -> float:
@@ -98,11 +95,21 @@ def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: 
         "backend": machinery.name,
         "batch": batch,
         "context": plan.num_prompt,
+        "products": products_of(machinery),
         "seconds": seconds,
         "relative": {count: value / first for count, value in seconds.items()},
         "floor_s": floor,
         "over_floor": None if floor is None else first / floor,
     }
+
+
+def products_of(machinery: Machinery) -> dict[str, dict[str, str]]:
+    """Which kernel computes the product with each matrix, by tokens of a pass; nothing where no passes are captured.
+
+    Example: {"16": {"qkv": "32 columns", "head": "torch", ...}}.
+    """
+    products = getattr(machinery.decoder, "products", None)
+    return {} if products is None else {str(num_tokens): chosen for num_tokens, chosen in products.chosen.items()}
 
 
 def rows_of_tokens(machinery: Machinery, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
@@ -134,11 +141,12 @@ def rows_of_tokens(machinery: Machinery, batch: int, context: int, tokens_per_ro
 def measure_rollouts(model: PreTrainedModel, plan: EnginePlan, batch: int, rate: float | None) -> Cell:
     """Rollouts of a batch: plain, then with drafts of every acceptance; a step's seconds against the memory floor."""
     requests = requests_of(plan, batch)
-    engine = _engine(model, plan, batch, None)
+    num_slots, max_prefill = plan.num_slots_of(batch), plan.max_prefill(batch)
+    engine = TorchEngine(model, max_batch=batch, max_tokens=num_slots, max_prefill=max_prefill)
     plain_s, step_s, recordings = timed_rollouts(engine, requests)
     drafter = ReplayDrafter(recordings, num_drafted=plan.num_drafted, vocab_size=plan.shape.vocab_size)
-    drafting = _engine(model, plan, batch, drafter)
-    ways = [_drafted(drafting, drafter, requests, acceptance, plain_s) for acceptance in plan.acceptances]
+    engine.use_drafter(drafter)
+    ways = [_drafted(engine, drafter, requests, acceptance, plain_s) for acceptance in plan.acceptances]
     floor = None if rate is None else plan.floor_bytes(batch, plan.num_prompt + plan.num_new // 2) / rate
     return {
         "kind": "rollouts",
@@ -202,13 +210,8 @@ def measure_generate(model: PreTrainedModel, plan: EnginePlan, batch: int) -> Ce
         "kind": "generate",
         "model": plan.shape.name,
         "batch": batch,
-        "step_s": seconds_per_token(model, batch, plan.num_prompt, plan.num_new),
+        "step_s": seconds_per_token(model, batch, plan.num_prompt, plan.num_generated),
     }
-
-
-def _engine(model: PreTrainedModel, plan: EnginePlan, batch: int, drafter: Drafter | None) -> TorchEngine:
-    num_slots = batch * (plan.num_prompt + plan.num_new + 32)
-    return TorchEngine(model, drafter, max_batch=batch, max_tokens=num_slots, max_prefill=4096, costs="none")
 
 
 def compared_with_generate(cases: Sequence[Cell]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from treering.history.costs import VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.records import DraftRows, Drafts
 from treering.history.store import HistoryStore
@@ -51,6 +52,15 @@ class ReplayDrafter(Drafter):
             "cells": np.zeros(tokens.size, np.int32),
         }
         return Drafts(**{field.name: columns[field.name] for field in fields(Drafts)})
+
+    @property
+    def costs(self) -> VerifyCosts:
+        """The same for every pass, so that no engine measures what they take."""
+        return VerifyCosts(num_tokens=np.ones(1, np.int64), seconds=np.ones(1))
+
+    def rests(self) -> bool:
+        """Never: every step drafts."""
+        return False
 
     def observe(self, rows: DraftRows, accepted: Any, ended: Any = None, leaves: Any = None) -> None:
         """Learns nothing."""

@@ -28,8 +28,11 @@ class _Times:
 def seconds_per_token(model: PreTrainedModel, batch: int, num_prompt: int, num_new: int) -> float:
     """Median seconds from one token of all rows to the next, greedy, in a second call; the first one compiles.
 
+    It compiles for these rows alone: kernels of another call would be compiled again for any number of them.
+
     Example: 3 new tokens have 2 steps between them, the median of which is their mean.
     """
+    forget_compiled(model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (batch, num_prompt), generator=generator).to(model.device)
     for _ in range(2):
@@ -44,6 +47,13 @@ def seconds_per_token(model: PreTrainedModel, batch: int, num_prompt: int, num_n
             pad_token_id=0,
             streamer=times,
         )
+    forget_compiled(model)
     # The prompt is put first, and the first token comes with the prompt's own pass.
     steps = [later - earlier for earlier, later in zip(times.at[1:], times.at[2:], strict=False)]
     return statistics.median(steps)
+
+
+def forget_compiled(model: PreTrainedModel) -> None:
+    """Drops what torch has compiled, and the compiled call that transformers keeps in the model."""
+    vars(model).pop("_compiled_call", None)
+    torch._dynamo.reset()

@@ -1,7 +1,6 @@
 """The device benchmark: its code runs without a device, keeps to its budget, and calls no CPU figure a measurement."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,10 @@ from benchmarks.gpu_exactness import measure_case
 from benchmarks.tree_cases import star
 from benchmarks.tree_steps import BASELINES
 
+from tests.benchmarks.clocks import Clock
 from treering.errors import ConfigError, UnsupportedError
 
 SMALL = star(prompt=9, response=4, group=3)
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, seconds: float) -> Callable[[], dict[str, Any]]:
-        def measure() -> dict[str, Any]:
-            self.now += seconds
-            return {"took": seconds}
-
-        return measure
 
 
 def part(budget_s: float, clock: Clock, file: Path | None = None) -> PartReport:
@@ -80,6 +63,30 @@ def test_a_part_without_any_time_runs_nothing() -> None:
     assert [skipped["case"] for skipped in report.skipped] == ["a"]
 
 
+def test_a_case_that_is_known_to_take_long_starts_only_where_it_fits_and_says_nothing_of_the_others() -> None:
+    clock = Clock()
+    report = part(100, clock)
+    report.run("short", clock.taking(5))
+    report.run("long", clock.taking(60), expected_s=60)
+    # 35 s are left: too few for another long one, and enough for one of 5 s.
+    report.run("longer", clock.taking(60), expected_s=60)
+    report.run("short again", clock.taking(5))
+    assert [case["case"] for case in report.cases] == ["short", "long", "short again"]
+    assert report.skipped == [{"case": "longer", "reason": "35 s left of 100 s, a case takes about 60 s"}]
+
+
+def test_the_last_part_of_a_run_has_all_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part_name in gpu.PARTS:
+        monkeypatch.setitem(gpu.MEASURE, part_name, lambda *_: None)
+        monkeypatch.setitem(gpu.TABLES, part_name, lambda _: None)
+    for parts in (["engine"], ["exactness", "engine"]):
+        gpu.run(gpu.Settings(device="cpu", size="tiny", parts=parts, budget_s=1000.0, data=tmp_path))
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == "engine: at most about 1000 s"
+
+
 def test_every_case_is_on_file_at_once_and_an_error_loses_none(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "part.json"
 
@@ -124,7 +131,7 @@ def test_figures_of_a_cpu_do_not_go_where_devices_figures_are() -> None:
 def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(tmp_path: Path) -> None:
     settings = gpu.Settings(device="cpu", size="tiny", backends=["segments"], data=tmp_path, out=tmp_path)
     reports = gpu.run(settings)
-    assert [*reports] == ["exactness", "attention", "engine", "model"]
+    assert [*reports] == ["exactness", "engine", "attention", "model"]
     for name, report in reports.items():
         assert json.loads((tmp_path / gpu.FILES[name]).read_text()) == json.loads(json.dumps(report))
         assert report["cases"]

@@ -5,12 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from benchmarks import gpu_engine
-from benchmarks.gpu_budget import PartReport
+from benchmarks.gpu import SHARES
+from benchmarks.gpu_budget import Budget, PartReport
 from benchmarks.gpu_clock import Stopwatch
 from benchmarks.gpu_engine_cases import build, full_plans, requests_of, tiny_plans
 from benchmarks.gpu_engine_drafts import ReplayDrafter
+from benchmarks.gpu_engine_generate import forget_compiled, seconds_per_token
 
+from tests.benchmarks.clocks import Clock
 from treering.engine.backends import make_machinery
 from treering.engine.torch_engine import TorchEngine
 from treering.engine.weights import read_weights
@@ -37,7 +41,7 @@ def rows_of(tokens: list[int], num_prompt: int, max_drafts: int) -> DraftRows:
 
 
 def test_the_floor_is_weights_keys_and_values_read_once() -> None:
-    large, small = full_plans()
+    large, small, *_ = full_plans()
     assert large.weight_bytes == 2 * 7_568_097_280
     # Keys and values of 36 layers with 8 heads of 128.
     assert large.slot_bytes == 2 * 36 * 8 * 128 * 2
@@ -45,13 +49,69 @@ def test_the_floor_is_weights_keys_and_values_read_once() -> None:
     assert small.slot_bytes == 2 * 28 * 8 * 128 * 2
 
 
-def test_the_full_plans_measure_what_the_goals_are_about() -> None:
+def test_what_the_goals_are_about_comes_first_then_other_batches() -> None:
+    plans = full_plans()
+    names = ["qwen3-8b", "qwen3-1.7b"]
+    assert [*gpu_engine.GOALS["over_floor"]] == names
+    assert [plan.shape.name for plan in plans] == names + names
+    assert [({*plan.batches}, {*plan.generate_batches}) for plan in plans[:2]] == 2 * [({1, 16}, {1, 16})]
+    assert [({*plan.batches}, {*plan.generate_batches}) for plan in plans[2:]] == 2 * [({128, 4, 64}, set())]
+    # Captured passes hold 1,024 tokens, and drafts of the largest batch fill them.
+    assert max(max(plan.batches) * (1 + plan.num_drafted) for plan in plans) == 1024
+
+
+def test_with_290_seconds_left_the_engine_measures_all_that_the_goals_are_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    seconds = {
+        "measure_verify": {"qwen3-8b": 18, "qwen3-1.7b": 7},
+        "measure_rollouts": {"qwen3-8b": 12, "qwen3-1.7b": 5},
+    }
+    for name, by_model in seconds.items():
+        monkeypatch.setattr(gpu_engine, name, lambda model, plan, *_, by=by_model: clock.taking(by[plan.shape.name])())
+    monkeypatch.setattr(gpu_engine, "measure_generate", lambda _, plan, batch: clock.taking(plan.generate_s)())
+    monkeypatch.setattr(gpu_engine, "copy_rate", lambda *_: 1e12)
+    monkeypatch.setattr(gpu_engine, "build", lambda plan, device: None)
+    budget = Budget(290, clock)
+    clock.now += budget.share_s(SHARES["exactness"])
+    found = PartReport("engine", budget.share_s(SHARES["engine"]), environment={}, clock=clock)
+    gpu_engine.measure_engine(found, full_plans(), "cpu", ONCE)
+    wanted = [f"{kind} {batch}" for batch in (1, 16) for kind in ("verify", "rollouts")] + ["generate 16", "generate 1"]
+    named = [f"{model} {case}" for model in ("qwen3-8b", "qwen3-1.7b") for case in wanted]
+    assert [case["case"] for case in found.cases][: 1 + len(named)] == ["memory", *named]
+
+
+def test_room_is_what_the_passes_of_an_engine_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    buffers = pytest.importorskip("treering.engine.cuda.buffers")
+    monkeypatch.setattr(buffers, "num_processors", lambda device: 132)
+    weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
+    for num_tokens in (1, 16, 64):
+        room = buffers.Buffers(weights, num_tokens=num_tokens)
+        held = [*room._tensors, room._parts, room._lse]
+        sizes = {"num_tokens": num_tokens, "num_processors": 132}
+        assert buffers.room_bytes(PLAN.shape, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
+        assert buffers.room_bytes(weights.sizes, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
+
+
+def test_a_plan_needs_model_snapshot_keys_values_activations_and_logits() -> None:
+    pytest.importorskip("triton")
+    large = full_plans()[0]
+    # Twice the model with its embedding, and rows of 512 + 64 + 32 tokens.
+    held = 2 * (large.weight_bytes + 2 * 4096 * 151_936) + 16 * 608 * large.slot_bytes
+    # One number less than twice as many tokens as the largest pass, each of 29 widths of 2,048.
+    activations = (2 * 4096 - 1) * 29 * 2048 * 2
+    logits = 2 * 16 * 16 * 151_936 * 2
+    assert held + activations + logits < large.needed_bytes < held + activations + logits + 1e9
+    tied = full_plans()[1]
+    assert tied.needed_bytes + 2 * 2048 * 151_936 == replace(tied, is_tied=False).needed_bytes
+
+
+def test_passes_with_prompts_have_as_many_tokens_as_there_is_room_for() -> None:
     for plan in full_plans():
-        assert plan.shape.name in gpu_engine.GOALS["over_floor"]
-        assert {1, 16, 128} <= {*plan.verify_batches} == {*plan.rollout_batches}
-        assert {1, 16} <= {*plan.generate_batches}
-        # Captured passes hold 1,024 tokens, and drafts of the largest batch fill them.
-        assert max(plan.rollout_batches) * (1 + plan.num_drafted) <= 1024
+        for batch in plan.batches:
+            assert plan.max_prefill(batch) + batch * (1 + plan.num_drafted) == 4096
 
 
 def test_replayed_drafts_are_the_recording_where_the_rollout_stands() -> None:
@@ -86,6 +146,18 @@ def test_a_pass_for_timing_is_one_that_an_engine_makes() -> None:
     assert machinery.decoder.run(batch).shape == (6, PLAN.shape.vocab_size)
 
 
+def test_the_kernels_of_products_are_told_by_tokens_of_a_pass_where_passes_are_captured() -> None:
+    pytest.importorskip("triton")
+    if not pytest.importorskip("treering.attention.triton.ops").INTERPRETED:
+        pytest.skip("the kernels are compiled here")
+    weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
+    assert gpu_engine.products_of(make_machinery(weights, 100, "plain")) == {}
+    machinery = make_machinery(weights, 100, "cuda")
+    machinery.decoder.run(gpu_engine.rows_of_tokens(machinery, 3, 4, 1))
+    by_torch = dict.fromkeys(("qkv", "out", "gate_up", "down", "head"), "torch")
+    assert gpu_engine.products_of(machinery) == {"4": by_torch}
+
+
 def test_every_case_is_measured_and_acceptance_is_what_it_is_set_to() -> None:
     found = report()
     gpu_engine.measure_engine(found, [PLAN], "cpu", ONCE)
@@ -109,7 +181,7 @@ def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_engine, "free_bytes", lambda device: PLAN.needed_bytes - 1)
     gpu_engine.measure_engine(found, [PLAN], "cpu", ONCE)
     assert [case["kind"] for case in found.cases] == ["memory"]
-    assert [skipped["case"] for skipped in found.skipped] == ["tiny"]
+    assert [skipped["case"] for skipped in found.skipped] == ["tiny 2"]
 
 
 def test_without_the_rate_of_memory_there_is_no_floor() -> None:
@@ -133,3 +205,24 @@ def test_generate_is_compared_with_our_plain_step_of_the_same_rows() -> None:
         {"kind": "memory"},
     ]
     assert gpu_engine.compared_with_generate(cases) == {"m 1": pytest.approx(0.8)}
+
+
+def test_nothing_that_was_compiled_for_other_rows_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(PLAN, "cpu")
+    resets: list[object] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(model.__dict__.get("_compiled_call")))
+    model._compiled_call = lambda: None
+    kept: list[bool] = []
+    generate = model.generate
+
+    def noting(*args: Any, **options: Any) -> Any:
+        kept.append(hasattr(model, "_compiled_call"))
+        return generate(*args, **options)
+
+    monkeypatch.setattr(model, "generate", noting)
+    assert seconds_per_token(model, 2, 3, 3) > 0
+    assert kept == [False, False]
+    # Before the first call and behind the last one, and each time with no compiled call left.
+    assert resets == [None, None]
+    # Where nothing was compiled nothing happens.
+    forget_compiled(model)

@@ -7,12 +7,16 @@ python -m tests.engine.compiled_cuda_kernels
 import json
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from treering.engine.cuda.attend import LOG2_E, add_parts_kernel, attend_kernel
+from tests.engine.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
+from treering.engine.cuda.attend import LOG2_E, attend_kernel, num_stages
 from treering.engine.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
+from treering.engine.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
+from treering.engine.cuda.parts import add_parts_kernel
 from treering.engine.cuda.race import finish_kernel, race_kernel
 from treering.engine.cuda.verify import walk_kernel
 from treering.engine.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
@@ -32,13 +36,20 @@ RACE = {
 }  # fmt: skip
 
 
-def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, **other: str) -> Any:
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, stages: int = 2, **other: str
+) -> Any:
     types = {name: _type_of(name, dtype, constants, other) for name in kernel.arg_names}
     aligned = {
-        (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name.endswith("_ptr")
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name.endswith("_ptr") or name in ("num_slots", "num_columns", "depth")
     }
     source = ASTSource(kernel, types, constants, aligned)
-    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": 2})
+    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": stages})
 
 
 def _type_of(name: str, dtype: str, constants: dict[str, Any], other: dict[str, str]) -> str:
@@ -52,14 +63,36 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any], other: dict[str, 
     return "*" + next((kind for names, kind in kinds if name in names), dtype)
 
 
+def compile_attention(dtype: str) -> None:
+    for rows in (16, 64):
+        for head_size in (64, 128):
+            tile = {
+                "ROWS": rows,
+                "KEY_TILE": 32 if dtype == "fp32" else 64,
+                "HEAD_SIZE": head_size,
+                "PADDED": head_size,
+            }
+            stages, cache = num_stages(rows, DTYPES[dtype]), {"keys_ptr": f"*{dtype}"}
+            for whole in (False, True):
+                constants = {**ATTEND, **tile, "FACTOR": LOG2_E / 11.3, "WHOLE": whole}
+                report("attend", dtype, compile_kernel(attend_kernel, dtype, constants, 4, stages, **cache))
+    added = {"HEADS": 32, "HEAD_SIZE": 128, "PADDED": 128, "PARTS": 16}
+    report("add_parts", dtype, compile_kernel(add_parts_kernel, dtype, added, 1))
+
+
+def compile_products(dtype: str) -> None:
+    for tokens in (16, 32, 64):
+        for columns, parts in (*((width, 1) for width in WIDTHS), (32, 2)):
+            tile = {"TOKENS": tokens, "COLUMNS": columns, "STEP": step_of(tokens, columns), "PARTS": parts}
+            constants = {**tile, "HAS_BIAS": parts == 1, "WIDE": False}
+            report("linear", dtype, compile_kernel(linear_kernel, dtype, constants, 4, NUM_STAGES))
+    added = {"PARTS": 2, "HAS_BIAS": True, "TILE": 1024}
+    report("add_depths", dtype, compile_kernel(add_depths_kernel, dtype, added, 4))
+
+
 def main() -> None:
-    for dtype in ("bf16", "fp16", "fp32"):
-        for rows in (16, 64):
-            constants = {**ATTEND, "ROWS": rows, "KEY_TILE": 32 if dtype == "fp32" else 64, "FACTOR": LOG2_E / 11.3}
-            cache = {"keys_ptr": f"*{dtype}"}
-            report(f"attend {rows}", dtype, compile_kernel(attend_kernel, dtype, constants, 4, **cache))
-        added = {"HEADS": 32, "HEAD_SIZE": 128, "PADDED": 128, "PARTS": 16}
-        report("add_parts", dtype, compile_kernel(add_parts_kernel, dtype, added, 1))
+    for dtype in DTYPES:
+        compile_attention(dtype)
         cache = {"keys_ptr": f"*{dtype}"}
         report("rotate", dtype, compile_kernel(rotate_kernel, dtype, ROTATE, 1, **cache))
         norm = {"SIZE": 4096, "PADDED": 4096, "ADD": True}
@@ -69,22 +102,24 @@ def main() -> None:
         drawn = {"tokens_ptr": "*i32"}
         finish = {"VOCABULARY": 151_936, "PADDED": 256}
         report("finish", dtype, compile_kernel(finish_kernel, dtype, finish, 1, **drawn))
+        if dtype != "fp32":
+            compile_products(dtype)
     report("walk", "fp64", compile_kernel(walk_kernel, "fp64", {"MOST": 64}, 1, tokens_ptr="*i32"))
 
 
 def report(name: str, dtype: str, compiled: Any) -> None:
-    print(
-        json.dumps(
-            {
-                "kernel": name,
-                "dtype": dtype,
-                "shared_bytes": compiled.metadata.shared,
-                "has_matrix_units": "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"],
-                "has_async_copies": "cp.async" in compiled.asm["ptx"],
-            }
-        ),
-        flush=True,
-    )
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    found = {
+        "kernel": name,
+        "dtype": dtype,
+        "shared_bytes": compiled.metadata.shared,
+        "has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx,
+        "has_local_memory": ".local" in ptx,
+        "num_buffers": num_buffers(ttgir),
+        "copies_wait_for_loads": copies_wait_for_loads(ttgir),
+        "copy_bytes": copy_bytes(ptx),
+    }
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from treering.engine.cuda.passes import PassTables, bucket, plan_tables
 pytest.importorskip("triton")
 ops = pytest.importorskip("treering.attention.triton.ops")
 attend_module = pytest.importorskip("treering.engine.cuda.attend")
+parts_module = pytest.importorskip("treering.engine.cuda.parts")
 pytestmark = pytest.mark.skipif(
     not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
 )
@@ -44,7 +45,8 @@ def attended(case: dict, tables: PassTables, *, num_parts: int, num_tokens: int,
         out,
         rows=tables.rows,
     )
-    assert (out[size:] == 0).all()
+    filling = out[size:]
+    assert filling.isnan().all() if num_parts == 1 else (filling == 0).all()
     return out[:size]
 
 
@@ -58,6 +60,19 @@ def test_every_token_sees_its_own_slots_and_no_others(
     tables = plan_tables(case["batch"], num_heads // num_kv_heads)
     out = attended(case, tables, num_parts=num_parts, num_tokens=16, num_tiles=tables.tiles.shape[0] + 1)
     assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
+
+
+def test_keys_in_one_part_take_one_kernel_and_give_the_bits_of_two_parts_one_of_which_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # All keys of a row fit one tile of 32, so the second part has none.
+    case = random_case(TREES, num_heads=4, num_kv_heads=2)
+    tables = plan_tables(case["batch"], 2)
+    assert (tables.tiles[:, 3] + tables.tiles[:, 5]).max() <= 32
+    sizes = {"num_tokens": case["qkv"].shape[0], "num_tiles": tables.tiles.shape[0]}
+    both = attended(case, tables, num_parts=2, **sizes)
+    monkeypatch.setattr(attend_module, "add_parts", None)
+    assert torch.equal(attended(case, tables, num_parts=1, **sizes), both)
 
 
 def test_long_stretches_are_cut_into_tiles_that_agree() -> None:
@@ -134,4 +149,4 @@ def test_buckets_are_few_and_never_too_small() -> None:
 
 
 def test_keys_are_cut_into_more_parts_the_fewer_tiles_there_are() -> None:
-    assert [attend_module.num_parts(tiles, 8, 132) for tiles in (1, 2, 16, 64, 1000)] == [32, 32, 4, 1, 1]
+    assert [parts_module.num_parts(tiles, 8, 132) for tiles in (1, 2, 16, 64, 1000)] == [32, 32, 4, 1, 1]

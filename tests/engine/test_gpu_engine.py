@@ -5,8 +5,9 @@ import torch
 
 from tests.engine.cuda_cases import batch_of
 from tests.engine.scripted_drafts import ScriptedDrafter
-from tests.engine.test_cuda_decoder import FILLING, GROWING, assert_close, both, weights_of
+from tests.engine.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, both, weights_of
 from tests.engine.test_cuda_engine import right_second
+from tests.engine.test_cuda_linear import assert_rounded_once
 from tests.engine.test_cuda_race import everything, keys_of
 from tests.engine.test_torch_engine import assert_same, group_requests, run
 from tests.engine.test_trees import Truth, right_last, script_of
@@ -47,6 +48,42 @@ def test_drafts_change_no_token_and_float32_has_those_of_the_plain_engine(shape:
     drafting = TorchEngine(model, ScriptedDrafter(script_of(shape, Truth(expected))), max_batch=16)
     assert_same(run(drafting, requests), expected, 1e-3)
     assert drafting.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 50])
+def test_products_of_few_rows_are_those_of_float64_rounded_once(num_tokens: int) -> None:
+    from treering.engine.cuda.linear import Tile, linear
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (num_tokens, 1024), (400, 1024), (400,)
+    x, weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    for tile in (Tile(64, 1), Tile(32, 2), Tile(16, 1)):
+        out = torch.empty(num_tokens, 400, dtype=x.dtype, device="cuda")
+        parts = None if tile.parts == 1 else torch.empty(tile.parts, *out.shape, device="cuda")
+        linear(x.cuda(), weight.cuda(), bias.cuda(), out, tile, parts)
+        assert_rounded_once(out.cpu(), x, weight, bias)
+
+
+def test_every_product_of_a_captured_pass_has_a_kernel_that_was_timed() -> None:
+    from treering.engine.cuda.decoder import CudaDecoder
+
+    decoder = CudaDecoder(weights_of(build("qwen3", head_dim=64).to("cuda", torch.bfloat16)), NUM_SLOTS)
+    decoder.run(batch_of(GROWING, VOCAB))
+    (chosen,) = decoder.products.chosen.values()
+    assert {*chosen} == {"qkv", "out", "gate_up", "down", "head"}
+
+
+def test_a_trainer_captures_behind_an_engine_that_lives_in_inference_mode() -> None:
+    requests = group_requests(2, 2, max_tokens=4)
+    with torch.inference_mode():
+        engine = TorchEngine(build("qwen3").eval().to("cuda"), max_batch=4)
+        inside = run(engine, requests)
+    graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        number += torch.rand(1, device="cuda")
+    graph.replay()
+    assert float(number) > 0
+    assert_same(run(engine, requests), inside, 0.0)
 
 
 def test_new_weights_are_read_by_passes_that_are_captured_already() -> None:

@@ -19,6 +19,9 @@ Backend = Literal["auto", "fused", "cuda", "plain"]
 """fused: the CPU path, for float32 and float64. cuda: kernels of our own for float32, bfloat16 and float16 there, with
 captured passes and pages that prompts share. plain: torch operations, for any device. auto: the first that can be."""
 
+Timing = Literal["allowed", "never"]
+"""never: for runs that must repeat bit for bit."""
+
 
 class Machinery(NamedTuple):
     """What computes an engine's passes.
@@ -35,8 +38,8 @@ class Machinery(NamedTuple):
     """The backend, the device, and why it is not another where that may surprise."""
 
 
-def make_machinery(weights: DecoderWeights, num_slots: int, backend: Backend) -> Machinery:
-    """A decoder with an arena of `num_slots` and what belongs to it.
+def make_machinery(weights: DecoderWeights, num_slots: int, backend: Backend, timing: Timing = "allowed") -> Machinery:
+    """A decoder with an arena of `num_slots` and what belongs to it; `timing` says whether a clock may choose kernels.
 
     Raises:
         ConfigError: an unknown backend.
@@ -58,7 +61,7 @@ def make_machinery(weights: DecoderWeights, num_slots: int, backend: Backend) ->
     if backend == "cuda" and lack is not None:
         raise UnsupportedError(f'the cuda backend {lack}; use backend="auto"')
     if backend == "cuda" or (backend == "auto" and device == "cuda" and lack is None):
-        return _on_cuda(weights, num_slots)
+        return _on_cuda(weights, num_slots, timing)
     reason = f" (cuda {lack})" if backend == "auto" and device == "cuda" else ""
     return Machinery(TorchDecoder(weights, num_slots), Spans(num_slots), draw, f"plain on {device}{reason}")
 
@@ -72,10 +75,10 @@ def _lack_for_cuda(weights: DecoderWeights) -> str | None:
     return lack_of(weights)
 
 
-def _on_cuda(weights: DecoderWeights, num_slots: int) -> Machinery:
+def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> Machinery:
     from treering.engine.cuda.decoder import CudaDecoder
     from treering.engine.cuda.verify import DeviceDrawer
 
-    decoder = CudaDecoder(weights, num_slots)
+    decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
     device = weights.device
     return Machinery(decoder, decoder.spans, DeviceDrawer(device).draw, f"cuda on {device.type}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from treering.engine.admission import Admission
-from treering.engine.backends import Backend, make_machinery
+from treering.engine.backends import Backend, Timing, make_machinery
 from treering.engine.decoder_check import check_decoder
 from treering.engine.draft_prices import measure_with_prices
 from treering.engine.equal import EqualRows, leaders_of, resolved
@@ -98,7 +98,8 @@ class TorchEngine(Engine):
         limit = getattr(self._parts.config, "max_position_embeddings", None) or max_tokens
         max_context = min(int(limit), max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
-        machinery = make_machinery(self._weights, max_tokens, backend)
+        timing: Timing = "allowed" if costs == "measured" else "never"
+        machinery = make_machinery(self._weights, max_tokens, backend, timing)
         self._decoder, self._draw, self._backend = machinery.decoder, machinery.draw, machinery.name
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(

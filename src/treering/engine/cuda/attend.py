@@ -1,7 +1,7 @@
 """Attention of a pass over paged keys and values: a program per tile of tokens, key head and part of the keys.
 
-A tile's queries are all heads that share a key head, of several tokens of one row. Parts leave sums that a second
-kernel adds up in order, so results are the same bits every time. Knows pages and tables; knows nothing of layers.
+A tile's queries are all heads that share a key head, of several tokens of one row. What is left of several parts is
+added up by `treering.engine.cuda.parts`. Knows pages and tables; knows nothing of layers.
 
     T tokens   I tiles   H query heads   G key heads   D head size   S slots   P parts   W width of a token's line
 """
@@ -15,21 +15,39 @@ from torch import Tensor
 
 from treering.attention.triton.ops import INTERPRETED
 from treering.engine.cuda.pages import PAGE_SLOTS
+from treering.engine.cuda.parts import add_parts, padded_size
 
 LOG2_E = 1.4426950408889634
-
-MAX_PARTS = 32
-_PROGRAMS = 4
-"""Of each multiprocessor, so that memory is never waited for by one alone."""
 
 
 @triton.jit
 @no_type_check
-def _factor(tile, WIDE: tl.constexpr):
+def factor(tile, WIDE: tl.constexpr):
     """A factor of a matrix product; the interpreter has none of bfloat16."""
     if WIDE:
         return tile.to(tl.float32)
     return tile
+
+
+@triton.jit
+@no_type_check
+def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
+    """Of the keys from number `at` on, those of the prefix first."""
+    key_number = at + tl.arange(0, KEY_TILE)
+    return tl.where(key_number < num_prefix, prefix_start + key_number, own_start + key_number - num_prefix)
+
+
+@triton.jit
+@no_type_check
+def _pages(table_ptr, addresses, at, end, KEY_TILE: tl.constexpr, PAGE: tl.constexpr):
+    """Behind the addresses of the keys from number `at` on; 0 from `end` on."""
+    return tl.load(table_ptr + addresses // PAGE, mask=at + tl.arange(0, KEY_TILE) < end, other=0)
+
+
+@triton.jit
+@no_type_check
+def _slots(pages, addresses, PAGE: tl.constexpr):
+    return pages.to(tl.int64) * PAGE + addresses % PAGE
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,6 +58,7 @@ def attend_kernel(
     values_ptr,
     parts_ptr,
     lse_ptr,
+    out_ptr,
     tokens_ptr,
     tiles_ptr,
     table_ptr,
@@ -53,9 +72,13 @@ def attend_kernel(
     KEY_TILE: tl.constexpr,
     PAGE: tl.constexpr,
     FACTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P)."""
+    """Outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P).
+
+    Where the keys are whole, which is one part, writes out [T, H, D] instead, and nothing for tokens of no tile.
+    """
     tile = tiles_ptr + tl.program_id(0) * 6
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -86,19 +109,21 @@ def attend_kernel(
     out = tl.zeros([ROWS, PADDED], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
+    # Pages are looked up two tiles ahead, so that copies of the next tile's keys and values wait for no other load.
+    address = _addresses(begin, prefix_start, num_prefix, own_start, KEY_TILE)
+    slot = _slots(_pages(table_ptr, address, begin, end, KEY_TILE, PAGE), address, PAGE)
+    address = _addresses(begin + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
+    page = _pages(table_ptr, address, begin + KEY_TILE, end, KEY_TILE, PAGE)
     for at in tl.range(begin, end, KEY_TILE):
         key_number = at + tl.arange(0, KEY_TILE)
         is_key = key_number < end
         own = key_number - num_prefix
-        address = tl.where(own < 0, prefix_start + key_number, own_start + own)
-        page = tl.load(table_ptr + address // PAGE, mask=is_key, other=0)
-        slot = page.to(tl.int64) * PAGE + address % PAGE
         lines = base + (slot * HEAD_SIZE)[:, None] + column[None, :]
         in_cache = is_key[:, None] & is_column[None, :]
         key = tl.load(keys_ptr + lines, mask=in_cache, other=0.0)
         value = tl.load(values_ptr + lines, mask=in_cache, other=0.0)
-        factor = _factor(tl.trans(key), WIDE)
-        scores = tl.dot(_factor(query, WIDE), factor, input_precision="tf32x3", out_dtype=tl.float32) * FACTOR
+        keys_by_column = factor(tl.trans(key), WIDE)
+        scores = tl.dot(factor(query, WIDE), keys_by_column, input_precision="tf32x3", out_dtype=tl.float32) * FACTOR
         bit = own[None, :] - tree_offset[:, None]
         in_tree = (bit >= 0) & (bit < 64) & (((tree_bits[:, None] >> tl.minimum(tl.maximum(bit, 0), 63)) & 1) != 0)
         visible = is_row[:, None] & is_key[None, :] & ((own[None, :] < num_own[:, None]) | in_tree)
@@ -110,44 +135,22 @@ def attend_kernel(
         shrink = tl.exp2(peak - shift)
         total = total * shrink + tl.sum(weights, 1)
         out = out * shrink[:, None]
-        rounded = _factor(weights.to(value.dtype), WIDE)
-        out = tl.dot(rounded, _factor(value, WIDE), out, input_precision="tf32x3", out_dtype=tl.float32)
+        rounded = factor(weights.to(value.dtype), WIDE)
+        out = tl.dot(rounded, factor(value, WIDE), out, input_precision="tf32x3", out_dtype=tl.float32)
         peak = highest
+        slot = _slots(page, _addresses(at + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE), PAGE)
+        address = _addresses(at + 2 * KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
+        page = _pages(table_ptr, address, at + 2 * KEY_TILE, end, KEY_TILE, PAGE)
     place = (part * num_tokens + token) * (GROUPS * KEY_HEADS) + query_head
     has_seen = total > 0.0
     out = out / tl.where(has_seen, total, 1.0)[:, None]
-    tl.store(parts_ptr + (place * HEAD_SIZE)[:, None] + column[None, :], out, mask=is_row[:, None] & is_column[None, :])
+    lines = (place * HEAD_SIZE)[:, None] + column[None, :]
+    if WHOLE:
+        tl.store(out_ptr + lines, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        return
+    tl.store(parts_ptr + lines, out, mask=is_row[:, None] & is_column[None, :])
     lse = tl.where(has_seen, peak + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
     tl.store(lse_ptr + place, lse, mask=is_row)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-@no_type_check
-def add_parts_kernel(
-    parts_ptr,
-    lse_ptr,
-    out_ptr,
-    tokens_ptr,
-    num_tokens,
-    HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Out [T, H, D] of all keys from those of their parts; zeros for a token that fills a bucket. Grid (T, H)."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part, column = tl.arange(0, PARTS), tl.arange(0, PADDED)
-    num_seen = tl.load(tokens_ptr + 3 * num_tokens + token) | tl.load(tokens_ptr + 5 * num_tokens + token)
-    # Of every part, although it is the same: a mask of one number is no mask to some versions of the interpreter.
-    is_token = num_seen + 0 * part != 0
-    place = (part * num_tokens + token) * HEADS + head
-    lse = tl.load(lse_ptr + place, mask=is_token, other=0.0)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    seen = ((lse > float("-inf")) & is_token)[:, None] & (column < HEAD_SIZE)[None, :]
-    out = tl.load(parts_ptr + (place * HEAD_SIZE)[:, None] + column[None, :], mask=seen, other=0.0)
-    out = tl.sum(out * weight[:, None], 0) / tl.sum(weight, 0)
-    line = out_ptr + (token * HEADS + head) * HEAD_SIZE + column
-    tl.store(line, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_SIZE)
 
 
 def attend(
@@ -172,35 +175,28 @@ def attend(
         tokens: int64 [6, T], of `PassTables`.
         tiles: int64 [I, 6], of `PassTables`; a tile of 0 tokens does nothing.
         table: int32, page behind each 16 addresses.
-        parts: float32 [P, T, H, D], overwritten; P is a power of two.
-        lse: float32 [P, T, H], overwritten.
-        out: [T, H D], written.
+        parts: float32 [P, T, H, D], overwritten unless P, a power of two, is 1.
+        lse: float32 [P, T, H], the same.
+        out: [T, H D], written. Tokens of no tile get zeros, or with one part keep what is there.
         rows: queries of a tile.
     """
     num_key_heads, num_slots, head_size = keys.shape
     num_parts, num_tokens, num_heads, _ = parts.shape
     padded = padded_size(head_size)
     attend_kernel[(tiles.shape[0], num_key_heads, num_parts)](
-        qkv, keys, values, parts, lse, tokens, tiles, table, num_tokens, num_slots,
+        qkv, keys, values, parts, lse, out, tokens, tiles, table, num_tokens, num_slots,
         GROUPS=num_heads // num_key_heads, KEY_HEADS=num_key_heads, HEAD_SIZE=head_size, PADDED=padded, ROWS=rows,
         KEY_TILE=32 if keys.dtype == torch.float32 else 64, PAGE=PAGE_SLOTS, FACTOR=head_size**-0.5 * LOG2_E,
-        WIDE=INTERPRETED, num_warps=4, num_stages=2,
+        WHOLE=num_parts == 1, WIDE=INTERPRETED, num_warps=4, num_stages=num_stages(rows, keys.dtype),
     )  # fmt: skip
-    add_parts_kernel[(num_tokens, num_heads)](
-        parts, lse, out, tokens, num_tokens,
-        HEADS=num_heads, HEAD_SIZE=head_size, PADDED=padded, PARTS=num_parts, num_warps=1,
-    )  # fmt: skip
+    if num_parts > 1:
+        add_parts(parts, lse, tokens, out, head_size=head_size)
 
 
-def num_parts(num_tiles: int, num_key_heads: int, num_processors: int) -> int:
-    """Into how many parts the keys are cut: a power of two that gives every multiprocessor enough programs.
+def num_stages(rows: int, dtype: torch.dtype) -> int:
+    """Stages of the loop over keys that give these two buffers: one is read while the next tile's is filled.
 
-    Example: with 132 of them and 8 key heads, one row is read in 32 parts, 16 rows in 4 and 64 rows in one.
+    Example: 2 for 64 rows in bfloat16, whose products read keys where they lie. Others take them into registers first,
+    and with 2 stages their one buffer would be empty until then.
     """
-    wanted = max(1, min(MAX_PARTS, _PROGRAMS * num_processors // (num_tiles * num_key_heads)))
-    return 1 << (wanted.bit_length() - 1)
-
-
-def padded_size(head_size: int) -> int:
-    """Columns that a head takes in a tile: a power of two, 16 at least."""
-    return max(16, 1 << (head_size - 1).bit_length())
+    return 2 if rows == 64 and dtype != torch.float32 else 3

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treering.engine.cuda.attend import num_parts
 from treering.engine.cuda.device import num_processors
+from treering.engine.cuda.parts import num_parts
 from treering.engine.cuda.passes import ROWS_OF_TILES
-from treering.engine.weights import DecoderWeights
+from treering.engine.weights import DecoderWeights, Sizes
+from treering.types import ModelShape
 
 
 class Views(NamedTuple):
@@ -35,28 +36,14 @@ class Buffers:
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
         """Allocates everything but logits, which only some passes leave here."""
-        sizes = weights.sizes
-        heads = sizes.num_heads * sizes.head_size
-        widths = (
-            *[sizes.hidden_size] * 3,
-            heads + 2 * sizes.num_kv_heads * sizes.head_size,
-            heads,
-            2 * sizes.intermediate_size,
-            sizes.intermediate_size,
-        )
-        device = weights.device
+        sizes, device = weights.sizes, weights.device
         self._weights = weights
         self._num_tokens = num_tokens
-        self._tensors = [torch.zeros(num_tokens, width, dtype=weights.dtype, device=device) for width in widths]
-        # Of half as many tokens tiles are fewer, and so parts more.
-        fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
-        self._num_lines = num_tokens * self._num_parts(max(1, fewest_tiles))
+        self._tensors = [torch.zeros(num_tokens, width, dtype=weights.dtype, device=device) for width in _widths(sizes)]
+        self._num_lines = _most_lines(sizes, num_tokens, num_processors(device))
         self._parts = torch.zeros(self._num_lines, sizes.num_heads, sizes.head_size, device=device)
         self._lse = torch.zeros(self._num_lines, sizes.num_heads, device=device)
         self._logits: Tensor | None = None
-
-    def _num_parts(self, num_tiles: int) -> int:
-        return num_parts(num_tiles, self._weights.sizes.num_kv_heads, num_processors(self._weights.device))
 
     @property
     def logits(self) -> Tensor:
@@ -68,7 +55,8 @@ class Buffers:
 
     def first(self, num_tokens: int, num_tiles: int) -> Views:
         """Views for a pass of that many tokens in that many tiles."""
-        shape = (self._num_parts(num_tiles), num_tokens)
+        weights = self._weights
+        shape = num_parts(num_tiles, weights.sizes.num_kv_heads, num_processors(weights.device)), num_tokens
         num_lines = shape[0] * num_tokens
         assert num_tokens <= self._num_tokens
         assert num_lines <= self._num_lines
@@ -84,3 +72,27 @@ class Buffers:
             parts=self._parts[:num_lines].view(*shape, *self._parts.shape[1:]),
             lse=self._lse[:num_lines].view(*shape, -1),
         )
+
+
+def room_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
+    """What `Buffers` take on a device with that many multiprocessors, logits left out.
+
+    Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, beside 68 MB for parts.
+    """
+    num_lines = _most_lines(sizes, num_tokens, num_processors)
+    line = torch.float32.itemsize * sizes.num_heads * (sizes.head_size + 1)
+    return num_tokens * sum(_widths(sizes)) * dtype.itemsize + num_lines * line
+
+
+def _widths(sizes: Sizes | ModelShape) -> tuple[int, ...]:
+    """Of the fields of `Views` from x to gated."""
+    heads = sizes.num_heads * sizes.head_size
+    qkv = heads + 2 * sizes.num_kv_heads * sizes.head_size
+    return *[sizes.hidden_size] * 3, qkv, heads, 2 * sizes.intermediate_size, sizes.intermediate_size
+
+
+def _most_lines(sizes: Sizes | ModelShape, num_tokens: int, num_processors: int) -> int:
+    """Tokens times parts of a pass of up to `num_tokens` tokens, more than half as many."""
+    # Of half as many tokens tiles are fewer, and so parts more.
+    fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
+    return num_tokens * num_parts(max(1, fewest_tiles), sizes.num_kv_heads, num_processors)

@@ -1,4 +1,4 @@
-"""The decoder for CUDA: matrix products of torch between kernels of our own, captured once per size and replayed.
+"""The decoder for CUDA: matrix products between kernels of our own, captured once per size and replayed.
 
 A pass over tokens whose logits are all wanted (decoding and verifying drafts) is a graph for each bucket of tokens and
 tiles; others, which hold pieces of prompts, start their kernels one by one. Knows one pass and its memory; knows
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from treering.engine.cuda.attend import attend
 from treering.engine.cuda.buffers import Buffers
-from treering.engine.cuda.device import Mailbox, capture, on_device, padded_bytes
+from treering.engine.cuda.device import Mailbox, capture, on_device, padded_bytes, plain_mode
 from treering.engine.cuda.layers import add_norm, gate, rotate_and_write
 from treering.engine.cuda.paged_spans import PagedSpans
 from treering.engine.cuda.pages import PAGE_SLOTS
 from treering.engine.cuda.passes import TILE_COLUMNS, TOKEN_COLUMNS, PassTables, bucket, plan_tables
+from treering.engine.cuda.products import Product, Products, ProductsBy, torch_product
 from treering.engine.decoder import Decoder, TokenBatch
 from treering.engine.weights import DecoderWeights, LayerWeights
 
@@ -36,12 +37,15 @@ class CudaDecoder(Decoder):
 
     Attributes:
         spans: the arena that its slots are addresses of.
+        products: which kernel computes each product of a captured pass.
     """
 
-    def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
+    @plain_mode()
+    def __init__(self, weights: DecoderWeights, num_slots: int, products: ProductsBy = "measured") -> None:
         """Pages for `num_slots` and one more for what nobody reads, kept in memory until the decoder goes."""
         sizes, device = weights.sizes, weights.device
         self.spans = PagedSpans(num_slots)
+        self.products = Products(weights, products)
         num_pages = int(self.spans.table.max()) + 1
         self._weights = weights
         # What fills a bucket up is written behind the last address.
@@ -60,7 +64,7 @@ class CudaDecoder(Decoder):
         """See `Decoder.spare_slot`: where what fills a bucket up is written."""
         return self._nowhere
 
-    @torch.inference_mode()
+    @plain_mode()
     def run(self, batch: TokenBatch) -> Tensor:
         """See `Decoder.run`."""
         sizes = self._weights.sizes
@@ -72,7 +76,7 @@ class CudaDecoder(Decoder):
                 return self._replay(tables)[: batch.num_tokens]
             return self._start(tables, batch.wanted)
 
-    @torch.inference_mode()
+    @plain_mode()
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """See `Decoder.move`; reads all sources before it writes any target, which is the same for ascending slots."""
         table = self.spans.table.astype(np.int64)
@@ -100,7 +104,8 @@ class CudaDecoder(Decoder):
         if key not in self._captured:
             mailbox = Mailbox(self._weights.device, sum(padded_bytes(array.nbytes) for array in arrays))
             tokens, tiles = mailbox.send(arrays)
-            work = partial(self._pass, buffers, tokens, tiles, None, logits, tables.rows)
+            product = self.products.of(num_tokens)
+            work = partial(self._pass, product, buffers, tokens, tiles, None, logits, tables.rows)
             self._captured[key] = mailbox, capture(work, self._weights.device)
         mailbox, replay = self._captured[key]
         mailbox.send(arrays)
@@ -112,7 +117,7 @@ class CudaDecoder(Decoder):
         tokens, tiles, wanted_there = self._send([tables.tokens, tables.tiles, wanted])
         head = self._weights.head
         logits = torch.empty(wanted.size, head.shape[0], dtype=head.dtype, device=head.device)
-        self._pass(buffers, tokens, tiles, wanted_there, logits, tables.rows)
+        self._pass(torch_product, buffers, tokens, tiles, wanted_there, logits, tables.rows)
         return logits
 
     def _filled(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
@@ -124,7 +129,14 @@ class CudaDecoder(Decoder):
         return [tokens, tiles]
 
     def _pass(
-        self, buffers: Buffers, tokens: Tensor, tiles: Tensor, wanted: Tensor | None, logits: Tensor, rows: int
+        self,
+        product: Product,
+        buffers: Buffers,
+        tokens: Tensor,
+        tiles: Tensor,
+        wanted: Tensor | None,
+        logits: Tensor,
+        rows: int,
     ) -> None:
         """Starts every kernel of a pass, the last of which writes the logits of the wanted tokens, None for all."""
         weights, eps = self._weights, self._weights.sizes.eps
@@ -134,19 +146,19 @@ class CudaDecoder(Decoder):
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             add_norm(use.x, update, layer.input_norm, use.h, eps)
-            _linear(use.h, layer.qkv, layer.qkv_bias, use.qkv)
+            product("qkv", use.h, layer.qkv, layer.qkv_bias, use.qkv)
             keys, values = self._keys[index], self._values[index]
             rotation = weights.cos, weights.sin
             rotate_and_write(use.qkv, _norms(layer), rotation, keys, values, tokens, self._table, eps)
             attend(use.qkv, keys, values, tokens, tiles, self._table, use.parts, use.lse, use.attended, rows=rows)
-            _linear(use.attended, layer.out, layer.out_bias, use.update)
+            product("out", use.attended, layer.out, layer.out_bias, use.update)
             add_norm(use.x, use.update, layer.mlp_norm, use.h, eps)
-            _linear(use.h, layer.gate_up, layer.gate_up_bias, use.gate_up)
+            product("gate_up", use.h, layer.gate_up, layer.gate_up_bias, use.gate_up)
             gate(use.gate_up, use.gated)
-            _linear(use.gated, layer.down, layer.down_bias, use.update)
+            product("down", use.gated, layer.down, layer.down_bias, use.update)
             update = use.update
         add_norm(use.x, update, weights.norm, use.h, eps)
-        _linear(use.h if wanted is None else use.h[wanted], weights.head, weights.head_bias, logits)
+        product("head", use.h if wanted is None else use.h[wanted], weights.head, weights.head_bias, logits)
 
     def _room(self, num_tokens: int) -> Buffers:
         """Buffers for so many tokens, of the next power of two; they stay where they are."""
@@ -164,10 +176,3 @@ class CudaDecoder(Decoder):
 
 def _norms(layer: LayerWeights) -> tuple[Tensor, Tensor] | None:
     return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias, x, weight.T, out=out)

@@ -3,8 +3,9 @@
 Everything else of this package runs on either, so that it can be tested where there is no device.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,11 @@ class Mailbox:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """Room for that many bytes; every array takes a multiple of 16."""
-        self._is_cuda = device.type == "cuda"
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._arrived = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        with plain_mode():
+            self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+            self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Copies arrays in one go; on CUDA, the host goes on at once and the stream's later work sees them."""
@@ -44,6 +46,17 @@ class Mailbox:
         if self._arrived is not None:
             self._arrived.record()
         return tensors
+
+
+@contextmanager
+def plain_mode() -> Iterator[None]:
+    """Neither gradients nor inference mode, whatever the caller is in.
+
+    A tensor made in inference mode can be written nowhere else, and a capture makes some that belong to the whole
+    process: the seed of torch's random numbers, which the next capture writes.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def padded_bytes(num_bytes: int) -> int:
@@ -80,13 +93,20 @@ def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None
     """
     if device.type != "cuda":
         return work
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream, current = _capture_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
             work()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other threads do on the device meanwhile is no part of the graph and no error.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph.replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device for warm-ups and captures: a library's workspaces belong to the stream it ran on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
