@@ -41,7 +41,7 @@ def measure(
     on_progress: OnProgress = lambda words, done: None,
     on_note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: rows under "drafters", "file", "notes" and "environment".
+    """The report, ready for JSON: rows under "drafters", "file", "reliability", "notes" and "environment".
 
     Args:
         file: recorded rollouts, JSON Lines.
@@ -72,9 +72,11 @@ def measure(
     if settings.has_rival:
         on_note(LONG)
     rows = _replay(recording, settings, on_progress)
+    tables = _reliability(rows)
     return {
         "file": file.name,
         "drafters": [row | _prediction(row, settings) | ratio(row, rows) for row in rows],
+        "reliability": tables,
         "notes": [*_notes(recording, settings), *_notes_of_rows(rows)],
         "environment": _environment(recording, settings),
     }
@@ -92,6 +94,16 @@ def _replay(recording: Recording, settings: Settings, on_progress: OnProgress) -
         tell(0.0)
         rows += job.rows(tell)
     return rows
+
+
+def _reliability(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """By history, how often estimates of each size came true for the drafter as shipped; taken out of all rows."""
+    tables = {(row["drafter"], row["history"]): row.pop("reliability") for row in rows if "reliability" in row}
+    return {
+        history: tables.get((SHIPPED, history), table)
+        for (drafter, history), table in tables.items()
+        if drafter == "treering" or (drafter == SHIPPED and ("treering", history) not in tables)
+    }
 
 
 def _prediction(row: Row, settings: Settings) -> Row:

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.draft_ablation FILE... --tokenizer DIR --out FILE` replays recorded rollouts with each policy as
 tree and as chain: as shipped, and once more with a least acceptance at which it drafts no more tokens a step than the
-tree of `treering_frequency` as shipped. History is what tasks had in the epoch before, else siblings that ran before.
+tree of `treering_frequency` as shipped. History is what tasks had in the last three epochs, where a file has as many,
+else in the one before, else siblings that ran before.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.draft_equal import NUM_REPLAYS, Row, at_most
-from benchmarks.draft_histories import Plan, plans
+from benchmarks.draft_histories import Plan, aged_plans, plans
 from benchmarks.draft_ours import SHIPPED_ACCEPTANCE, make_drafter, replay_rows
 from benchmarks.draft_recording import Recording, read_recording
 from benchmarks.draft_replay import OnDone, part
@@ -99,8 +100,9 @@ def measure(cases: Sequence[Case], on_progress: OnProgress = lambda words, done:
 
 
 def _plan(name: str, recording: Recording) -> Plan:
-    found = plans(recording)
-    plan = found.get("earlier") or found.get("siblings")
+    # Of one version alone, recency would be frequency.
+    found, aged = plans(recording), aged_plans(recording)
+    plan = aged[0] if aged else found.get("earlier") or found.get("siblings")
     if plan is None:
         raise InputError(f"{name}: an ablation needs history, and no task has a second rollout: record more")
     return plan

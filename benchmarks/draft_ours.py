@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.draft_histories import Plan
 from benchmarks.draft_lanes import Lanes
 from benchmarks.draft_recording import Recording
-from benchmarks.draft_replay import OnDone, Tally
+from benchmarks.draft_replay import Learnt, OnDone, Tally
 from benchmarks.draft_waves import NUM_ROWS
 from treering import Drafter, HistoryStore
 from treering.history.settings import Shape
@@ -80,7 +80,7 @@ def replay_rows(
     for numbers in _blocks(recording, plan) if plan.owners is None else _waves(plan, num_lanes):
         drafter = shelf.holding(_stored(plan, numbers))
         Lanes(recording, plan, numbers, num_lanes).run(drafter, tally, on_done)
-    tally.bytes_per_token, tally.learnt_bytes = shelf.bytes_per_token(), shelf.learnt_bytes
+    tally.bytes_per_token, tally.learnt = shelf.bytes_per_token(), shelf.learnt()
     return tally
 
 
@@ -109,10 +109,10 @@ class _Shelf:
         self._held = set(wanted)
         return self._drafter
 
-    @property
-    def learnt_bytes(self) -> int:
-        """Of what the drafter has learnt, which is as large however much is stored."""
-        return sum(learnt.nbytes for learnt in self._drafter.state().values())
+    def learnt(self) -> Learnt:
+        """By the drafter so far."""
+        num_bytes = sum(values.nbytes for values in self._drafter.state().values())
+        return Learnt(num_bytes=num_bytes, bins=self._drafter.reliability())
 
     def bytes_per_token(self) -> float:
         """Of all stores and drafters, each when it was last used, but what was learnt; 0 where nothing was stored."""
@@ -124,7 +124,7 @@ class _Shelf:
 
     def _weigh(self) -> None:
         if self._held:
-            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes - self.learnt_bytes
+            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes - self.learnt().num_bytes
             self._num_tokens += self._store.num_tokens
 
     def _add(self, new: Sequence[Stored]) -> None:

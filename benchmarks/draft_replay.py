@@ -8,7 +8,7 @@ sampled run, and emits one token more unless the run ends there. What was given 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +17,33 @@ from numpy.typing import NDArray
 from benchmarks.draft_histories import Plan
 from benchmarks.draft_recording import Recording
 from treering.history import replay
+from treering.history.reliability import ReliabilityBin, calibration_error
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 OnDone = Callable[[float], None]
 """Told the share of a replay that is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """What a drafter has learnt by the end of a replay.
+
+    Attributes:
+        num_bytes: of it, as many however much is stored.
+        bins: how often estimates of each size came true.
+    """
+
+    num_bytes: int
+    bins: tuple[ReliabilityBin, ...]
+
+    def row(self) -> dict[str, Any]:
+        """As a report has it; what `reliability` holds is for a table of its own."""
+        return {
+            "learnt_bytes": self.num_bytes,
+            "calibration_error": calibration_error(self.bins),
+            "reliability": [asdict(one) for one in self.bins],
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +64,8 @@ class Tally:
     """Rows of each call."""
     bytes_per_token: float = 0.0
     """Of what grows with history, by history token; 0 where there is no history."""
-    learnt_bytes: int | None = None
-    """Of what a drafter has learnt; None where it learns nothing."""
+    learnt: Learnt | None = None
+    """What is known of its estimates in the end; None where a drafter makes none."""
 
     def add_time(self, taken_us: float, num_rows: int) -> None:
         """Notes a call that took so long for so many rows."""
@@ -60,7 +82,7 @@ class Tally:
             "us_per_row": float(np.median(times)),
             "us_per_row_p95": float(np.percentile(times, 95)),
             "bytes_per_token": self.bytes_per_token,
-            **({} if self.learnt_bytes is None else {"learnt_bytes": self.learnt_bytes}),
+            **({} if self.learnt is None else self.learnt.row()),
         }
 
 

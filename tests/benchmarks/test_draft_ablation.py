@@ -73,6 +73,15 @@ def test_history_is_that_of_the_epoch_before_where_there_is_one(tmp_path: Path) 
     assert {row["history"] for row in report["rows"]} == {"earlier"}
 
 
+def test_history_has_three_epochs_where_there_are_as_many_and_recency_tells_them_apart(tmp_path: Path) -> None:
+    (case,) = read([write(tmp_path, epochs=4)], None, None, 0)
+    assert {*case.plan.versions[-1].tolist()} == {0, 1, 2}
+    rows = rows_of(measure([case]))
+    assert {row["history"] for row in rows.values()} == {"earlier"}
+    newest, all_alike = (rows[name, "tree", "shipped"] for name in ("treering_recency", "treering_frequency"))
+    assert newest["tokens_per_step"] != all_alike["tokens_per_step"]
+
+
 @pytest.mark.parametrize("rewards", [(None, None, None, None), (0.5, None, 1.0, 0.0), (1.0, 1.0, 0.0, 0.0)])
 def test_rewards_count_only_where_they_are_known_and_tell_rollouts_of_a_task_apart(
     tmp_path: Path, rewards: tuple[float | None, ...]

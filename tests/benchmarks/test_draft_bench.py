@@ -88,6 +88,28 @@ def test_drafter_and_history_name_one_row_of_all_but_arctics(tmp_path: Path, mon
     assert all(("learnt_bytes" in row) == row["drafter"].startswith("treering") for row in report["drafters"])
 
 
+def test_estimates_have_a_table_for_each_history_that_is_the_shipped_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival(monkeypatch, [(1.5, 1.0)])
+    report = draft.measure(file=write(tmp_path), drafters=["arctic", "treering", "treering_chain", "naive"])
+    rows = rows_of(report)
+    assert list(report["reliability"]) == ["none", "siblings", "wrong_task"]
+    errors = {}
+    for history, bins in report["reliability"].items():
+        tried = sum(one["num_drafted"] for one in bins)
+        distances = [one["num_drafted"] * abs(one["estimate"] - one["accepted"]) for one in bins]
+        errors[history] = sum(distances) / max(tried, 1)
+        assert rows["treering_shipped", history]["calibration_error"] == pytest.approx(errors[history])
+    assert errors["siblings"] > 0
+    # Another number of drafts has other estimates, so this was not the other row's table.
+    assert rows["treering", "siblings"]["calibration_error"] != pytest.approx(errors["siblings"])
+    assert all("reliability" not in row for row in report["drafters"])
+    alone = draft.measure(file=write(tmp_path), drafters=["treering", "naive"])
+    assert alone["reliability"] == report["reliability"]
+    assert draft.measure(file=write(tmp_path), drafters=["naive"])["reliability"] == {}
+
+
 def test_rows_have_a_predicted_speedup_where_costs_are_given(tmp_path: Path) -> None:
     costs = costs_file(tmp_path, [1000.0, 1000.0])
     report = draft.measure(file=write(tmp_path), drafters=["none", "naive"], cost=costs, batch=2)

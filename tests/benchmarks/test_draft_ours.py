@@ -144,7 +144,7 @@ def test_bytes_are_those_of_store_and_drafter_at_the_end_without_what_was_learnt
     tally = replay_rows(found, plan, lambda store: stores.append(store) or Drafter(store), lambda done: None)
     assert len(stores) == 2
     assert tally.bytes_per_token == pytest.approx(sum(store.num_bytes + 600 for store in stores) / 9)
-    assert tally.row()["learnt_bytes"] == learnt
+    assert tally.learnt.num_bytes == learnt
 
 
 def test_what_was_learnt_is_told_where_nothing_is_stored() -> None:

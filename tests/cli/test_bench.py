@@ -225,7 +225,10 @@ def draft_report(*, control: str | None = None, predicted: bool = False) -> dict
     if control is not None:
         rows.append(row("treering", "earlier", 2.0, control=control))
     facts = {"cpu": "a cpu", "num_sampled_tokens": 12345, "num_rollouts": 73, "num_tasks": 8}
-    return {"file": "rollouts.jsonl", "drafters": rows, "notes": ["one was left out"], "environment": facts}
+    bins = [{"num_drafted": 1234, "estimate": 0.521, "accepted": 0.498}]
+    tables = {"none": [], "siblings": bins}
+    report = {"file": "rollouts.jsonl", "drafters": rows, "notes": ["one was left out"], "environment": facts}
+    return report | {"reliability": tables}
 
 
 def test_the_draft_tables_show_each_history_the_best_drafter_first(
@@ -241,6 +244,9 @@ def test_the_draft_tables_show_each_history_the_best_drafter_first(
     assert rows.index(["history:", "siblings"]) < rows.index(ours) < rows.index(theirs)
     assert ["history:", "earlier,", "shuffled", "age"] in rows
     assert rows.index(theirs) < rows.index(["treering", "/", "best", "Arctic:", "1.214"])
+    assert rows.index(theirs) < rows.index(["estimates", "of", "treering,", "history:", "siblings"])
+    assert ["0.521", "0.498", "1,234"] in rows
+    assert "estimates of treering, history: none" not in printed.out
     assert "12,345 sampled tokens of 73 rollouts, 8 tasks" in printed.out
     assert "one was left out" in printed.err
     monkeypatch.setattr(benchmarks.draft, "measure", lambda **_: draft_report())

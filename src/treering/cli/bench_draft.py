@@ -21,7 +21,10 @@ def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """A table per history: a row per drafter and configuration, the most tokens per step first; ratios below."""
+    """A table per history: a row per drafter and configuration, the most tokens per step first; ratios below.
+
+    Behind them, how often estimates of each size came true.
+    """
     facts = report["environment"]
     console.print(
         f"{report['file']}: {facts['num_sampled_tokens']:,} sampled tokens of {facts['num_rollouts']:,} rollouts, "
@@ -35,6 +38,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         for row in given:
             if "ratio_to_best_arctic" in row:
                 console.print(f" {_name(row)} / best Arctic: {row['ratio_to_best_arctic']:.3f}", highlight=False)
+    for history, bins in report["reliability"].items():
+        if history in ("siblings", "earlier"):
+            console.print()
+            console.print(reliability_table(history, bins))
 
 
 def history_table(history: str, control: str | None, rows: list[dict[str, Any]]) -> Table:
@@ -48,6 +55,17 @@ def history_table(history: str, control: str | None, rows: list[dict[str, Any]])
         table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: -row["tokens_per_step"]):
         table.add_row(*_cells(row))
+    return table
+
+
+def reliability_table(history: str, bins: list[dict[str, Any]]) -> Table:
+    """What estimates of each size came to; they hold where both shares are alike."""
+    title = f"estimates of treering, history: {history}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("estimated", "accepted", "drafted tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in bins:
+        table.add_row(f"{one['estimate']:.3f}", f"{one['accepted']:.3f}", f"{one['num_drafted']:,}")
     return table
 
 
