@@ -40,8 +40,9 @@ def show(report: dict[str, Any], console: Console) -> None:
                 console.print(f" {_name(row)} / best Arctic: {row['ratio_to_best_arctic']:.3f}", highlight=False)
     for history, bins in report["reliability"].items():
         if history in ("siblings", "earlier"):
-            console.print()
-            console.print(reliability_table(history, bins))
+            # No title of the table's, which is as narrow as its numbers.
+            console.print(f"\nestimates of treering, history: {history}", highlight=False)
+            console.print(reliability_table(bins))
 
 
 def history_table(history: str, control: str | None, rows: list[dict[str, Any]]) -> Table:
@@ -58,10 +59,9 @@ def history_table(history: str, control: str | None, rows: list[dict[str, Any]])
     return table
 
 
-def reliability_table(history: str, bins: list[dict[str, Any]]) -> Table:
+def reliability_table(bins: list[dict[str, Any]]) -> Table:
     """What estimates of each size came to; they hold where both shares are alike."""
-    title = f"estimates of treering, history: {history}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("estimated", "accepted", "drafted tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in bins:
