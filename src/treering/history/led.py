@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from treering.history.records import DraftRows, Drafts
 
+Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
 Float64Array = NDArray[np.float64]
 
 
@@ -58,14 +60,41 @@ def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
 
     Example: drafts of 2, 0 and 1 tokens with leaders [0, 0, 2] become drafts of 2, 2 and 1, from 0, 1, 0, 1 and 2.
     """
-    begins = drafts.offsets[leaders]
-    sizes = drafts.offsets[leaders + 1] - begins
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], sizes)
-    repeated = Drafts(
-        tokens=drafts.tokens[places],
-        offsets=offsets,
-        parents=drafts.parents[places],
-        acceptance=drafts.acceptance[places],
+    offsets = np.zeros(leaders.size + 1, np.int64)
+    size: int = _add_up(drafts.offsets, leaders, offsets)
+    tokens, parents, acceptance = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float32)
+    places = np.empty(size, np.int64)
+    _repeat(
+        drafts.offsets, leaders, drafts.tokens, drafts.parents, drafts.acceptance, tokens, parents, acceptance, places
     )
-    return repeated, places
+    return Drafts(tokens=tokens, offsets=offsets, parents=parents, acceptance=acceptance), places
+
+
+@njit(cache=True, nogil=True)
+def _add_up(offsets: Int64Array, leaders: Int64Array, sums: Int64Array) -> int:
+    """Writes where each row's draft ends, to `sums` behind its first; returns where the last one does."""
+    total = 0
+    for row in range(leaders.size):
+        total += offsets[leaders[row] + 1] - offsets[leaders[row]]
+        sums[row + 1] = total
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _repeat(
+    offsets: Int64Array,
+    leaders: Int64Array,
+    tokens: Int32Array,
+    parents: Int32Array,
+    acceptance: Float32Array,
+    tokens_out: Int32Array,
+    parents_out: Int32Array,
+    acceptance_out: Float32Array,
+    places: Int64Array,
+) -> None:
+    """Writes each row's draft behind that of the row before, and where each token came from."""
+    at = 0
+    for row in range(leaders.size):
+        for i in range(offsets[leaders[row]], offsets[leaders[row] + 1]):
+            tokens_out[at], parents_out[at], acceptance_out[at], places[at] = tokens[i], parents[i], acceptance[i], i
+            at += 1

@@ -6,7 +6,7 @@ such rows are held until then. Knows drafts, answers and contexts. Knows nothing
     B rows   D drafted tokens   H rows that are held
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -26,29 +26,17 @@ _NUM_COMPARED = 16
 """Tokens before a draft that tell a row's context from those of others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answers:
-    """The drafts of rows, and what the engine says of each.
-
-    Attributes:
-        drafts: as proposed.
-        shares: float32 [D or more, votes], of the drafted tokens.
-        features: int32 [D or more, kinds], likewise.
-        counts: int64 [B], accepted tokens.
-        was_cut: bool [B], rows whose further drafted tokens were not tried.
-        leaves: int64 [B], number of the last accepted token, -1 for none, `NO_LEAF` where it is not said.
-        slots: int64 [B], of the rows.
-        token_s: what a token takes without drafts.
-    """
+class Answers(NamedTuple):
+    """The drafts of rows, and what the engine says of each."""
 
     drafts: Drafts
-    shares: NDArray[np.float32]
-    features: Int32Array
-    counts: Int64Array
-    was_cut: NDArray[np.bool_]
-    leaves: Int64Array
-    slots: Int64Array
-    token_s: float
+    shares: NDArray[np.float32]  # [D or more, votes], of the drafted tokens
+    features: Int32Array  # [D or more, kinds], likewise
+    counts: Int64Array  # [B], accepted tokens
+    was_cut: NDArray[np.bool_]  # [B], rows whose further drafted tokens were not tried
+    leaves: Int64Array  # [B], number of the last accepted token, -1 for none, `NO_LEAF` where it is not said
+    slots: Int64Array  # [B], of the rows
+    token_s: float  # what a token takes without drafts
 
     def of(self, lines: Int64Array, *, leaves: Int64Array, slots: Int64Array) -> "Answers":
         """Those of some rows, with copies of what the next drafts are written over."""
@@ -65,13 +53,12 @@ class Answers:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """Answers that leave open which branch was accepted, and where each row stood: [H]."""
+class _Held(NamedTuple):
+    """Answers that leave open which branch was accepted, and where each row stood."""
 
     answers: Answers
-    ends: Int64Array
-    tails: Int32Array
+    ends: Int64Array  # [H], tokens of its context
+    tails: Int32Array  # [H, 16], the last of them
 
 
 class Lessons:
@@ -92,9 +79,9 @@ class Lessons:
 
     def take(self, answers: Answers, rows: DraftRows, threads: Threads) -> None:
         """Learns from all rows that tell which tokens were accepted, and holds the others."""
-        was_accepted, num_left = _marked(answers)
-        lines = np.flatnonzero(num_left < 0)
-        if lines.size:
+        was_accepted, num_left, num_open = _marked(answers)
+        if num_open > 0:
+            lines = np.flatnonzero(num_left < 0)
             self._hold(answers, lines, rows, threads)
             for line in lines.tolist():
                 was_accepted[answers.drafts.offsets[line] : answers.drafts.offsets[line + 1]] = -1
@@ -119,7 +106,7 @@ class Lessons:
             drafts.tokens, drafts.parents, leaves, lines,
         )  # fmt: skip
         found = answers.of(np.arange(lines.size), leaves=leaves, slots=answers.slots)
-        was_accepted, num_left = _marked(found)
+        was_accepted, num_left, _ = _marked(found)
         self._learn(found, was_accepted)
         stays = np.flatnonzero((lines >= 0) & (slots[lines] == answers.slots))
         _note_states(found.of(stays, leaves=leaves[stays], slots=answers.slots[stays]), num_left[stays], threads)
@@ -153,12 +140,14 @@ class Lessons:
         self._looks.note(drafts.offsets, drafts.parents, answers.features, was_accepted, answers.token_s)
 
 
-def _marked(answers: Answers) -> tuple[NDArray[np.int8], Int64Array]:
-    """What became of every drafted token, int8 [D], and how many stood behind the last accepted one; see `mark`."""
+def _marked(answers: Answers) -> tuple[NDArray[np.int8], Int64Array, int]:
+    """What became of every drafted token, how many stood behind each row's last one, and how many rows are open."""
     drafts = answers.drafts
     was_accepted, num_left = np.empty(drafts.tokens.size, np.int8), np.empty(answers.counts.size, np.int64)
-    mark(drafts.offsets, drafts.parents, answers.counts, answers.leaves, answers.was_cut, was_accepted, num_left)
-    return was_accepted, num_left
+    num_open = mark(
+        drafts.offsets, drafts.parents, answers.counts, answers.leaves, answers.was_cut, was_accepted, num_left
+    )
+    return was_accepted, num_left, num_open
 
 
 def _note_states(answers: Answers, num_left: Int64Array, threads: Threads) -> None:

@@ -110,8 +110,8 @@ def mark(
     was_cut: NDArray[np.bool_],
     was_accepted: NDArray[np.int8],
     num_left: Int64Array,
-) -> None:
-    """What became of every drafted token: 1, 0, or -1 where it is not known.
+) -> int:
+    """What became of every drafted token: 1, 0, or -1 where it is not known; returns how many rows leave it open.
 
     Args:
         offsets: int64 [B + 1], of the rows' drafts.
@@ -123,6 +123,7 @@ def mark(
         was_accepted: int8 [D], written.
         num_left: int64 [B], written: tokens drafted right behind the last accepted one, -1 where that is not known.
     """
+    num_open = 0
     for b in range(offsets.size - 1):
         begin, size = offsets[b], offsets[b + 1] - offsets[b]
         was_accepted[begin : begin + size] = -1
@@ -134,6 +135,7 @@ def mark(
             was_accepted[begin + node] = 1
             node = parents[begin + node]
         num_left[b] = 0 if is_known else -1
+        num_open += not is_known
         for i in range(size):
             if was_accepted[begin + i] == 1:
                 continue
@@ -143,6 +145,7 @@ def mark(
                 was_accepted[begin + i] = 0 if is_known and not was_cut[b] else -1
             elif parent < 0 or was_accepted[begin + parent] == 1:
                 was_accepted[begin + i] = 0
+    return num_open
 
 
 @lean
