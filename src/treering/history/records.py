@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
@@ -18,6 +19,8 @@ from treering.types import PromptId
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
+_NAMES = (str, int, np.integer)
+_LISTS = (list, tuple)
 _OPTIONAL = ("row_ids", "leaders")
 _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL)
 
@@ -59,7 +62,7 @@ class DraftRows:
     def __post_init__(self) -> None:
         self._convert_lists()
         shape = (len(self.prompt_ids),)
-        if not all(issubclass(kind, str | int | np.integer) for kind in set(map(type, self.prompt_ids))):
+        if not all(issubclass(kind, _NAMES) for kind in set(map(type, self.prompt_ids))):
             raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
         if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
@@ -85,7 +88,7 @@ class DraftRows:
     def _convert_lists(self) -> None:
         for name in ("tokens", "worth", *_COUNTS):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple):
+            if not isinstance(values, _LISTS):
                 continue
             dtype = np.float64 if name == "worth" else np.int64
             array = _padded(values) if name == "tokens" else _as_array(name, values, dtype)
@@ -98,10 +101,17 @@ def check_counts(rows: DraftRows) -> None:
     Raises:
         InputError: the first row whose counts contradict each other.
     """
-    fits = (rows.num_prompt_tokens >= 0) & (rows.num_prompt_tokens <= rows.num_tokens)
-    bad = np.flatnonzero(~fits | (rows.num_tokens > rows.tokens.shape[1]))
-    if bad.size:
-        raise InputError(contradiction(rows, int(bad[0])))
+    bad: int = _first_bad(rows.num_prompt_tokens, rows.num_tokens, rows.tokens.shape[1])
+    if bad >= 0:
+        raise InputError(contradiction(rows, bad))
+
+
+@njit(cache=True)
+def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
+    for b in range(num_tokens.size):
+        if not 0 <= num_prompt[b] <= num_tokens[b] <= num_columns:
+            return b
+    return -1
 
 
 def contradiction(rows: DraftRows, b: int) -> str:
