@@ -254,9 +254,9 @@ def test_room_of_prompts_follows_those_that_rows_have() -> None:
         longer = Row(prompt=tuple(range(step, step + 1000)), rollout=(1, 2), group=step)
         live.slots(draft_rows([Row(group=100), longer], row_ids=[0, step + 1]))
         sizes.append(live.running.owners.size)
-    # Two rollouts of 4 units, a prompt of one and one of 16; groups and prompts that are gone are not remembered.
+    # Two rollouts of 2 units, a prompt of one and one of 16; groups and prompts that are gone are not remembered.
     assert sizes == [sizes[0]] * 12
-    assert sizes[0] == 2 * 4 + 1 + 16
+    assert sizes[0] == 2 * 2 + 1 + 16
     assert len(live._scope_of) == len(live._prompts) == 2
 
 
@@ -354,8 +354,8 @@ def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
     live, ids = Live(4096), [0, 1, 2, 3]
     for step in range(20):
         live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
-        # Four units for each rollout, and one for the prompt.
-        assert live.running.owners.size == 4 * 4 + 1
+        # Two units for each rollout, and one for the prompt.
+        assert live.running.owners.size == 4 * 2 + 1
         ids[step % 4] = 10 + step
 
 
@@ -447,8 +447,8 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
 def test_a_prompt_has_room_for_itself_alone() -> None:
     live = Live(4096)
     live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
-    # 1,002 entries take 16 units, 8 rollouts that may grow to 254 tokens 4 each.
-    assert live.running.owners.size == 16 + 8 * 4
+    # 1,002 entries take 16 units, 8 rollouts that may grow to 126 tokens 2 each.
+    assert live.running.owners.size == 16 + 8 * 2
 
 
 @pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])

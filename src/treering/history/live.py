@@ -192,7 +192,7 @@ class Live:
 
     def _widen(self, longest: int) -> None:
         """Has the longest rollout fit, and a quarter more; all rows are noted anew."""
-        self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + 3 * UNIT, self._max_size)
+        self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + UNIT, self._max_size)
         self._release_prompts()
         sizes = {seat.slot: self._width for seat in self._seats.values()}
         for seat in self._seats.values():
