@@ -39,6 +39,22 @@ def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
     return counts == (num_rollouts,) * 3 and account.trained + left_out == num_rollouts
 
 
+def wait_for_the_end_of(pids: list[int], timeout_s: float = 60.0) -> None:
+    """Returns when all of these processes are dead, reaped or not."""
+    end_s = time.monotonic() + timeout_s
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < end_s, f"some of {pids} live on"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 @pytest.mark.parametrize("victim", ["rollout worker 0", "judge", "trainer"])
 def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     with killing({9: victim, 30: victim}) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
@@ -159,7 +175,10 @@ def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
         loop.step()
         server = int(Path(f"/proc/{loop.pids['judge']}/stat").read_text().rsplit(")", 1)[1].split()[1])
         assert server != os.getpid()
+        children = [*loop.pids.values()]
         os.kill(server, signal.SIGKILL)
+        # Where processors are busy, all steps could be over before the signals have come to anybody.
+        wait_for_the_end_of([server, *children])
         loop.step()
         loop.step()
         assert is_complete(loop.account, 20)
