@@ -115,7 +115,7 @@ class _Shelf:
         return Learnt(num_bytes=num_bytes, bins=self._drafter.reliability())
 
     def bytes_per_token(self) -> float:
-        """Of all stores and drafters, each when it was last used, but what was learnt; 0 where nothing was stored."""
+        """Of all stores and drafters, each when it was last used; 0 where nothing was stored."""
         self._weigh()
         return self._num_bytes / self._num_tokens if self._num_tokens else 0.0
 
@@ -124,7 +124,7 @@ class _Shelf:
 
     def _weigh(self) -> None:
         if self._held:
-            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes - self.learnt().num_bytes
+            self._num_bytes += self._store.num_bytes + self._drafter.num_bytes
             self._num_tokens += self._store.num_tokens
 
     def _add(self, new: Sequence[Stored]) -> None:

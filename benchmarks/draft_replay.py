@@ -63,7 +63,7 @@ class Tally:
     call_rows: list[int] = field(default_factory=list)
     """Rows of each call."""
     bytes_per_token: float = 0.0
-    """Of what grows with history, by history token; 0 where there is no history."""
+    """Of index and drafter, by history token; 0 where there is no history."""
     learnt: Learnt | None = None
     """What is known of its estimates in the end; None where a drafter makes none."""
 
