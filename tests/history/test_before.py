@@ -5,7 +5,8 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, store_of
 from treering.history.draft import Drafter
-from treering.history.features import FIRST, NUM_HASHES, NUM_VOTES, hash_of
+from treering.history.features import FIRST, NUM_HASHES, NUM_PAIRS, hash_of
+from treering.history.token_weights import WEIGHT_UNIT
 
 ROWS = draft_rows([Row(rollout=(5, 6, 7))])
 TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
@@ -17,8 +18,8 @@ def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
     return {
         "behind one": BEHIND_ONE + before % NUM_HASHES,
         "token": TOKEN + token % NUM_HASHES,
-        "pair": PAIR + hash_of.py_func(token, before, 0),
-        "triple": TRIPLE + hash_of.py_func(token, before, earlier + 1),
+        "pair": PAIR + hash_of.py_func(token, before, 0, NUM_PAIRS),
+        "triple": TRIPLE + hash_of.py_func(token, before, earlier + 1, NUM_PAIRS),
     }
 
 
@@ -29,7 +30,7 @@ def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: 
     plain = drafter.propose(ROWS)
     assert plain.tokens.tolist() == [token for token, _, _ in TRIPLES]
     state = drafter.state()
-    state["weights"][NUM_VOTES + weights_of(*TRIPLES[place])[kind]] += 1.0
+    state["token_weights"][weights_of(*TRIPLES[place])[kind]] += int(1.0 / WEIGHT_UNIT)
     drafter.load_state(state)
     moved = np.flatnonzero(drafter.propose(ROWS).acceptance > plain.acceptance + 0.01)
     assert moved.tolist() == [place]

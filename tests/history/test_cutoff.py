@@ -15,6 +15,7 @@ from treering.history.output import Output, cut
 from treering.history.propose import ROWS_PER_PROBE
 from treering.history.records import DraftRows
 from treering.history.spending import Spending
+from treering.history.token_weights import WEIGHT_UNIT
 
 # A second for a pass of one token and 0.1 s for each further one.
 SIZES, SECONDS = np.array([1, 101]), np.array([1.0, 11.0])
@@ -86,9 +87,8 @@ def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_nex
     drafter = Drafter(store_of(history), sources=("history",))
     drafter.use_costs(VerifyCosts(num_tokens=SIZES, seconds=SECONDS))
     state = drafter.state()
-    weights = state["weights"]
-    weights[NUM_VOTES + FIRST[19] + np.arange(200, 230)] = -8.0
-    weights[NUM_VOTES + FIRST[10] + NO_DRAFT * NUM_SOURCES] = 40.0
+    state["token_weights"][FIRST[19] + np.arange(200, 230)] = -8.0 / WEIGHT_UNIT
+    state["weights"][NUM_VOTES + FIRST[10] + NO_DRAFT * NUM_SOURCES] = 40.0
     drafter.load_state(state)
 
     def rows(num_sure: int, num_poor: int) -> DraftRows:

@@ -254,9 +254,9 @@ def test_room_of_prompts_follows_those_that_rows_have() -> None:
         longer = Row(prompt=tuple(range(step, step + 1000)), rollout=(1, 2), group=step)
         live.slots(draft_rows([Row(group=100), longer], row_ids=[0, step + 1]))
         sizes.append(live.running.owners.size)
-    # Two rollouts of 2 units, a prompt of one and one of 16; groups and prompts that are gone are not remembered.
+    # Two rollouts of 2 units, a prompt of one and one of 32; groups and prompts that are gone are not remembered.
     assert sizes == [sizes[0]] * 12
-    assert sizes[0] == 2 * 2 + 1 + 16
+    assert sizes[0] == 2 * 2 + 1 + 32
     assert len(live._scope_of) == len(live._prompts) == 2
 
 
@@ -338,7 +338,7 @@ def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
     live, begins = drafter._live, []
     large, small = Row(prompt=tuple(range(300)), rollout=(1,), group=2), Row(prompt=(1, 2), rollout=(1,), group=3)
     # The room of the large prompt is free from when the small one comes.
-    steps = ((20, large, 2, 0), (50, large, 2, 20), (50, small, 3, 50), (90, small, 3, 0))
+    steps = ((10, large, 2, 0), (25, large, 2, 10), (25, small, 3, 25), (45, small, 3, 0))
     for size, other, number, num_noted in steps:
         grows = Row(prompt=(7, 9) + (6,) * (size - 2), rollout=(1, 2, 3))
         rows = draft_rows([grows, other], row_ids=[1, number])
@@ -447,13 +447,13 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
 def test_a_prompt_has_room_for_itself_alone() -> None:
     live = Live(4096)
     live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
-    # 1,002 entries take 16 units, 8 rollouts that may grow to 126 tokens 2 each.
-    assert live.running.owners.size == 16 + 8 * 2
+    # 1,002 entries take 32 units, 8 rollouts that may grow to 62 tokens 2 each.
+    assert live.running.owners.size == 32 + 8 * 2
 
 
 @pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])
-def test_an_entry_of_what_runs_takes_36_bytes_with_all_links(num_entries: int) -> None:
-    assert sum(array.nbytes for array in make_chains(num_entries)) == 36 * num_entries
+def test_an_entry_of_what_runs_takes_28_bytes_with_all_links(num_entries: int) -> None:
+    assert sum(array.nbytes for array in make_chains(num_entries)) == 28 * num_entries
 
 
 def test_prompts_that_grow_while_their_rows_stay_are_found_with_all_their_tokens() -> None:

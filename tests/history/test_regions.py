@@ -129,7 +129,7 @@ def test_regions_that_are_laid_out_stand_side_by_side_and_no_other_slot_has_any(
     regions = regions_with()
     for slot in range(1, 5):
         regions.take(slot, 3 * UNIT)
-    regions.lay_out(np.array([4, 1, 7]), np.array([100, UNIT, MAX_SIZE + 9]))
+    regions.lay_out(np.array([4, 1, 7]), np.array([UNIT + 1, UNIT, MAX_SIZE + 9]))
     assert [units_of(regions, slot) for slot in (4, 1, 7)] == [range(2), range(2, 3), range(3, 10)]
     assert regions.sizes[[4, 1, 7]].tolist() == [2 * UNIT, UNIT, MAX_SIZE]
     assert regions.num_entries == 10 * UNIT
@@ -138,7 +138,7 @@ def test_regions_that_are_laid_out_stand_side_by_side_and_no_other_slot_has_any(
     assert (regions.begins[others] == NOWHERE).all()
     assert (regions.sizes[others] == 0).all()
     # All of them are held.
-    assert not regions.take(4, 100)
+    assert not regions.take(4, UNIT + 1)
     assert regions.take(2, 1)
     assert units_of(regions, 2) == range(10, 11)
     assert regions.num_bytes == (NUM_SLOTS + 1) * 16 + 11 * 5

@@ -5,7 +5,16 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, store_of
 from treering.history.draft import Drafter
-from treering.history.features import FIRST, NUM_STATES, NUM_VOTES, fine_share, rivals, tally
+from treering.history.features import (
+    FIRST,
+    NUM_GENERAL,
+    NUM_GENERAL_KINDS,
+    NUM_STATES,
+    NUM_VOTES,
+    fine_share,
+    rivals,
+    tally,
+)
 
 BEHIND_SEVEN = draft_rows([Row(rollout=(7,))])
 TALLY, LONGEST, RIVALS, FINE_SHARE = FIRST[14:18]
@@ -104,6 +113,7 @@ def test_numbers_are_exact_up_to_twelve_of_twenty_and_of_one_kind_beyond() -> No
     # Every number stands within its kind.
     assert tally(12, 20) * (NUM_STATES + 1) + NUM_STATES == LONGEST - TALLY - 1
     assert (tally(12, 20), rivals(12, 12), fine_share(19, 20)) == (
-        RIVALS - LONGEST - 1, FINE_SHARE - RIVALS - 1, FIRST[18] - FINE_SHARE - 1,
+        RIVALS - LONGEST - 1, FINE_SHARE - RIVALS - 1, NUM_GENERAL - FINE_SHARE - 1,
     )  # fmt: skip
-    assert np.all(np.diff(FIRST) > 0)
+    assert np.all(np.diff(FIRST[:NUM_GENERAL_KINDS]) > 0)
+    assert np.all(np.diff(FIRST[NUM_GENERAL_KINDS:]) > 0)

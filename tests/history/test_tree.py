@@ -17,6 +17,7 @@ from treering.history.rooms import Room, make_room
 from treering.history.tree import Model, Row, grow
 
 SIZE, MOST, NONE = 300, 40, -9
+WEIGHTS = Acceptance().weights, Acceptance().token_weights
 SETTINGS = [(CALIBRATED, False), (CALIBRATED, True), (FREQUENCY, False)]
 
 
@@ -72,7 +73,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
     texts, places = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
-    model = Model(Votes(*vote_tables().values()), Acceptance().weights, policy, is_chain)
+    model = Model(Votes(*vote_tables().values()), *WEIGHTS, policy, is_chain)
     room = make_room()
     room.buds["parent"] = NONE
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, least, 0.002))
@@ -96,7 +97,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
     texts[IN_LIVE][: 2 * num_places : 2] = np.arange(num_places) + 100
     places = np.zeros(num_places, PLACE)
     places["text"], places["at"], places["length"], places["weight"] = IN_LIVE, 2 * np.arange(num_places), 5, 1.0
-    model = Model(Votes(*vote_tables().values()), Acceptance().weights, CALIBRATED, False)
+    model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
     room = make_room()
     num_nodes = grown(texts, places, room, num_places, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(room, node) for node in range(num_nodes)) == [[100 + k] for k in range(12)]
@@ -108,7 +109,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 @pytest.mark.parametrize("draw", range(4))
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, places = some_places(np.random.default_rng(draw), 3, 20)
-    model = Model(Votes(*vote_tables().values()), Acceptance().weights, CALIBRATED, False)
+    model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
     room, at, size = make_room(), 7, 7 + MOST + 1
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(

@@ -12,16 +12,19 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
-from treering.history.features import (
-    NUM_GENERAL_KINDS,
-    NUM_KINDS,
-    NUM_VOTES,
-    NUM_WEIGHTS,
-    squash,
-)
+from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, squash
 from treering.history.lean import lean
 from treering.history.prior import SHARES
 from treering.history.stamp import STAMP
+from treering.history.token_weights import (
+    MOST_ROOT_UNITS,
+    MOST_UNITS,
+    Int16Array,
+    UInt16Array,
+    make_token_weights,
+    move,
+    token_logit,
+)
 
 Float64Array = NDArray[np.float64]
 Float32Array = NDArray[np.float32]
@@ -39,10 +42,22 @@ _FIRST_SCALE_SQUARES = 100.0
 _MOST_LOGIT = 8.0
 _MOST_WEIGHT = 1e6
 """Far beyond any that is learnt; sums of such weights are numbers, also as float32."""
-SCALE = NUM_VOTES + NUM_WEIGHTS
+SCALE = NUM_VOTES + NUM_GENERAL
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
-_KEPT = ("weights", "squares", "reliability", "quiet", "asked", "rests")
+_ANY_COUNT = (0, np.iinfo(np.int64).max)
+_ANY_SUM = (0, float(np.finfo(np.float64).max))
+_LIMITS = {
+    "weights": (-_MOST_WEIGHT, _MOST_WEIGHT),
+    "squares": (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)),
+    "token_weights": (-MOST_UNITS, MOST_UNITS),
+    "token_roots": (1, MOST_ROOT_UNITS),
+    "reliability": _ANY_SUM,
+    "quiet": _ANY_COUNT,
+    "asked": _ANY_SUM,
+    "rests": _ANY_COUNT,
+}
+"""What the arrays of a state hold: the least and the most of each."""
 
 
 class Acceptance:
@@ -57,8 +72,10 @@ class Acceptance:
     general features rise by 0.1 * 0.5 / sqrt(4 + 0.25) = 0.024 each.
 
     Attributes:
-        weights: float32 [votes + features + 2], the last two the scale and the offset.
+        weights: float32 [votes + general features + 2], the last two the scale and the offset.
         squares: float32, aligned: sums of squared gradients.
+        token_weights: int16 [features of tokens], see `token_weights`.
+        token_roots: uint16, aligned: roots of sums of squared gradients.
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
@@ -72,6 +89,7 @@ class Acceptance:
         self.weights[SCALE] = 1.0
         self.squares = np.full(NUM_TRAINED, _FIRST_SQUARES, np.float32)
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
+        self.token_weights, self.token_roots = make_token_weights()
         self.reliability = np.zeros((NUM_BINS, 3))
         self.quiet = np.zeros(1, np.int64)
         self.asked = np.zeros((2, 3))
@@ -80,11 +98,11 @@ class Acceptance:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(getattr(self, name).nbytes for name in _KEPT)
+        return sum(getattr(self, name).nbytes for name in _LIMITS)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Copies of all arrays."""
-        return {name: getattr(self, name).copy() for name in _KEPT}
+        return {name: getattr(self, name).copy() for name in _LIMITS}
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Takes what `state` gave.
@@ -92,43 +110,44 @@ class Acceptance:
         Raises:
             InputError: other names, shapes or values; nothing is taken then.
         """
-        expected = self.state()
-        if state.keys() != expected.keys():
-            raise InputError(f"a drafter's state has {sorted(expected)}, got {sorted(state)}; pass a state() unchanged")
-        taken = {}
-        for name, values in state.items():
-            with np.errstate(over="ignore"):
-                taken[name] = np.asarray(values).astype(expected[name].dtype)
-            least = {"weights": -_MOST_WEIGHT, "squares": np.finfo(np.float32).tiny}.get(name, 0)
-            most = _MOST_WEIGHT if name == "weights" else np.finfo(np.float64).max
-            is_right = taken[name].shape == expected[name].shape
-            # Written so that what is no number is within nothing.
-            if not is_right or not ((taken[name] >= least) & (taken[name] <= most) & np.isfinite(taken[name])).all():
-                raise InputError(
-                    f"{name} of a drafter's state is finite, from {least:g} to {most:g} and of shape "
-                    f"{expected[name].shape}, got shape {np.shape(values)} or another value; pass a state() unchanged"
-                )
+        if state.keys() != _LIMITS.keys():
+            raise InputError(f"a drafter's state has {sorted(_LIMITS)}, got {sorted(state)}; pass a state() unchanged")
+        taken = {name: np.asarray(values) for name, values in state.items()}
+        for name, values in taken.items():
+            _check(name, values, getattr(self, name).shape)
         for name, values in taken.items():
             getattr(self, name)[:] = values
 
 
+def _check(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
+    least, most = _LIMITS[name]
+    is_right = values.dtype.kind in "iuf" and values.shape == shape
+    # Written so that what is no number is within nothing.
+    if not is_right or not ((values >= least) & (values <= most)).all():
+        raise InputError(
+            f"{name} of a drafter's state is finite, from {least:g} to {most:g} and of shape {shape}, got shape "
+            f"{values.shape} or another value; pass a state() unchanged"
+        )
+
+
 @lean
-def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
+def estimate(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
     """The acceptance of a candidate.
 
     Args:
         weights: see `Acceptance`.
+        token_weights: likewise.
         shares: float32 [votes], stretched.
         features: int32 [kinds], numbers of the weights.
     """
-    return float(squash(weights[SCALE] * _logit(weights, shares, features) + weights[OFFSET]))
+    return float(squash(weights[SCALE] * _logit(weights, token_weights, shares, features) + weights[OFFSET]))
 
 
 @lean
-def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
+def _logit(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
     # Sums side by side, and shares by themselves: one addition need not wait for the one before.
     first = second = third = fourth = fifth = sixth = voted = shared = np.float32(0.0)
-    for k in range(0, NUM_KINDS, 6):
+    for k in range(0, NUM_GENERAL_KINDS, 6):
         first += weights[np.uintp(NUM_VOTES + features[k])]
         second += weights[np.uintp(NUM_VOTES + features[k + 1])]
         third += weights[np.uintp(NUM_VOTES + features[k + 2])]
@@ -138,7 +157,8 @@ def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) ->
     for k in range(0, NUM_VOTES, 2):
         voted += weights[k] * shares[k]
         shared += weights[k + 1] * shares[k + 1]
-    return float(((voted + shared) + (first + second)) + ((third + fourth) + (fifth + sixth)))
+    general = ((voted + shared) + (first + second)) + ((third + fourth) + (fifth + sixth))
+    return float(general + token_logit(token_weights, features))
 
 
 @lean
@@ -149,9 +169,10 @@ def _step(weights: Float32Array, squares: Float32Array, k: int, gradient: float,
 
 @lean
 def _learn_one(
-    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array
-) -> None:
-    logit = _logit(weights, shares, features)
+    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array,
+    token_weights: Int16Array, token_roots: UInt16Array,
+) -> None:  # fmt: skip
+    logit = _logit(weights, token_weights, shares, features)
     error = was_accepted - squash(weights[SCALE] * logit + weights[OFFSET])
     _step(weights, squares, SCALE, error * min(max(logit, -_MOST_LOGIT), _MOST_LOGIT), _SCALE_RATE)
     _step(weights, squares, OFFSET, error, _SCALE_RATE)
@@ -161,7 +182,7 @@ def _learn_one(
     for k in range(NUM_GENERAL_KINDS):
         _step(weights, squares, NUM_VOTES + features[k], error, _RATE)
     for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
-        _step(weights, squares, NUM_VOTES + features[k], error, _TOKEN_RATE)
+        move(token_weights, token_roots, features[k], error, _TOKEN_RATE)
 
 
 def _compile(stamp: int) -> Callable[..., None]:
@@ -177,6 +198,8 @@ def _compile(stamp: int) -> Callable[..., None]:
         was_accepted: NDArray[np.int8],
         weights: Float32Array,
         squares: Float32Array,
+        token_weights: Int16Array,
+        token_roots: UInt16Array,
         reliability: Float64Array,
     ) -> None:
         """Learns from every drafted token whose parent was accepted.
@@ -188,8 +211,10 @@ def _compile(stamp: int) -> Callable[..., None]:
             shares: float32 [D, votes].
             features: int32 [D, kinds].
             was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
-            weights: see `Acceptance`; changed in place, as the two behind it.
+            weights: see `Acceptance`; changed in place, as all behind it.
             squares: see `Acceptance`.
+            token_weights: see `Acceptance`.
+            token_roots: see `Acceptance`.
             reliability: see `Acceptance`.
         """
         assert stamp >= 0
@@ -201,7 +226,9 @@ def _compile(stamp: int) -> Callable[..., None]:
                 reliability[bin_, 0] += 1
                 reliability[bin_, 1] += estimates[i]
                 reliability[bin_, 2] += was_accepted[i]
-                _learn_one(shares[i], features[i], was_accepted[i], weights, squares)
+                _learn_one(
+                    shares[i], features[i], was_accepted[i], weights, squares, token_weights, token_roots
+                )  # fmt: skip
 
     compiled: Callable[..., None] = learn
     return compiled

@@ -20,6 +20,7 @@ from treering.history.features import (
     NUM_HASHES,
     NUM_LENGTH_CLASSES,
     NUM_LENGTHS,
+    NUM_PAIRS,
     NUM_RANKS,
     NUM_SHIFTS,
     NUM_SOURCES,
@@ -232,7 +233,7 @@ def describe(
     out[17] = FIRST[17] + fine_share(share, crowd)
     out[18] = FIRST[18] + (before & (NUM_HASHES - 1))
     out[19] = FIRST[19] + (token & (NUM_HASHES - 1))
-    out[20] = FIRST[20] + hash_of(token, before, 0)
-    out[21] = FIRST[21] + hash_of(token, before, earlier + 1)
-    out[22] = FIRST[22] + hash_of(token, source, 0)
-    out[23] = FIRST[23] + hash_of(token, length, 0)
+    out[20] = FIRST[20] + hash_of(token, before, 0, NUM_PAIRS)
+    out[21] = FIRST[21] + hash_of(token, before, earlier + 1, NUM_PAIRS)
+    out[22] = FIRST[22] + hash_of(token, source, 0, NUM_HASHES)
+    out[23] = FIRST[23] + hash_of(token, length, 0, NUM_HASHES)

@@ -4,7 +4,7 @@ Knows tokens and scopes. Knows nothing of rows, prompts and drafts. Chains may h
 and places of other tokens that have the same head: whoever follows one compares the tokens themselves, so a wrong link
 costs a look and never more.
 
-    C entries of the text   H heads of the short chain
+    C entries of the text   H heads of each kind
 """
 
 from itertools import accumulate
@@ -31,7 +31,7 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
 class Chains(NamedTuple):
-    """16 bytes an entry, and 20 for its heads.
+    """16 bytes an entry, and 12 for its heads.
 
     Each kind of link has heads of its own: where a common token and three rare ones had the same head, the newest
     places would all be those of the common one.
@@ -42,8 +42,8 @@ class Chains(NamedTuple):
     long: Int32Array  # [C], the place before it with the same three tokens
     wide: Int32Array  # [C], the same, whatever the scope
     short_heads: Int32Array  # [H], the newest place by hash
-    long_heads: Int32Array  # [2 * H]
-    wide_heads: Int32Array  # [2 * H]
+    long_heads: Int32Array  # [H]
+    wide_heads: Int32Array  # [H]
 
 
 def make_chains(num_entries: int) -> Chains:
@@ -54,7 +54,7 @@ def make_chains(num_entries: int) -> Chains:
     """
     check_entries(num_entries, "what is running", "run fewer rows at a time, or lower max_live_tokens")
     num_heads = max(num_entries, _LEAST_HEADS)
-    sizes = [num_entries] * 4 + [num_heads, 2 * num_heads, 2 * num_heads]
+    sizes = [num_entries] * 4 + [num_heads] * 3
     # In one piece, which is large enough for large pages where its parts would not be.
     whole, ends = np.full(sum(sizes), -1, np.int32), accumulate(sizes)
     tokens, *others = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))

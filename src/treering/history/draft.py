@@ -166,8 +166,9 @@ class Drafter:
             rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
             self._leaders, self._slots, self._own_spans, *self._arena.arrays, self._arena.generation,
             *_flat(self._live.running), *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind,
-            self._max_draft, *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.quiet,
-            *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares, self._features,
+            self._max_draft, *self._spending.leasts, *self._votes, self._acceptance.weights,
+            self._acceptance.token_weights, self._acceptance.quiet, *self._spending.curve, offsets, tokens, parents,
+            acceptance, paths, self._shares, self._features,
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))

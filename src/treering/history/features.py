@@ -1,10 +1,12 @@
 """What is known of a candidate token, as numbers of weights: the layout of the acceptance model.
 
 Knows buckets. Knows nothing of texts and of what the weights are. A candidate has one feature of each kind; its kinds'
-weights, and its shares of the votes times their own weights, add up to the logit of its acceptance.
+weights, and its shares of the votes times their own weights, add up to the logit of its acceptance. General kinds mean
+the same with every tokenizer; those behind them tell single tokens apart, and have weights of their own kind.
 """
 
 import math
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -41,13 +43,14 @@ NOT_TRIED, REFUSED, ACCEPTED, NO_DRAFT = range(NUM_STATES)
 _NUM_STARTS = NUM_STATES + 2
 _NUM_NEAR = 4
 _NUM_CROWDS = 8
-NUM_HASHES = 2048
+NUM_HASHES = 1024
+"""Tokens that are told apart by themselves, or with what little is known beside them."""
 NUM_PAIRS = 4 * NUM_HASHES
-NUM_GENERAL_KINDS = 18
+"""Pairs and triples of tokens that are told apart."""
 _MOST_COUNT, _MOST_PLACES, _MOST_CANDIDATES = 12, 20, 12
 _NUM_TALLIES = (_MOST_COUNT + 1) * (_MOST_PLACES + 1)
 
-SIZES = (
+GENERAL_SIZES = (
     1,
     NUM_SOURCES * NUM_LENGTHS,
     NUM_EDITS * NUM_LENGTH_CLASSES,
@@ -66,28 +69,25 @@ SIZES = (
     _NUM_TALLIES,
     (_MOST_COUNT + 1) * (_MOST_CANDIDATES + 1),
     NUM_FINE_SHARES * (_MOST_PLACES + 1),
-    NUM_HASHES,
-    NUM_HASHES,
-    NUM_PAIRS,
-    NUM_PAIRS,
-    NUM_PAIRS,
-    NUM_PAIRS,
 )
-"""Weights of each kind of feature."""
-NUM_KINDS = len(SIZES)
-FIRST = tuple(int(first) for first in np.cumsum([0, *SIZES[:-1]]))
-NUM_GENERAL = FIRST[NUM_GENERAL_KINDS]
-"""Weights that mean the same with every tokenizer; behind them stand those of single tokens."""
-NUM_WEIGHTS = FIRST[-1] + SIZES[-1]
+"""Weights of each general kind of feature."""
+TOKEN_SIZES = (NUM_HASHES, NUM_HASHES, NUM_PAIRS, NUM_PAIRS, NUM_HASHES, NUM_HASHES)
+"""Weights of each kind that tells tokens apart."""
+NUM_GENERAL_KINDS = len(GENERAL_SIZES)
+NUM_KINDS = NUM_GENERAL_KINDS + len(TOKEN_SIZES)
+NUM_GENERAL = sum(GENERAL_SIZES)
+NUM_TOKEN_WEIGHTS = sum(TOKEN_SIZES)
+FIRST = (*accumulate(GENERAL_SIZES[:-1], initial=0), *accumulate(TOKEN_SIZES[:-1], initial=0))
+"""The first weight of each kind: of the general ones among theirs, of those of tokens among theirs."""
 NUM_VOTES = 2 + NUM_SOURCES
 """Shares of a candidate: among all places by their weights, in each source, among the places of the longest match."""
 
 
 @lean
-def hash_of(first: int, second: int, third: int) -> int:
-    """A number below NUM_PAIRS that three others fall to."""
+def hash_of(first: int, second: int, third: int, size: int) -> int:
+    """A number below a power of two that three others fall to."""
     mixed = first * 0x9E3779B1 + second * 0x85EBCA77 + third * 0xC2B2AE3D
-    return ((mixed ^ (mixed >> 17)) * 0x27D4EB2F >> 15) & (NUM_PAIRS - 1)
+    return ((mixed ^ (mixed >> 17)) * 0x27D4EB2F >> 15) & (size - 1)
 
 
 def _buckets(*begins: int) -> NDArray[np.int64]:

@@ -135,7 +135,7 @@ class Lessons:
         drafts, table = answers.drafts, self._acceptance
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, answers.shares, answers.features, was_accepted,
-            table.weights, table.squares, table.reliability,
+            table.weights, table.squares, table.token_weights, table.token_roots, table.reliability,
         )  # fmt: skip
         self._looks.note(drafts.offsets, drafts.parents, answers.features, was_accepted, answers.token_s)
 

@@ -21,11 +21,13 @@ from treering.history.lean import lean
 from treering.history.output import Output, cut, write_row
 from treering.history.places import Places, longest_of, make_places
 from treering.history.recent import Others
+from treering.history.records import fits_line
 from treering.history.rooms import Room, make_room
 from treering.history.running import Running, note_rows
 from treering.history.sources import Rows, find_places, is_due
 from treering.history.stamp import STAMP
 from treering.history.threads import Threads, go_along
+from treering.history.token_weights import Int16Array
 from treering.history.tree import Model, Row, grow
 
 Int32Array = NDArray[np.int32]
@@ -41,8 +43,7 @@ _PROBE_WORTH = 0.99
 @lean
 def _first_bad_row(rows: Rows) -> int:
     for b in range(rows.num_tokens.size):
-        fits = 0 <= rows.num_prompt[b] <= rows.num_tokens[b] <= rows.tokens.shape[1]
-        leader = rows.leaders[b]
+        leader, fits = rows.leaders[b], fits_line(rows.num_prompt[b], rows.num_tokens[b], rows.tokens.shape[1])
         fits = fits and 0 <= leader <= b and rows.leaders[leader] == leader
         if not fits or rows.max_drafts[b] < 0 or rows.num_tokens[leader] != rows.num_tokens[b]:
             return b
@@ -136,7 +137,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         thread_generation: Int64Array, state: Int64Array,
         uses: NDArray[np.bool_], policy: int, is_chain: bool, max_draft: int, least: float, rise: float,
         vote_length: Float64Array, vote_edit: Float64Array, vote_age: Float64Array, vote_shift: Float64Array,
-        vote_none: Float64Array, weights: Float32Array,
+        vote_none: Float64Array, weights: Float32Array, token_weights: Int16Array,
         quiet: Int64Array, cost_sizes: Int64Array, cost_seconds: Float64Array,
         out_offsets: Int64Array, out_tokens: Int32Array, out_parents: Int32Array, out_estimates: Float32Array,
         out_paths: Float64Array, out_shares: Float32Array, out_features: Int32Array,
@@ -171,8 +172,8 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         note_rows(running, rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt)
         num_out = _draft_all(
             rows, history, generation, running, others, threads, uses,
-            Model(votes, weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(), make_ahead(),
-            make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64),
+            Model(votes, weights, token_weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(),
+            make_ahead(), make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64),
         )  # fmt: skip
         cutoff = 0.0
         if cost_sizes.size > 0 and num_out > 0:

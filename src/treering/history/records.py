@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.errors import InputError
+from treering.history.lean import lean
 from treering.types import PromptId
 
 Int32Array = NDArray[np.int32]
@@ -109,9 +110,15 @@ def check_counts(rows: DraftRows) -> None:
 @njit(cache=True)
 def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
     for b in range(num_tokens.size):
-        if not 0 <= num_prompt[b] <= num_tokens[b] <= num_columns:
+        if not fits_line(num_prompt[b], num_tokens[b], num_columns):
             return b
     return -1
+
+
+@lean
+def fits_line(num_prompt: int, num_tokens: int, num_columns: int) -> bool:
+    """Whether a row's prompt lies within its context, and the context within its line."""
+    return bool(0 <= num_prompt <= num_tokens <= num_columns)
 
 
 def contradiction(rows: DraftRows, b: int) -> str:

@@ -13,7 +13,7 @@ BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-UNIT_BITS = 6
+UNIT_BITS = 5
 UNIT = 1 << UNIT_BITS
 """Entries that are given out together."""
 

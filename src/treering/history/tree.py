@@ -16,6 +16,7 @@ from treering.history.lean import lean
 from treering.history.places import Places, longest_of
 from treering.history.rooms import MAX_CANDIDATES, NO_BUD, NOWHERE, Room
 from treering.history.shares import sum_up, write_shares
+from treering.history.token_weights import Int16Array
 
 Float32Array = NDArray[np.float32]
 
@@ -29,6 +30,7 @@ class Model(NamedTuple):
 
     votes: Votes
     weights: Float32Array
+    token_weights: Int16Array
     policy: int
     is_chain: bool
     """Whether a node has one child at most."""
@@ -162,7 +164,7 @@ def _judge(
             num_longest, num,
         )  # fmt: skip
         describe(bud.features, places, facts, depth, candidate.token, state, stem.token, before)
-        chance = estimate(model.weights, bud.shares, bud.features)
+        chance = estimate(model.weights, model.token_weights, bud.shares, bud.features)
         bud.token, bud.parent, bud.depth, bud.longest = candidate.token, node, depth, candidate.length
         bud.path, bud.estimate = stem.path * chance, chance
         candidate.line = num_buds
