@@ -65,7 +65,7 @@ def test_the_state_of_a_row_is_the_same_with_leaves_and_without() -> None:
         drafter.observe(rows, counts, None, leaves if is_told else None)
         # Two accepted, and 9 where 4 was drafted.
         assert drafter.propose(draft_rows([Row(rollout=(1, 2, 3, 9))], row_ids=[0])).tokens.size > 0
-        states.append(drafter._live.threads.state[drafter._live_slots[0]])
+        states.append(drafter._searched.live.threads.state[drafter._searched.live_slots[0]])
     assert states == [REFUSED, REFUSED]
 
 

@@ -12,21 +12,17 @@ from numpy.typing import NDArray
 
 from treering.errors import ConfigError, InputError
 from treering.history.acceptance import Acceptance
-from treering.history.arena import Arena
 from treering.history.asking import Looks
 from treering.history.costs import VerifyCosts
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
-from treering.history.index import PromptIndex
 from treering.history.led import most_worth, read_leaders, repeat
 from treering.history.lessons import Answers, Lessons
-from treering.history.live import Live
 from treering.history.observed import as_counts, check_latest
 from treering.history.prior import vote_tables
 from treering.history.propose import propose
-from treering.history.recent import Recent
 from treering.history.records import DraftRows, Drafts, contradiction, no_drafts
 from treering.history.reliability import ReliabilityBin, as_bins
-from treering.history.running import Running
+from treering.history.searched import Searched
 from treering.history.settings import Policy, Shape, check_settings
 from treering.history.snapshot import SnapshotSource
 from treering.history.spending import Spending
@@ -102,23 +98,20 @@ class Drafter:
         self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._lessons = Lessons(self._acceptance, self._looks)
         self._votes = tuple(vote_tables().values())
-        self._arena = Arena(rewards="read" if policy == "reward" else "unread")
-        self._live = Live(max_live_tokens)
-        self._recent = Recent(max_other_tokens if "others" in sources else 0)
-        self._max_live_tokens = max_live_tokens
+        self._searched = Searched(
+            rewards="read" if policy == "reward" else "unread",
+            max_live_tokens=max_live_tokens,
+            max_other_tokens=max_other_tokens if "others" in sources else 0,
+        )
         self._newest = store.snapshot
-        self._snapshot: Mapping[PromptId, PromptIndex] | None = None
-        self._rows: DraftRows | None = None
-        self._slots = self._live_slots = self._leaders = np.zeros(0, np.int64)
-        self._own_spans = np.zeros((0, 2), np.int64)
-        self._worth, self._num_looked = np.ones(0), 0
+        self._leaders, self._worth, self._num_looked = np.zeros(0, np.int64), np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._latest: tuple[DraftRows, Drafts] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept beside the store: indexes of running prompts, live rows, other prompts, weights."""
-        return sum(part.num_bytes for part in (self._arena, self._live, self._recent, self._acceptance))
+        return self._searched.num_bytes + self._acceptance.num_bytes
 
     @property
     def costs(self) -> VerifyCosts | None:
@@ -157,18 +150,17 @@ class Drafter:
         if self.rests():
             self._latest = (rows, no_drafts(num_rows))
             return self._latest[1]
-        self._prepare(rows, num_rows)
+        self._prepare(rows)
         size = num_rows * self._max_draft
         offsets = np.empty(num_rows + 1, np.int64)
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
         bad_row, cutoff, num_grown = propose(
-            rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._live.row_scopes, rows.max_drafts, self._worth,
-            self._leaders, self._slots, self._own_spans, *self._arena.arrays, self._arena.generation,
-            *_flat(self._live.running), *self._recent.arrays, *self._live.threads, self._looks.due(), *self._kind,
-            self._max_draft, *self._spending.leasts, *self._votes, self._acceptance.weights,
-            self._acceptance.token_weights, self._acceptance.quiet, *self._spending.curve, offsets, tokens, parents,
-            acceptance, paths, self._shares, self._features,
+            rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._searched.live.row_scopes, rows.max_drafts,
+            self._worth, self._leaders, *self._searched.arrays, self._looks.due(), *self._kind, self._max_draft,
+            *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.token_weights,
+            self._acceptance.quiet, *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares,
+            self._features,
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
@@ -215,9 +207,9 @@ class Drafter:
             return
         answers = Answers(
             drafts=drafts, shares=shares, features=features, counts=counts, was_cut=was_cut, leaves=last,
-            slots=self._live_slots, token_s=self._spending.token_s(self._num_looked),
+            slots=self._searched.live_slots, token_s=self._spending.token_s(self._num_looked),
         )  # fmt: skip
-        self._lessons.take(answers, rows, self._live.threads)
+        self._lessons.take(answers, rows, self._searched.live.threads)
         # For each row that was looked up, what it and those that it led have gained.
         num_gained = float(counts.sum()) * self._num_looked / counts.size
         self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
@@ -245,37 +237,25 @@ class Drafter:
         """
         self._acceptance.load_state(state)
         self._lessons.forget()
-        # What rows that have left leave behind is no part of a state, and a new drafter has none of it.
-        self._live = Live(self._max_live_tokens)
-        self._snapshot = self._rows = self._latest = None
+        # What rows that have left leave behind is no part of a state.
+        self._searched.forget()
+        self._latest = None
         self.use_costs(self.costs)
 
-    def _prepare(self, rows: DraftRows, num_rows: int) -> None:
-        """Finds the rows in what is kept; costs next to nothing where they are those of the step before."""
-        snapshot = self._store.snapshot
-        is_known = self._rows is not None and snapshot is self._snapshot and self._live.has(rows)
-        self._live_slots, is_fresh = self._live.slots(rows)
-        self._lessons.settle(rows, self._live_slots, self._live.threads)
-        if rows is not self._rows or rows.leaders is not None:
+    def _prepare(self, rows: DraftRows) -> None:
+        """Brings what is searched, learnt and spent up to the rows of this step."""
+        searched = self._searched
+        is_same = rows is searched.rows
+        searched.take(rows, self._store.snapshot)
+        self._lessons.settle(rows, searched.live_slots, searched.live.threads)
+        if not is_same or rows.leaders is not None:
             num_before = self._num_looked
             self._leaders, self._worth, self._num_looked = read_leaders(rows)
-            if rows is not self._rows or self._num_looked != num_before:
+            if not is_same or self._num_looked != num_before:
                 self._spending.use_rows(self._num_looked, most_worth(rows, self._num_looked))
-        if is_known:
-            self._rows = rows
-            return
-        # Should what follows fail, they are not known.
-        self._rows = None
-        if is_fresh or self._snapshot is None:
-            self._recent.take(snapshot)
-            self._arena.forget()
-        self._slots = self._arena.slots(rows.prompt_ids, snapshot)
-        self._own_spans = self._recent.spans(rows.prompt_ids)
-        self._rows, self._snapshot = rows, snapshot
-        if self._shares.shape[0] < num_rows * self._max_draft:
-            self._shares = np.empty((num_rows * self._max_draft, NUM_VOTES), np.float32)
-            self._features = np.empty((num_rows * self._max_draft, NUM_KINDS), np.int32)
-
-
-def _flat(running: Running) -> tuple[Any, ...]:
-    return (*running.chains, *running[1:])
+        size = len(rows.prompt_ids) * self._max_draft
+        if self._shares.shape[0] < size:
+            self._shares, self._features = (
+                np.empty((size, NUM_VOTES), np.float32),
+                np.empty((size, NUM_KINDS), np.int32),
+            )
