@@ -5,10 +5,12 @@ but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu --device cpu --si
 device, to see that it works; such figures are nobody's claim, so they go into no file unless one is named. The engine
 comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of it
 for what it is compared with to compile. Every part measures first what matters most to it, and `--only` gives any a run
-of its own. Knows the order, the budget and the files; each part knows what it measures.
+of its own. On a device every part has a process of its own, too. Knows the order, the budget and the files; each part
+knows what it measures.
 """
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,10 @@ SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.62, "attention": 0.4
 """Of the seconds left when a part begins; the last part of a run has all of them."""
 
 BUDGET_S = 300.0
+
+GRACE_S = 60.0
+"""A part whose process still runs so long after its last second hangs, and is ended: a last case may take longer than
+expected, but not so much."""
 
 SPEC = AgentSpec(num_tasks=3, num_trials=8, num_system_tokens=600, num_turns=12, num_action_tokens=96)
 """Trees that are generated where no bench sets were carried."""
@@ -100,7 +106,7 @@ def run(settings: Settings) -> dict[Part, Cell]:
     sets = [generated_workload(TINY_SPEC)] if settings.size == "tiny" else set_workloads(settings.data, SPEC)
     reports: dict[Part, Cell] = {}
     for part in settings.parts:
-        seconds = budget.share_s(1.0 if part == settings.parts[-1] else SHARES[part])
+        seconds = _share_s(budget, part, settings.parts)
         print(f"\n{part}: at most about {seconds:.0f} s", flush=True)
         report = PartReport(
             part,
@@ -114,6 +120,28 @@ def run(settings: Settings) -> dict[Part, Cell]:
         reports[part] = report.as_json()
         TABLES[part](reports[part])
     return reports
+
+
+def run_apart(parts: Sequence[Part], budget: Budget, arguments: Sequence[str]) -> dict[Part, int]:
+    """Exit statuses of all parts, each of which runs in a process of its own with these arguments.
+
+    An error in a kernel leaves a process whose device answers nothing but errors, and one may hang: no other part is to
+    go with it.
+    """
+    statuses: dict[Part, int] = {}
+    for part in parts:
+        seconds = _share_s(budget, part, parts)
+        command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--only", part, "--budget-s", f"{seconds:.0f}"]
+        try:
+            statuses[part] = subprocess.run(command, timeout=seconds + GRACE_S).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{part}: ended, since it hung; what it had measured is on file", flush=True)
+            statuses[part] = 1
+    return statuses
+
+
+def _share_s(budget: Budget, part: Part, parts: Sequence[Part]) -> float:
+    return budget.share_s(1.0 if part == parts[-1] else SHARES[part])
 
 
 def _measure_exactness(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -190,6 +218,8 @@ def main() -> None:
             data=given.data,
             out=out,
         )
+        if settings.device == "cuda" and len(settings.parts) > 1:
+            sys.exit(max(map(abs, run_apart(settings.parts, Budget(settings.budget_s), sys.argv[1:]).values())))
         reports = run(settings)
     except TreeringError as error:
         parser.error(str(error))

@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,17 @@ class PartReport:
 
     def _measured(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
         try:
-            return measure()
+            found = measure()
+            # What is no JSON, as not a number, would be refused at every later write.
+            json.dumps(found, allow_nan=False)
+            return found
         except Exception as error:
             # Whatever it was, the other cases' figures are worth having; the exit status tells of this one.
             self.fail(case, in_words(error))
             return None
         finally:
-            if torch.cuda.is_available():
+            # An error may leave a device that answers nothing but errors, which the cases to come tell of.
+            with suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
 

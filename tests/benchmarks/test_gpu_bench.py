@@ -1,6 +1,7 @@
 """The device benchmark: its code runs without a device, keeps to its budget, and calls no CPU figure a measurement."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,54 @@ def test_every_case_is_on_file_at_once_and_an_error_loses_none(tmp_path: Path) -
     assert [(case["case"], case["took"], case["case_s"]) for case in on_file["cases"]] == [("a", 1, 1), ("c", 2, 2)]
     assert on_file["errors"] == [{"case": "b", "error": "RuntimeError: out of luck"}]
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_figure_that_is_not_a_number_is_an_error_of_its_case_alone(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "part.json"
+    report = part(100, clock, file)
+    assert report.run("a", lambda: {"error": float("nan")}) is None
+    report.run("b", clock.taking(1))
+    on_file = json.loads(file.read_text())
+    assert [case["case"] for case in on_file["cases"]] == ["b"]
+    assert [error["case"] for error in on_file["errors"]] == ["a"]
+
+
+def test_a_device_that_an_error_has_made_unusable_loses_no_case_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("illegal memory access")
+
+    clock, file = Clock(), tmp_path / "part.json"
+    report = part(100, clock, file)
+    report.run("a", clock.taking(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
+    report.run("b", fails)
+    on_file = json.loads(file.read_text())
+    assert [case["case"] for case in on_file["cases"]] == ["a"]
+    assert on_file["errors"] == [{"case": "b", "error": "RuntimeError: illegal memory access"}]
+
+
+def test_on_a_device_every_part_has_a_process_and_what_ends_one_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seen = Clock(), []
+    start = clock.now
+
+    def played(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        part_name, seconds = command[-3], float(command[-1])
+        seen.append((part_name, command[3:-4], seconds))
+        clock.now += seconds
+        if part_name == "engine":
+            clock.now += gpu.GRACE_S
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, -6 if part_name == "attention" else 0)
+
+    monkeypatch.setattr(subprocess, "run", played)
+    statuses = gpu.run_apart(("exactness", "engine", "attention", "model"), Budget(300, clock), ["--size", "full"])
+    assert statuses == {"exactness": 0, "engine": 1, "attention": -6, "model": 0}
+    assert [part_name for part_name, *_ in seen] == [*statuses]
+    assert all(arguments == ["--size", "full"] for _, arguments, _ in seen)
+    # What the hanging one took beyond its share the others do without.
+    assert clock.now - start == pytest.approx(300, abs=1)
 
 
 def test_errors_are_told_in_one_bounded_line() -> None:

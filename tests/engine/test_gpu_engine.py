@@ -112,13 +112,14 @@ def test_the_race_draws_what_the_specification_draws(vocabulary: int, dtype: tor
     assert torch.allclose(raced.logprobs, expected.logprobs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("drafting", ["none", "trees"])
+@pytest.mark.parametrize("drafting", ["none", "trees", "led"])
 def test_a_step_waits_for_the_device_once(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3").eval().to("cuda")
     requests = group_requests(4, 2, max_tokens=20)
     expected = run(TorchEngine(model, max_batch=8), requests)
-    drafter = None if drafting == "none" else ScriptedDrafter(script_of(right_last, Truth(expected)))
-    engine = TorchEngine(model, drafter, max_batch=8, costs="none")
+    drafter = ScriptedDrafter(script_of(right_last, Truth(expected))) if drafting == "trees" else None
+    equal_rows = "once" if drafting == "led" else "each"
+    engine = TorchEngine(model, drafter, max_batch=8, costs="none", equal_rows=equal_rows)
     run(engine, requests)
     waits: list[object] = []
     monkeypatch.setattr(

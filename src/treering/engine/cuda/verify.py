@@ -99,22 +99,28 @@ class DeviceDrawer:
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
         is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
         arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
-        if (leaders != rows).any():
-            wanted = np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)
-            logits = logits[torch.from_numpy(wanted).to(self._device)]
+        # Where a row is led, logits are read twice.
+        is_led = bool((leaders != rows).any())
+        wanted = [np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)] if is_led else []
         with on_device(self._device):
-            values = self._walked(logits, arrays, rows.size, most)
+            values = self._walked(logits, wanted, arrays, rows.size, most)
         bad = np.flatnonzero(values[:, 0] == 0)
         if bad.size:
             raise diverged(int(rows[bad[0]]))
         return _unpacked(values)
 
     def _walked(
-        self, logits: Tensor, arrays: list[NDArray[np.generic]], num_rows: int, most: int
+        self,
+        logits: Tensor,
+        wanted: list[NDArray[np.int64]],
+        arrays: list[NDArray[np.generic]],
+        num_rows: int,
+        most: int,
     ) -> NDArray[np.float64]:
-        """The packed lines of all rows, on the host."""
-        sent = self._send(arrays)
-        tokens, logprobs, policy = _drawn_everywhere(logits, *sent[3:])
+        """The packed lines of all rows, on the host; `wanted` has which logits they are drawn from, nothing for all."""
+        sent = self._send([*arrays, *wanted])
+        read = logits[sent.pop()] if wanted else logits
+        tokens, logprobs, policy = _drawn_everywhere(read, *sent[3:])
         packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
         walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=MOST_DRAFTS, num_warps=1)
         return fetch(packed)
