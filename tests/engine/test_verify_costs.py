@@ -13,7 +13,7 @@ from tests.engine.test_torch_engine import assert_same, group_requests, run
 from tests.models import build, build_float64
 from treering.engine.decoder import Decoder, Int64Array, TokenBatch
 from treering.engine.torch_engine import TorchEngine
-from treering.engine.verify_costs import measure, never_falling
+from treering.engine.verify_costs import goes_on, measure, never_falling
 from treering.errors import ConfigError, InputError
 from treering.history.costs import VerifyCosts
 
@@ -71,6 +71,16 @@ def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
     costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
     assert len(decoder.batches) == 8 * (1 + 25)
     np.testing.assert_allclose(costs.seconds, [size**2 * 1e-6 for size in range(1, 9)])
+
+
+@pytest.mark.parametrize(
+    ("round_s", "num_rounds"), [(0.001, 25), (0.01, 20), (0.045, 5), (0.15, 5), (0.6, 2), (0.99, 2), (2.0, 1)]
+)
+def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_rounds: int) -> None:
+    done = 0
+    while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
+        done += 1
+    assert done == num_rounds
 
 
 class Blocks(Timed):

@@ -22,7 +22,7 @@ from treering.engine.request import Request, Sampling
 from treering.engine.spans import Spans
 from treering.engine.speculation import Speculation
 from treering.engine.table import Table
-from treering.engine.verify_costs import measure, plan
+from treering.engine.verify_costs import goes_on, measure, plan
 from treering.history.costs import DraftPrices, VerifyCosts
 from treering.history.draft import Drafter
 from treering.history.store import HistoryStore
@@ -47,7 +47,8 @@ class Spent(NamedTuple):
     """One step's drafting."""
 
     looking: float  # seconds until drafts stand as a pass takes them
-    behind: float  # seconds that a pass takes longer behind it than behind a pass
+    plain: float  # seconds of a pass behind a pass
+    behind: float  # seconds of a pass behind looking
     learning: float  # seconds
     num_drafted: int
 
@@ -69,11 +70,12 @@ def measure_with_prices(decoder: Decoder, draw: Draw, *, num_slots: int, max_bat
 def measure_prices(
     one_pass: Callable[[], object], *, max_batch: int, clock: Callable[[], float] = time.perf_counter
 ) -> DraftPrices:
-    """Seconds of looking, growing and learning; the medians of some rounds, in which sizes take turns.
+    """Seconds of looking, growing and learning: medians of some rounds, in which sizes take turns; of passes the least.
 
     A step's drafting begins where a pass has filled the machine's caches with weights, and takes a multiple of what it
     takes again and again. So a pass stands before each part that is timed. Behind drafting it is the pass that takes
-    longer, which is part of the price of a look.
+    longer, which is part of the price of a look. Of passes the least counts: where threads wait for each other, what
+    takes a processor strikes most of them, and the difference of two such passes means nothing.
 
     Args:
         one_pass: computes a pass of the engine, of no account otherwise.
@@ -87,7 +89,7 @@ def measure_prices(
         steps.draft(_FEW)
     rounds: list[tuple[Spent, Spent, Spent]] = []
     start = clock()
-    while not rounds or (len(rounds) < _NUM_ROUNDS and clock() - start < _BUDGET_S):
+    while goes_on(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
         rounds.append((whole.draft(_MANY), whole.draft(_FEW), single.draft(_FEW)))
     many, few, alone = (_middle(spent) for spent in zip(*rounds, strict=True))
     return prices_of(many, few, alone, num_rows=max_batch)
@@ -109,7 +111,7 @@ def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftP
     bare, bare_alone = few.looking - grown * few.num_drafted, alone.looking - grown * alone.num_drafted
     row = max(0.0, (bare - bare_alone) / (num_rows - 1)) if num_rows > 1 else 0.0
     return DraftPrices(
-        look=max(0.0, bare - row * num_rows) + max(0.0, few.behind),
+        look=max(0.0, bare - row * num_rows) + max(0.0, few.behind - few.plain),
         row=row,
         grown=grown,
         learn=max(0.0, few.learning - drafted * few.num_drafted),
@@ -146,7 +148,7 @@ class Steps:
         _, behind = self._time(self._one_pass)
         gains = _gains_of(proposed)
         _, learning = self._time(lambda: self._speculation.learn(gains))
-        return Spent(looking, behind - plain, learning, int(proposed.tokens.size))
+        return Spent(looking, plain, behind, learning, int(proposed.tokens.size))
 
     def _go_on(self, most: int) -> None:
         """Rows have more tokens and room for `most` drafts; another one takes a row's place, as happens in batches."""
@@ -204,6 +206,6 @@ def _edited(text: TokenIds, rng: np.random.Generator) -> TokenIds:
 
 
 def _middle(spent: tuple[Spent, ...]) -> Spent:
-    """The median of each."""
-    looking, behind, learning, num_drafted = zip(*spent, strict=True)
-    return Spent(median(looking), median(behind), median(learning), round(median(num_drafted)))
+    """The median of each, and the least of passes."""
+    looking, plain, behind, learning, num_drafted = zip(*spent, strict=True)
+    return Spent(median(looking), min(plain), min(behind), median(learning), round(median(num_drafted)))

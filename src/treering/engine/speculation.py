@@ -8,6 +8,7 @@ Knows the columns and the drafter's records. Knows nothing of how drafts are fou
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.engine.cost_watch import CostWatch
 from treering.engine.gains import Gains
 from treering.engine.proposed import Proposed, as_drafted, nothing, readable
 from treering.engine.rows import fill_room
@@ -33,7 +34,8 @@ class Speculation:
         """None never drafts; `vocab_size` is the model's."""
         self._drafter = drafter
         self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
-        """Whether passes are to be measured before the first one."""
+        """Whether passes are to be measured before the next one."""
+        self._watch = CostWatch() if costs == "measured" else None
         if isinstance(costs, VerifyCosts):
             self.use_costs(costs)
         self._vocab_size = vocab_size
@@ -48,6 +50,13 @@ class Speculation:
         self.wants_costs = False
         if self._drafter is not None:
             self._drafter.use_costs(costs)
+        if self._watch is not None:
+            self._watch.begin(costs)
+
+    def note_pass(self, num_tokens: int, seconds: float) -> None:
+        """What a pass without prompts took: costs that the engine has measured may turn out not to hold."""
+        if self._watch is not None and self._watch.note(num_tokens, seconds):
+            self.wants_costs = True
 
     def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> Proposed:
         """Drafts of all rows that decode and lead; with nothing waiting, those that have far to go are worth more."""
