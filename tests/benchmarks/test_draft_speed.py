@@ -57,3 +57,4 @@ def test_every_figure_is_measured_and_written(
     assert report["build_tokens_per_s"] > 0
     assert 8 <= report["bytes_per_token"] < 12
     assert report["two_threads"] > 0
+    assert report["two_threads_of_loops"] > 0
