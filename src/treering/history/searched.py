@@ -76,7 +76,7 @@ class Searched:
         self.rows, self._snapshot = rows, snapshot
 
     def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], *, is_fresh: bool) -> None:
-        if is_fresh or self._snapshot is None:
+        if is_fresh:
             self._recent.take(snapshot)
             self._arena.forget()
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)
