@@ -81,6 +81,8 @@ def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_roun
     while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
         done += 1
     assert done == num_rounds
+    # Where the clock has jumped before it.
+    assert goes_on(0, 100.0, most=25, budget_s=0.2)
 
 
 class Blocks(Timed):
