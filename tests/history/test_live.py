@@ -80,9 +80,9 @@ def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> N
     assert (slots[::2] == slots[1::2]).all()
     # Two rows have left, and with them their prompt; another one takes its slot.
     rows = [*rows[2:], Row(prompt=(9,))]
-    _, is_fresh = live.slots(draft_rows(rows, row_ids=range(2, 9)))
+    _, turnover = live.slots(draft_rows(rows, row_ids=range(2, 9)))
     later = live.running.prompt_slots
-    assert not is_fresh
+    assert turnover == "some"
     assert later[:6].tolist() == slots[2:].tolist()
     assert len(set(later.tolist())) == 4
 
@@ -432,7 +432,9 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
     sizes = []
     for length in (3, 300, 900, 5000, 3):
         rows = [Row(rollout=tuple(range(length))), Row(rollout=(1,))]
-        slots, _ = live.slots(draft_rows(rows, row_ids=[1, 2]))
+        slots, turnover = live.slots(draft_rows(rows, row_ids=[1, 2]))
+        # More room is not another row.
+        assert turnover == ("none" if sizes else "all")
         first, second = live.running.sizes[slots]
         assert first == second
         sizes.append(int(first))
@@ -440,7 +442,8 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
     assert sizes[0] < 300 < sizes[1]
     assert sizes[-1] == 1002
     # Rows of which none was there before start as with a new one.
-    slots, _ = live.slots(draft_rows([Row(rollout=(1,))], row_ids=[3]))
+    slots, turnover = live.slots(draft_rows([Row(rollout=(1,))], row_ids=[3]))
+    assert turnover == "all"
     assert live.running.sizes[slots].tolist() == [sizes[0]]
 
 

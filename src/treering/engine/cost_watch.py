@@ -2,8 +2,6 @@
 
 Knows numbers of tokens, seconds and costs. Knows no clock, and nothing of what a pass computes. What takes longer than
 measured is no sign: contexts grow, and others take the processors for a while.
-
-    W passes of a window
 """
 
 from treering.history.budget import seconds_of
@@ -12,8 +10,10 @@ from treering.history.costs import VerifyCosts
 _FIRST_WINDOW = 64
 _LONGER = 4
 """Each window is so many times as long as the one before, once costs were measured again: that takes its time, too."""
-_SHARE = 0.5
-"""Of measured seconds: less than that is no chance. And of a window's passes: one that was quick may be an accident."""
+_FAST = 0.5
+"""Of measured seconds: a pass that takes less is not the one that was measured."""
+_MOST_FAST = 0.5
+"""Of a window's passes: a single one may be fast by accident."""
 
 
 class CostWatch:
@@ -44,10 +44,10 @@ class CostWatch:
         if self._costs is None:
             return False
         self._num_passes += 1
-        self._num_fast += seconds < _SHARE * seconds_of(num_tokens, self._costs.num_tokens, self._costs.seconds)
+        self._num_fast += seconds < _FAST * seconds_of(num_tokens, self._costs.num_tokens, self._costs.seconds)
         if self._num_passes < self._window:
             return False
-        is_over = self._num_fast > _SHARE * self._num_passes
+        is_over = self._num_fast > _MOST_FAST * self._num_passes
         self._num_passes = self._num_fast = 0
         if is_over:
             self._costs = None

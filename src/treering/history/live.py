@@ -10,7 +10,7 @@ then is what a new one would find.
 from collections import deque
 from collections.abc import Sequence
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -27,6 +27,9 @@ Int64Array = NDArray[np.int64]
 _Prompt = tuple[int, int]
 
 _NO_LIMIT = 1 << 40
+
+Turnover = Literal["none", "some", "all"]
+"""How the rows of a step differ from those of the one before. none: they are the same. all: none of them was there."""
 
 
 class _Seat(NamedTuple):
@@ -79,19 +82,20 @@ class Live:
             self._slots, self._prompt_slots,
         )  # fmt: skip
 
-    def slots(self, rows: DraftRows) -> tuple[Int64Array, bool]:
-        """The slots of the rows' rollouts, int64 [B], with room for their texts, and whether all rows are new.
+    def slots(self, rows: DraftRows) -> tuple[Int64Array, Turnover]:
+        """The slots of the rows' rollouts, int64 [B], with room for their texts, and how many of the rows are new.
 
         What the slots hold is brought up to the contexts by `note_rows`, within the compiled call.
         """
-        is_fresh = False
-        if not self.has(rows) or (rows.num_tokens > self._full).any():
+        turnover: Turnover = "none" if self.has(rows) else "some"
+        if turnover == "some" or (rows.num_tokens > self._full).any():
             # Should this fail, no rows are known.
             self._rows, self._identity = None, ()
-            is_fresh = self._assign(rows)
+            if self._assign(rows):
+                turnover = "all"
             self._identity = _identity_of(rows)
         self._rows = rows
-        return self._slots, is_fresh
+        return self._slots, turnover
 
     def has(self, rows: DraftRows) -> bool:
         """Whether these are the rows of the step before, the same object or another."""
@@ -114,6 +118,7 @@ class Live:
         self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
 
     def _assign(self, rows: DraftRows) -> bool:
+        """Has a seat with room for every row; whether none of them was there."""
         check_counts(rows)
         keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
         is_fresh = self._seats.keys().isdisjoint(keys)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from treering.history.arena import Arena, Rewards
 from treering.history.index import PromptIndex
-from treering.history.live import Live
+from treering.history.live import Live, Turnover
 from treering.history.recent import Recent
 from treering.history.records import DraftRows
 from treering.history.running import Running
@@ -67,16 +67,16 @@ class Searched:
         Raises:
             InputError: a row's counts contradict each other, or there is more than places can count.
         """
-        is_known = self.rows is not None and snapshot is self._snapshot and self.live.has(rows)
+        is_read = self.rows is not None and snapshot is self._snapshot
         # Should what follows fail, they are not known.
         self.rows = None
-        self.live_slots, is_fresh = self.live.slots(rows)
-        if not is_known:
-            self._read(rows, snapshot, is_fresh=is_fresh)
+        self.live_slots, turnover = self.live.slots(rows)
+        if turnover != "none" or not is_read:
+            self._read(rows, snapshot, turnover)
         self.rows, self._snapshot = rows, snapshot
 
-    def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], *, is_fresh: bool) -> None:
-        if is_fresh:
+    def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], turnover: Turnover) -> None:
+        if turnover == "all":
             self._recent.take(snapshot)
             self._arena.forget()
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)

@@ -16,7 +16,7 @@ Int32Array = NDArray[np.int32]
 
 WEIGHT_UNIT = 1 / 2048
 ROOT_UNIT = 1 / 1024
-FIRST_ROOT = 2.0
+_FIRST_ROOT = 2.0
 MOST_UNITS = 32767
 MOST_ROOT_UNITS = 65535
 
@@ -24,7 +24,7 @@ MOST_ROOT_UNITS = 65535
 def make_token_weights() -> tuple[Int16Array, UInt16Array]:
     """Weights of 0, in units of `WEIGHT_UNIT`, and the roots that they begin with, in units of `ROOT_UNIT`."""
     weights = np.zeros(NUM_TOKEN_WEIGHTS, np.int16)
-    return weights, np.full(NUM_TOKEN_WEIGHTS, FIRST_ROOT / ROOT_UNIT, np.uint16)
+    return weights, np.full(NUM_TOKEN_WEIGHTS, _FIRST_ROOT / ROOT_UNIT, np.uint16)
 
 
 @lean
