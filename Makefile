@@ -70,14 +70,14 @@ gpu:
 	left=$$(($(GPU_TEST_S) - SECONDS)); \
 	PYTHONPATH=src timeout -s INT -k 10 $$((left > 1 ? left : 1)) $(GPU_PYTEST) \
 	  $$(grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -vxF $(GPU_ENGINE_TESTS) | sort) || others=$$?; \
-	PYTHONPATH=src:. timeout -k 10 $$(($(GPU_S) + 25 - SECONDS)) $(PYTHON) -m benchmarks.gpu \
+	PYTHONPATH=src:. timeout -k 10 $$(($(GPU_S) + 25 - SECONDS)) $(PYTHON) -m benchmarks.gpu.bench \
 	  --budget-s $$(($(GPU_S) - SECONDS)) $(ARGS) || measured=$$?; \
 	echo "gpu tests: exit $$engine (engine) and $$others, benchmarks: exit $$measured, $$SECONDS s"; \
 	[ $$engine -eq 0 ] && [ $$others -eq 0 ] && [ $$measured -eq 0 ]
 
 # Samples of the bench sets for that machine, which has none: an ignored folder to carry along.
 gpu-data: $(STAMP)
-	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_data $(ARGS)
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu.data $(ARGS)
 
 # Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions. Arctic's
 # drafter is built from source against the tools beside it, and without its dependencies: vLLM is none of the drafter's.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from treering.train.run import CHECKPOINTS_FOLDER, METRICS_FILE
+from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE
 
 ROOT = Path(__file__).parents[1]
 NUM_MOMENTS = 17

@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from treering.tree.forest import Forest
-from treering.tree.partition import Partition
+from treering.tree.plan.partition import Partition
 
 
 def random_partitions(tree: Forest, seed: int, max_tokens: int = 8, cut: float = 0.15) -> tuple[Partition, ...]:

@@ -13,6 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "treering"
 ORDER = (
     "errors",
     "types",
+    "arrays",
+    "atomic",
     "metrics",
     "data",
     "tree",
@@ -23,6 +25,7 @@ ORDER = (
     "train",
     "objectives",
     "engine",
+    "analysis",
     "rl",
     "runtime",
     "integrations",
@@ -31,7 +34,7 @@ ORDER = (
     "__init__",
     "cli",
 )
-NO_TORCH = {"errors", "types", "metrics", "data", "tree", "history", "schedule", "config"}
+NO_TORCH = {"errors", "types", "arrays", "atomic", "metrics", "data", "tree", "history", "schedule", "config"}
 # These import torch themselves, so a room without torch uses them inside functions only.
 TORCH_CARRIERS = {"accelerate", "peft", "transformers"}
 
@@ -113,7 +116,7 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("treering.tree.build", "import treering.train.step"),
+        ("treering.tree.build", "import treering.train.gradient.backward"),
         ("treering.tree.build", "from treering.model.forward import forward"),
         ("treering.tree.build", "from treering import history"),
         ("treering.tree.build", "from treering import Forest"),
@@ -124,12 +127,12 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
         ("treering.tree.build", "if TYPE_CHECKING:\n    from treering.train import step"),
         ("treering.tree.build", "import_module('treering.train')"),
         ("treering.errors", "from treering.types import ModelShape"),
-        ("treering.train.step", "from treering.objectives import sft"),
+        ("treering.train.gradient.backward", "from treering.objectives import sft"),
         ("treering.report", "from treering.config import load"),
         ("treering.tree.build", "import torch"),
         ("treering.schedule", "def f():\n    from torch.nn import functional"),
-        ("treering.data.template", "from transformers import AutoTokenizer"),
-        ("treering.data.template", "class A:\n    import transformers"),
+        ("treering.data.rendering.template", "from transformers import AutoTokenizer"),
+        ("treering.data.rendering.template", "class A:\n    import transformers"),
         ("treering.utils", "import os"),
     ],
 )
@@ -143,10 +146,10 @@ def test_a_planted_violation_is_caught(module: str, source: str) -> None:
         ("treering.tree.build", "from treering.tree.forest import Forest"),
         ("treering.tree.build", "from . import forest"),
         ("treering.tree.build", "from treering import errors"),
-        ("treering.train.step", "from treering.model.forward import forward\nimport torch"),
-        ("treering.data.template", "def f():\n    from transformers import AutoTokenizer"),
+        ("treering.train.gradient.backward", "from treering.model.forward import forward\nimport torch"),
+        ("treering.data.rendering.template", "def f():\n    from transformers import AutoTokenizer"),
         ("treering.cli.main", "import treering.config.sft"),
-        ("treering", "from treering.train.step import backward"),
+        ("treering", "from treering.train.gradient.backward import backward"),
     ],
 )
 def test_an_import_from_above_is_allowed(module: str, source: str) -> None:

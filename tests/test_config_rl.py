@@ -12,7 +12,7 @@ from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
-from treering.train.compute import ComputeOptions
+from treering.train.loop.compute import ComputeOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = "rl.num_steps=20"

@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from treering.engine.request import Sampling as Sampling
     from treering.engine.rollout import Rollout as Rollout
     from treering.engine.torch_engine import TorchEngine as TorchEngine
-    from treering.history.draft import Drafter as Drafter
-    from treering.history.reader import HistoryReader as HistoryReader
-    from treering.history.records import DraftRows as DraftRows
-    from treering.history.store import HistoryStore as HistoryStore
+    from treering.history.draft.drafter import Drafter as Drafter
+    from treering.history.store.reader import HistoryReader as HistoryReader
+    from treering.history.store.store import HistoryStore as HistoryStore
+    from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
-    from treering.train.router_losses import RouterLosses as RouterLosses
-    from treering.train.step import backward as backward
+    from treering.train.gradient.backward import backward as backward
+    from treering.train.gradient.router_losses import RouterLosses as RouterLosses
     from treering.tree.forest import Forest as Forest
 
     __version__: str
 
 _HOMES = {
-    "DraftRows": "treering.history.records",
-    "Drafter": "treering.history.draft",
+    "DraftRows": "treering.history.types",
+    "Drafter": "treering.history.draft.drafter",
     "Forest": "treering.tree.forest",
-    "HistoryReader": "treering.history.reader",
-    "HistoryStore": "treering.history.store",
+    "HistoryReader": "treering.history.store.reader",
+    "HistoryStore": "treering.history.store.store",
     "Request": "treering.engine.request",
     "Rollout": "treering.engine.rollout",
-    "RouterLosses": "treering.train.router_losses",
+    "RouterLosses": "treering.train.gradient.router_losses",
     "Sampling": "treering.engine.request",
     "TorchEngine": "treering.engine.torch_engine",
-    "backward": "treering.train.step",
+    "backward": "treering.train.gradient.backward",
     "forward": "treering.model.forward",
     "tree_attention": "treering.model.context",
 }

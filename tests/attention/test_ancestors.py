@@ -20,8 +20,8 @@ from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.schedule import MAX_STEP_ENTRIES
 from treering.errors import StateError
 from treering.tree.forest import Forest
-from treering.tree.fragment import Sight, sight_of, take_fragment
-from treering.tree.partition import Partition
+from treering.tree.plan.fragment import Sight, sight_of, take_fragment
+from treering.tree.plan.partition import Partition
 
 CPU = torch.device("cpu")
 FORM = Form(scale=0.3)

@@ -18,7 +18,7 @@ from treering.attention.flex import BLOCK_SIZE, block_mask
 from treering.attention.gateway import Gateway, KeysValues
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
-from treering.tree.fragment import sight_of, take_fragment
+from treering.tree.plan.fragment import sight_of, take_fragment
 
 CPU = torch.device("cpu")
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -12,7 +12,7 @@ from treering.attention import Backend, Form, TreeLayout, attend
 from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
 from treering.tree.forest import Forest
-from treering.tree.fragment import sight_of, take_fragment
+from treering.tree.plan.fragment import sight_of, take_fragment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from treering.attention import schedule
 from treering.attention.call import Visibility
 from treering.attention.schedule import Schedule, build_schedule
 from treering.tree.forest import Forest
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
 
 def schedule_of(forest: Forest, window: int | None = None) -> Schedule:

@@ -10,7 +10,7 @@ from treering.attention import TreeLayout
 from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.states import Boundary, StateGateway, States
 from treering.errors import StateError
-from treering.train.boundaries import boundary_of
+from treering.train.gradient.boundaries import boundary_of
 from treering.tree.forest import Forest
 
 

@@ -14,7 +14,7 @@ from treering.attention.triton.tables import NUM_PROGRAMS, Tables
 from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
 from treering.attention.triton.work import DIRECT, Work, without_short_blocks, work_by_key, work_by_query
 from treering.tree.forest import Forest
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
 
 def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:

@@ -5,13 +5,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import benchmarks.draft
-import benchmarks.draft_arctic
-import benchmarks.engine
-import benchmarks.tree
+import benchmarks.draft.bench
+import benchmarks.draft.drafters.arctic
+import benchmarks.engine.bench
+import benchmarks.tree.bench
 import numpy as np
 import pytest
-from benchmarks.tree_cases import star
+from benchmarks.tree.cases import star
 from rich.console import Console
 
 from treering.cli import bench, bench_progress
@@ -22,8 +22,8 @@ from treering.errors import InputError, TreeringError, UnsupportedError
 def test_the_command_prints_one_json_object_and_writes_the_same_to_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(benchmarks.tree, "published_cases", lambda: [star(prompt=9, response=4, group=3)])
-    monkeypatch.setattr(benchmarks.tree, "find_peers", list)
+    monkeypatch.setattr(benchmarks.tree.bench, "published_cases", lambda: [star(prompt=9, response=4, group=3)])
+    monkeypatch.setattr(benchmarks.tree.bench, "find_peers", list)
     bench.run(name="tree", json_output=True, out=tmp_path / "tree.json", runs=1, only="star")
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads((tmp_path / "tree.json").read_text())
@@ -49,7 +49,7 @@ def test_the_table_shows_each_case_with_its_share_of_the_bound(
         "sets": [],
         "notes": [],
     }
-    monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: report)
+    monkeypatch.setattr(benchmarks.tree.bench, "measure", lambda **_: report)
     bench.run(name="tree", json_output=False, out=None)
     printed = capsys.readouterr()
     row = next(line for line in printed.out.splitlines() if "caterpillar" in line)
@@ -77,7 +77,7 @@ def test_the_tables_of_sets_show_the_gate_the_memory_and_the_overhead(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: set_report())
+    monkeypatch.setattr(benchmarks.tree.bench, "measure", lambda **_: set_report())
     bench.run(name="tree", json_output=False, out=None)
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
@@ -94,13 +94,13 @@ def test_the_tables_of_sets_show_the_gate_the_memory_and_the_overhead(
 
 def test_options_of_the_tree_benchmark_reach_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(benchmarks.tree, "measure", lambda **options: given.update(options) or set_report())
+    monkeypatch.setattr(benchmarks.tree.bench, "measure", lambda **options: given.update(options) or set_report())
     bench.run(name="tree", json_output=True, out=None)
     assert set(given) == {"on_progress"}
     bench.run(name="tree", json_output=True, out=None, runs=2, only="star, math", full=True, tokenizer=Path("a"))
     del given["on_progress"]
     assert given == {"num_runs": 2, "only": ["star", "math"], "sample_tokens": None, "tokenizer": Path("a")}
-    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr("benchmarks.engine.bench.measure", lambda **_: pytest.fail("measured"))
     for option in ({"only": "star"}, {"full": True}, {"tokenizer": Path("a")}):
         with pytest.raises(InputError, match=f"--{next(iter(option))} belongs to `treering bench tree`"):
             bench.run(name="engine", json_output=True, out=None, **option)
@@ -169,7 +169,7 @@ def test_the_engines_tables_show_every_row_and_a_loss_like_a_win(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: engine_report())
+    monkeypatch.setattr("benchmarks.engine.bench.measure", lambda **_: engine_report())
     bench.run(name="engine", json_output=False, out=None)
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
@@ -190,7 +190,9 @@ def test_the_engines_json_is_alone_on_stdout_and_the_wait_is_announced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(benchmarks.engine, "measure", lambda **settings: given.update(settings) or engine_report())
+    monkeypatch.setattr(
+        benchmarks.engine.bench, "measure", lambda **settings: given.update(settings) or engine_report()
+    )
     bench.run(name="engine", json_output=True, out=tmp_path / "engine.json", runs=3)
     printed = capsys.readouterr()
     assert json.loads(printed.out) == engine_report() == json.loads((tmp_path / "engine.json").read_text())
@@ -199,7 +201,7 @@ def test_the_engines_json_is_alone_on_stdout_and_the_wait_is_announced(
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmarks.tree, "measure", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr(benchmarks.tree.bench, "measure", lambda **_: pytest.fail("measured"))
     with pytest.raises(InputError, match="--runs must be at least 1, got 0"):
         bench.run(name="tree", json_output=True, out=None, runs=0)
     with pytest.raises(InputError, match="--out needs an existing folder"):
@@ -235,7 +237,9 @@ def test_the_draft_tables_show_each_history_the_best_drafter_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(benchmarks.draft, "measure", lambda **_: draft_report(control="shuffled_age", predicted=True))
+    monkeypatch.setattr(
+        benchmarks.draft.bench, "measure", lambda **_: draft_report(control="shuffled_age", predicted=True)
+    )
     bench.run(name="draft", json_output=False, out=None, file=Path("rollouts.jsonl"))
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
@@ -249,14 +253,14 @@ def test_the_draft_tables_show_each_history_the_best_drafter_first(
     assert "estimates of treering, history: none" not in printed.out
     assert "12,345 sampled tokens of 73 rollouts, 8 tasks" in printed.out
     assert "one was left out" in printed.err
-    monkeypatch.setattr(benchmarks.draft, "measure", lambda **_: draft_report())
+    monkeypatch.setattr("benchmarks.draft.bench.measure", lambda **_: draft_report())
     bench.run(name="draft", json_output=False, out=None, file=Path("rollouts.jsonl"))
     assert "speedup" not in capsys.readouterr().out
 
 
 def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(benchmarks.draft, "measure", lambda **options: given.update(options) or draft_report())
+    monkeypatch.setattr("benchmarks.draft.bench.measure", lambda **options: given.update(options) or draft_report())
     file = Path("rollouts.jsonl")
     bench.run(name="draft", json_output=True, out=None, file=file)
     assert set(given) == {"on_progress", "on_note", "file"}
@@ -270,7 +274,7 @@ def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytes
     for option in ({"runs": 3}, {"only": "star"}, {"full": True}):
         with pytest.raises(InputError, match=f"--{next(iter(option))} belongs to .*, got it for draft: leave it out"):
             bench.run(name="draft", json_output=True, out=None, file=file, **option)  # type: ignore[arg-type]
-    monkeypatch.setattr(benchmarks.engine, "measure", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr("benchmarks.engine.bench.measure", lambda **_: pytest.fail("measured"))
     others = {"file": file, "drafters": "naive", "max_draft": 3, "limit_tokens": 0, "siblings": "before", "batch": 2}
     others |= {"match_drafts": 4.5}
     for name, value in others.items():
@@ -283,7 +287,7 @@ def test_options_of_the_draft_benchmark_reach_it_and_no_other(monkeypatch: pytes
 def test_bad_input_of_the_draft_benchmark_is_refused_with_nothing_said_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_installed: bool
 ) -> None:
-    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: is_installed)
+    monkeypatch.setattr(benchmarks.draft.drafters.arctic, "is_installed", lambda: is_installed)
     file, messages, costs = (tmp_path / name for name in ("rollouts.jsonl", "messages.jsonl", "costs.json"))
     write_trajectories(file, [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32))])
     write_trajectories(messages, [Trajectory(task_id="a", messages=(Message(role="assistant", content="x"),))])
@@ -308,13 +312,13 @@ def test_the_draft_benchmark_announces_the_wait_for_arctic_and_no_other(
 ) -> None:
     file = tmp_path / "rollouts.jsonl"
     write_trajectories(file, [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32))])
-    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: False)
+    monkeypatch.setattr(benchmarks.draft.drafters.arctic, "is_installed", lambda: False)
     bench.run(name="draft", json_output=True, out=None, file=file, drafters="naive")
     assert capsys.readouterr().err == ""
     with pytest.raises(InputError, match="got arctic alone"):
         bench.run(name="draft", json_output=True, out=None, file=file, drafters="arctic")
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(benchmarks.draft_arctic, "is_installed", lambda: True)
-    monkeypatch.setattr(benchmarks.draft_arctic, "replay_arctic", lambda *_: [])
+    monkeypatch.setattr(benchmarks.draft.drafters.arctic, "is_installed", lambda: True)
+    monkeypatch.setattr(benchmarks.draft.drafters.arctic, "replay_arctic", lambda *_: [])
     bench.run(name="draft", json_output=True, out=None, file=file, drafters="arctic")
-    assert capsys.readouterr().err.splitlines() == [benchmarks.draft.LONG]
+    assert capsys.readouterr().err.splitlines() == [benchmarks.draft.bench.LONG]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import benchmarks.loop
-import benchmarks.pipe
+import benchmarks.loop.bench
+import benchmarks.pipe.bench
 import pytest
 
 from treering.cli import bench
@@ -53,7 +53,7 @@ def test_the_pipe_table_shows_measured_beside_predicted_and_a_loss_like_a_win(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(benchmarks.pipe, "measure", lambda **_: pipe_report())
+    monkeypatch.setattr(benchmarks.pipe.bench, "measure", lambda **_: pipe_report())
     bench.run(name="pipe", json_output=False, out=None)
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
@@ -67,7 +67,7 @@ def test_the_loop_tables_show_shares_and_factors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(benchmarks.loop, "measure", lambda **_: loop_report())
+    monkeypatch.setattr(benchmarks.loop.bench, "measure", lambda **_: loop_report())
     bench.run(name="loop", json_output=False, out=None)
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from treering.cli.main import main
-from treering.cli.simulate_cases import SimulateOptions
+from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 
 SUBCOMMANDS = {"inspect", "sft", "train", "demo", "bench", "simulate"}

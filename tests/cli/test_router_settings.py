@@ -3,13 +3,13 @@
 import pytest
 
 from treering.cli.settings import compute_options, router_identity, router_losses
-from treering.cli.sft_settings import loop_options
-from treering.cli.train_settings import warmup_options
+from treering.cli.sft.settings import loop_options
+from treering.cli.train.settings import warmup_options
 from treering.config import RlConfig, SftConfig
 from treering.config.load import load
 from treering.config.router import RouterConfig
 from treering.errors import ConfigError
-from treering.train.router_losses import RouterLosses
+from treering.train.gradient.router_losses import RouterLosses
 
 SFT = ("train.num_steps=1", "data.source=generated")
 RL = ("rl.num_steps=1",)

@@ -3,12 +3,12 @@
 import pytest
 
 from treering.cli.settings import compute_options
-from treering.cli.sft_settings import loop_options
-from treering.cli.train_settings import warmup_options
+from treering.cli.sft.settings import loop_options
+from treering.cli.train.settings import warmup_options
 from treering.config import RlConfig, SftConfig
 from treering.config.load import load
 from treering.errors import ConfigError
-from treering.train.compute import ComputeOptions
+from treering.train.loop.compute import ComputeOptions
 
 MEMORY = ("max_tokens=9", "parents=recompute", "max_bytes=5000", "gradient_checkpointing=reentrant")
 EXPECTED = ComputeOptions(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treering.data import AgentSpec, generate_trajectories
-from treering.data.codec import encode
+from treering.data.formats.codec import encode
 from treering.errors import ConfigError
 
 specs = st.builds(

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tests.engine.cuda_cases import batch_of
-from tests.engine.scripted_drafts import ScriptedDrafter
-from tests.engine.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, both, weights_of
-from tests.engine.test_cuda_engine import right_second
-from tests.engine.test_cuda_linear import assert_rounded_once
-from tests.engine.test_cuda_race import everything, keys_of
+from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, both, weights_of
+from tests.engine.decoder.test_cuda_engine import right_second
+from tests.engine.decoder.test_cuda_gumbel import everything, keys_of
+from tests.engine.decoder.test_cuda_linear import assert_rounded_once
+from tests.engine.speculation.scripted_drafts import ScriptedDrafter
+from tests.engine.speculation.test_draft_trees import Truth, right_last, script_of
 from tests.engine.test_torch_engine import assert_same, group_requests, run
-from tests.engine.test_trees import Truth, right_last, script_of
 from tests.models import VOCAB, build
-from treering.engine.sampling import sample
+from treering.engine.sampling.reference import sample
 from treering.engine.torch_engine import TorchEngine
 
 pytestmark = [
@@ -52,7 +52,7 @@ def test_drafts_change_no_token_and_float32_has_those_of_the_plain_engine(shape:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 50])
 def test_products_of_few_rows_are_those_of_float64_rounded_once(num_tokens: int) -> None:
-    from treering.engine.cuda.linear import Tile, linear
+    from treering.engine.decoder.cuda.linear import Tile, linear
 
     generator = torch.Generator().manual_seed(0)
     shapes = (num_tokens, 1024), (400, 1024), (400,)
@@ -65,7 +65,7 @@ def test_products_of_few_rows_are_those_of_float64_rounded_once(num_tokens: int)
 
 
 def test_every_product_of_a_captured_pass_has_a_kernel_that_was_timed() -> None:
-    from treering.engine.cuda.decoder import CudaDecoder
+    from treering.engine.decoder.cuda.decoder import CudaDecoder
 
     decoder = CudaDecoder(weights_of(build("qwen3", head_dim=64).to("cuda", torch.bfloat16)), NUM_SLOTS)
     decoder.run(batch_of(GROWING, VOCAB))
@@ -99,7 +99,7 @@ def test_new_weights_are_read_by_passes_that_are_captured_already() -> None:
 @pytest.mark.parametrize("vocabulary", [1000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_race_draws_what_the_specification_draws(vocabulary: int, dtype: torch.dtype) -> None:
-    from treering.engine.cuda.race import race
+    from treering.engine.decoder.cuda.gumbel import race
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(64, vocabulary, generator=generator)).to("cuda", dtype)
@@ -123,7 +123,7 @@ def test_a_step_waits_for_the_device_once(drafting: str, monkeypatch: pytest.Mon
     run(engine, requests)
     waits: list[object] = []
     monkeypatch.setattr(
-        "treering.engine.cuda.verify.fetch", lambda tensor: waits.append(tensor) or tensor.cpu().numpy()
+        "treering.engine.decoder.cuda.verify.fetch", lambda tensor: waits.append(tensor) or tensor.cpu().numpy()
     )
     num_before = engine.stats.num_forwards
     # Torch tells of every other wait; the one that is meant is not in its sight here.

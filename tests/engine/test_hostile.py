@@ -13,8 +13,8 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.history.draft import Drafter
-from treering.history.store import HistoryStore
+from treering.history.draft.drafter import Drafter
+from treering.history.store.store import HistoryStore
 
 MAX_STEPS = 2000
 

@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 from tests.engine.protocol_laws import LAWS, MakeEngine
 from tests.hybrids import build_hybrid
 from tests.models import VOCAB, build, build_float64
+from treering.engine.decoder.support import FAMILIES
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.engine.support import FAMILIES
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.history.draft import Drafter
-from treering.history.store import HistoryStore
+from treering.history.draft.drafter import Drafter
+from treering.history.store.store import HistoryStore
 from treering.model.forward import forward
 from treering.tree.forest import Forest
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treering.analysis.recording import Recorded, record
 from treering.data import Renderer, Trajectory
-from treering.history.recorded import Recorded, record
 
 
 @dataclass(frozen=True, kw_only=True)

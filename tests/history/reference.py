@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from treering.history.draft import Drafter
-from treering.history.records import DraftRows, Drafts
-from treering.history.store import HistoryStore
+from treering.history.draft.drafter import Drafter
+from treering.history.store.store import HistoryStore
+from treering.history.types import DraftRows, Drafts
 
 MARKER = -1
 ALL_SOURCES = ("history", "siblings", "own", "others")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from treering.history import blocks
-from treering.history.index import PromptIndex
-from treering.history.reader import HistoryReader
-from treering.history.store import HistoryStore
+from treering.history.store import blocks
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.reader import HistoryReader
+from treering.history.store.store import HistoryStore
 
 MANIFEST = "manifest.bin"
 ARRAYS = tuple(field.name for field in fields(PromptIndex))

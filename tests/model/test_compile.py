@@ -10,8 +10,8 @@ from torch import nn
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import UnsupportedError
+from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
-from treering.train.step import backward
 from treering.tree.forest import Forest
 
 # Two sizes, so that the second runs graphs of another shape than they were traced with.

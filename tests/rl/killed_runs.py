@@ -5,10 +5,10 @@ from pathlib import Path
 
 from tests.killing import main
 from tests.rl.runs import eager, memory_of, sampling_loop, store
-from tests.train.runs import tensors_of
+from tests.train.loop.runs import tensors_of
 from treering.metrics import JsonlSink, Metrics
 from treering.rl.rollout_log import RolloutLog
-from treering.train.run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 NUM_STEPS = 7
 """Two epochs of three steps, and a third of another."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treering.engine.rollout import FinishReason, Rollout
-from treering.rl.task import Prompt
+from treering.rl.tasks.task import Prompt
 from treering.types import PromptId
 
 

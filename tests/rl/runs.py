@@ -9,18 +9,18 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
-from tests.train.runs import nested
+from tests.train.loop.runs import nested
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.engine.torch_engine import TorchEngine
-from treering.history.draft import Drafter
+from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.options import RlOptions
-from treering.rl.task import Prompt, Task
-from treering.train.checkpoint import CheckpointStore
-from treering.train.optim import OptimOptions
+from treering.rl.tasks.task import Prompt, Task
+from treering.train.loop.checkpoint import CheckpointStore
+from treering.train.loop.optim import OptimOptions
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}

@@ -6,7 +6,7 @@ import pytest
 from treering.engine.rollout import Rollout
 from treering.rl.batch import empty_batch, make_rl_batch
 from treering.rl.collect import Group
-from treering.rl.task import Prompt
+from treering.rl.tasks.task import Prompt
 
 
 def rollout(prompt_id: str, sample: int, reward: float, tokens: list[int]) -> Rollout:

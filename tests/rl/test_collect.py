@@ -13,10 +13,10 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.calculator import Calculator
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect
-from treering.rl.sums import ChainedSums
-from treering.rl.task import Prompt, Task
+from treering.rl.tasks.calculator import Calculator
+from treering.rl.tasks.sums import ChainedSums
+from treering.rl.tasks.task import Prompt, Task
 from treering.types import TokenIds
 
 STOP = 9

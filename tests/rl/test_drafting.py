@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from treering.engine.rollout import Rollout
-from treering.history.costs import DraftPrices, VerifyCosts
-from treering.history.records import DraftRows
+from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.types import DraftRows
 from treering.rl.drafting import Drafting, DraftOptions
 
 

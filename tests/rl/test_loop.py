@@ -30,8 +30,8 @@ from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.drafting import Drafting
-from treering.rl.task import Prompt
-from treering.train.optim import OptimOptions
+from treering.rl.tasks.task import Prompt
+from treering.train.loop.optim import OptimOptions
 
 EXACT = 1e-10
 

@@ -17,7 +17,7 @@ from tests.rl.runs import eager, memory_of, sampling_loop, store
 from treering.metrics import JsonlSink, Metrics
 from treering.rl.drafting import Drafting
 from treering.rl.rollout_log import RolloutLog
-from treering.train.run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 
 @pytest.fixture(scope="module")

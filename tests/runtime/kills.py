@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from treering.runtime.process import MAX_DEATHS, Seat
+from treering.runtime.ipc.process import MAX_DEATHS, Seat
 
 
 @contextmanager

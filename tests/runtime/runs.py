@@ -13,14 +13,14 @@ from torch import nn
 from tests.models import build, build_float64
 from tests.rl.runs import PLAIN, TinyTask, options
 from treering.engine.torch_engine import TorchEngine
-from treering.history.draft import Drafter
+from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
-from treering.rl.task import Task
+from treering.rl.tasks.task import Task
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
-from treering.schedule.lengths import make_predictor
 from treering.schedule.policy import Assignment, Outlook, Policy
+from treering.schedule.predict.lengths import make_predictor
 
 MAX_BATCH = 3
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.rl.runs import TinyTask, share_of_even_tokens
 from treering.engine.rollout import Rollout
-from treering.rl.task import Prompt
+from treering.rl.tasks.task import Prompt
 
 
 class Slow(TinyTask):

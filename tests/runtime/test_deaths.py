@@ -20,7 +20,7 @@ from tests.runtime.test_pipeline import Result, assert_same, run
 from treering.engine.request import Sampling
 from treering.errors import InputError, StateError
 from treering.runtime.account import Account
-from treering.runtime.process import MAX_DEATHS
+from treering.runtime.ipc.process import MAX_DEATHS
 
 NUM_STEPS = 6
 NUM_ROLLOUTS = 8 * 4 + 4 * 2

@@ -11,12 +11,12 @@ from treering.errors import StateError
 from treering.rl.collect import Collection
 from treering.rl.judging import Verdict
 from treering.runtime.account import Account
-from treering.runtime.planning import Plan, Planner
-from treering.runtime.step_run import StepRun
+from treering.runtime.step.planning import Plan, Planner
+from treering.runtime.step.step_run import StepRun
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import linear_latency
-from treering.schedule.lengths import MedianLengths
 from treering.schedule.policy import Assignment, Outlook
+from treering.schedule.predict.lengths import MedianLengths
 
 
 def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:

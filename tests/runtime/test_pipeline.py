@@ -19,7 +19,7 @@ from treering.rl.drafting import Drafting
 from treering.rl.loop import RlLoop, with_stops
 from treering.rl.trainer import Trainer
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.batches import StepPlan
+from treering.train.loop.batches import StepPlan
 
 CLOSE = 1e-8
 

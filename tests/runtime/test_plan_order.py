@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.runtime.runs import Dealt, pipeline
-from treering.runtime.course import Course
-from treering.runtime.workshop import Workshop
+from treering.runtime.pools.trainer_client import Workshop
+from treering.runtime.run_state import Course
 from treering.schedule.policy import Assignment, Outlook
 
 

@@ -15,7 +15,7 @@ from treering.metrics import JsonlSink, Metrics
 from treering.rl.loop import RlLoop
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.policies import make_policy
-from treering.train.run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 NUM_STEPS = 6
 

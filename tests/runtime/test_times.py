@@ -9,13 +9,13 @@ import torch
 
 from tests.runtime.runs import Dealt, pipeline
 from treering.engine.protocol import EngineStats
-from treering.runtime.pass_watch import PassWatch
-from treering.runtime.planning import NUM_TIMED, Planner
+from treering.runtime.step.planning import NUM_TIMED, Planner
+from treering.runtime.workers.pass_watch import PassWatch
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.lengths import MedianLengths
-from treering.schedule.measured import PassTimes
+from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment, Outlook
+from treering.schedule.predict.lengths import MedianLengths
 
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 

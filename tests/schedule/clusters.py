@@ -5,7 +5,7 @@ import numpy as np
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policy import Forecast, Outlook
-from treering.schedule.trace import Trace, TraceStep
+from treering.schedule.traces.trace import Trace, TraceStep
 
 
 def cluster(

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from treering.errors import ConfigError
-from treering.schedule.baselines import Fifo
-from treering.schedule.bounds import with_training
 from treering.schedule.cluster import Cluster
 from treering.schedule.compare import (
     ONE_STEP_OFF,
@@ -16,9 +14,11 @@ from treering.schedule.compare import (
     with_decode_scaled,
 )
 from treering.schedule.latency import linear_latency
+from treering.schedule.plan.baselines import Fifo
 from treering.schedule.policies import POLICIES, make_policy
-from treering.schedule.simulation import simulate
-from treering.schedule.synthetic import synthetic_trace
+from treering.schedule.simulator.bounds import with_training
+from treering.schedule.simulator.run import simulate
+from treering.schedule.traces.synthetic import synthetic_trace
 
 
 def case(seed=0, *, staleness=1, factor=1.0):

@@ -6,10 +6,10 @@ import pytest
 
 from tests.schedule.clusters import cluster, outlook, trace
 from treering.errors import ConfigError
-from treering.schedule.baselines import Fifo, PlanPolicy
-from treering.schedule.plans import Plan
+from treering.schedule.plan.baselines import Fifo, PlanPolicy
+from treering.schedule.plan.plans import Plan
 from treering.schedule.policies import POLICIES, RUN_POLICIES, make_policy
-from treering.schedule.simulation import simulate
+from treering.schedule.simulator.run import simulate
 
 
 @pytest.mark.parametrize("name", POLICIES)

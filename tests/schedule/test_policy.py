@@ -4,7 +4,7 @@ import pytest
 from tests.schedule.clusters import cluster, forecast
 from treering.errors import ConfigError, InputError
 from treering.schedule.policy import Assignment, Forecast, Outlook
-from treering.schedule.trace import Trace, TraceStep
+from treering.schedule.traces.trace import Trace, TraceStep
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan, np.inf])

@@ -12,7 +12,7 @@ from tests.models import build
 from treering.errors import InputError, StateError
 from treering.train import fit_costs as fitting
 from treering.train.fit_costs import cached_costs, fit_costs, fit_seconds, probe_forests
-from treering.tree.costs import CostModel
+from treering.tree.plan.costs import CostModel
 
 FORESTS = probe_forests(1024, vocab_size=32)
 
@@ -174,7 +174,7 @@ def test_a_writer_that_dies_leaves_the_old_file(fits: Fits, tmp_path: Path, monk
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("treering.train.atomic.os.replace", die)
+    monkeypatch.setattr("treering.atomic.os.replace", die)
     with pytest.raises(KeyboardInterrupt):
         cached_costs(build(intermediate_size=64), path)
     assert path.read_text() == before

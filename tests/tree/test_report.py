@@ -1,9 +1,9 @@
 import pytest
 
 from treering.errors import InputError
-from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
-from treering.tree.plan import plan_batch
+from treering.tree.plan.costs import CostModel
+from treering.tree.plan.plan import plan_batch
 from treering.tree.report import report_plan
 from treering.types import NAMED_SHAPES
 

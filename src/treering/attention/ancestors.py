@@ -12,10 +12,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from treering.attention.call import Call, Int64Array, Visibility
+from treering.arrays import Int64Array
+from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway
 from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
 MIN_RUN_TOKENS = 128
 """A run of keys this long is read where it stands; shorter ones are gathered with their neighbours."""

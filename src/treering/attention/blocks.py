@@ -9,12 +9,9 @@ positions; knows no tensors.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from treering.tree.fragment import Sight
-
-BoolArray = NDArray[np.bool_]
-Int64Array = NDArray[np.int64]
+from treering.arrays import BoolArray, Int64Array
+from treering.tree.plan.fragment import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

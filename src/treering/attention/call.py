@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from treering.tree.fragment import Sight
-
-Int64Array = NDArray[np.int64]
+from treering.arrays import BoolArray, Int64Array
+from treering.tree.plan.fragment import Sight
 
 
 class Visibility(Enum):
@@ -42,7 +40,7 @@ class Call:
         """Packed indices of the keys: int64 [num_keys]."""
         return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
 
-    def mask(self, sight: Sight, position: Int64Array | None = None) -> NDArray[np.bool_]:
+    def mask(self, sight: Sight, position: Int64Array | None = None) -> BoolArray:
         """Visible pairs, bool [num_queries, num_keys].
 
         Args:
@@ -55,5 +53,5 @@ class Call:
         if self.window is None:
             return visible
         assert position is not None
-        within: NDArray[np.bool_] = position[queries] - sight.position[keys] < self.window
+        within: BoolArray = position[queries] - sight.position[keys] < self.window
         return visible & within

@@ -14,19 +14,18 @@ from typing import Any, NamedTuple, no_type_check
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
 
+from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
 from treering.attention.joined import join_differentiably, joined_sight
 from treering.attention.layout import TreeLayout
 from treering.errors import UnsupportedError
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
-Int64Array = NDArray[np.int64]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

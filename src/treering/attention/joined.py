@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.layout import TreeLayout
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
 
 def joined_sight(layout: TreeLayout) -> Sight:

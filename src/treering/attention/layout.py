@@ -17,7 +17,7 @@ from treering.attention.states import Boundary
 from treering.attention.window import narrowed
 from treering.errors import StateError
 from treering.tree.forest import Forest
-from treering.tree.fragment import Sight
+from treering.tree.plan.fragment import Sight
 
 T = TypeVar("T")
 

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from treering.arrays import Int32Array, Int64Array
 from treering.attention.call import Call, Visibility
 from treering.attention.window import narrowed, split_segments
-from treering.tree.fragment import Sight
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
+from treering.tree.plan.fragment import Sight
 
 MIN_CAUSAL_TOKENS = 32
 """A segment this long gets a causal call of its own: below, one masked call for several segments is cheaper."""

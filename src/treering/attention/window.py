@@ -12,14 +12,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.attention.call import Call, Visibility
-from treering.tree.fragment import Sight
-
-BoolArray = NDArray[np.bool_]
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
+from treering.tree.plan.fragment import Sight
 
 MAX_PIECE_TOKENS = 256
 """Longest causal piece of a segment under a window: pairs on the window's edge are masked, a square per two pieces."""

@@ -23,8 +23,8 @@ from treering.data import (
     render,
 )
 from treering.errors import InputError
-from treering.train.batches import Task, group_by_task
-from treering.train.folding import fold_ids
+from treering.train.loop.batches import Task, group_by_task
+from treering.train.loop.folding import fold_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from typer.exceptions import TyperException
 import treering
 from treering.cli.bench_command import bench
 from treering.cli.json_output import JsonOutput
-from treering.cli.simulate_command import simulate
+from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, TreeringError
 
 EXIT_BAD_INPUT = 2
@@ -115,7 +115,7 @@ def inspect(
     Example: treering inspect --history runs/sums
     """
     if history:
-        from treering.cli.inspect_history import run as run_history
+        from treering.cli.inspect.history import run as run_history
 
         if why:
             raise ConfigError("--why looks for lost sharing, and --history at epochs; ask for one of them at a time")
@@ -130,7 +130,7 @@ def inspect(
             json_output=json_output,
         )
         return
-    from treering.cli.inspect import run
+    from treering.cli.inspect.command import run
 
     if groups is not None or max_rollouts is not None:
         raise ConfigError("--groups and --max-rollouts say how history is measured; add --history, or leave them out")
@@ -158,7 +158,7 @@ def sft(
 
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
-    from treering.cli.sft import run
+    from treering.cli.sft.command import run
 
     run(config_path=config, overrides=overrides or [], json_output=json_output)
 
@@ -179,7 +179,7 @@ def train(
 
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
-    from treering.cli.train import run
+    from treering.cli.train.command import run
 
     run(config_path=config, overrides=overrides or [], json_output=json_output)
 
@@ -197,7 +197,7 @@ def demo(
 
     Example: treering demo --out runs/try
     """
-    from treering.cli.demo import run
+    from treering.cli.demo.command import run
 
     run(out=out, seed=seed, json_output=json_output)
 

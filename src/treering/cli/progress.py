@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from treering.cli.live import LiveLine
-from treering.train.step_report import StepReport
+from treering.train.loop.step_report import StepReport
 
 NUM_PLAIN_LINES = 10
 """Most step lines where stderr is no terminal: enough to follow a log file, few enough to read it."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from treering.config import Config
 from treering.config.run import RunConfig
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
-from treering.train.run import METRICS_FILE, Opened, write_json
+from treering.train.loop.run import METRICS_FILE, Opened, write_json
 
 CONFIG_FILE = "config.json"
 TENSORBOARD_FOLDER = "tensorboard"

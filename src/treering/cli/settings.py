@@ -13,10 +13,10 @@ from treering.config.optim import OptimConfig
 from treering.config.rl import LoopConfig
 from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
-from treering.train.batches import StepPlan
-from treering.train.compute import ComputeOptions
-from treering.train.optim import OptimOptions
-from treering.train.router_losses import RouterLosses
+from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.batches import StepPlan
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
 
 Scalar = str | int | float | bool | None
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import nn
 
-from treering.train.compute import ComputeOptions, precision, prepare_model
 from treering.train.fit_costs import cached_costs
+from treering.train.loop.compute import ComputeOptions, precision, prepare_model
 
 COSTS_FILE = "costs.json"
 

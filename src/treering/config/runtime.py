@@ -17,7 +17,7 @@ Schedule = Literal[
 """Policies of `treering.schedule` that a run can have."""
 
 Lengths = Literal["median", "ema", "quantile"]
-"""Predictors of `treering.schedule.lengths`."""
+"""Predictors of `treering.schedule.predict.lengths`."""
 
 Rebalancing = Literal["none", "queued", "running"]
 """See `treering.schedule.cluster`."""

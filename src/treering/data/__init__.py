@@ -1,9 +1,9 @@
 """Trajectories: records, files, rendering to tokens and masks, and generated stand-ins. No torch."""
 
-from treering.data.files import append_trajectories, read_trajectories, write_trajectories
+from treering.data.formats.files import append_trajectories, read_trajectories, write_trajectories
 from treering.data.generate import AgentSpec, generate_trajectories
 from treering.data.locate import DATA_VARIABLE, data_folder
-from treering.data.render import RenderedTrajectory, Renderer, Template, by_task, render
+from treering.data.rendering.renderer import RenderedTrajectory, Renderer, Template, by_task, render
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 
 __all__ = [

@@ -7,12 +7,12 @@ with it, when weights are there.
 from typing import Literal, NamedTuple, get_args
 
 from treering.attention.triton import has_triton
-from treering.engine.decoder import Decoder
-from treering.engine.decoder_cpu import CpuDecoder, supports
-from treering.engine.decoder_torch import TorchDecoder
-from treering.engine.drawing import Draw, draw
-from treering.engine.spans import Arena, Spans
-from treering.engine.weights import DecoderWeights
+from treering.engine.batch.draw import Draw, draw
+from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
+from treering.engine.decoder.protocol import Decoder
+from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.decoder.weights import DecoderWeights
+from treering.engine.kv_cache.allocator import Arena, Spans
 from treering.errors import ConfigError, UnsupportedError
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
@@ -33,7 +33,7 @@ class Machinery(NamedTuple):
     arena: Arena
     """Who owns which of the decoder's slots."""
     draw: Draw
-    """See `treering.engine.drawing.draw`."""
+    """See `treering.engine.batch.draw.draw`."""
     name: str
     """The backend, the device, and why it is not another where that may surprise."""
 
@@ -70,14 +70,14 @@ def _lack_for_cuda(weights: DecoderWeights) -> str | None:
     """Why the kernels for CUDA do not compute these weights, to follow their name; None where they do."""
     if not has_triton():
         return "needs triton, which is not installed: pip install triton"
-    from treering.engine.cuda.limits import lack_of
+    from treering.engine.decoder.cuda.limits import lack_of
 
     return lack_of(weights)
 
 
 def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> Machinery:
-    from treering.engine.cuda.decoder import CudaDecoder
-    from treering.engine.cuda.verify import DeviceDrawer
+    from treering.engine.decoder.cuda.decoder import CudaDecoder
+    from treering.engine.decoder.cuda.verify import DeviceDrawer
 
     decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
     device = weights.device

@@ -7,11 +7,11 @@ from typing import get_args
 
 import numpy as np
 
-from treering.engine.equal import EqualRows
+from treering.engine.batch.duplicate_rows import EqualRows
 from treering.engine.protocol import WhenRunning
 from treering.errors import ConfigError, InputError
-from treering.history.costs import VerifyCosts
-from treering.history.draft import Drafter
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.drafter import Drafter
 
 
 def check_settings(

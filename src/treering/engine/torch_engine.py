@@ -12,25 +12,25 @@ from torch import nn
 
 from treering.engine.admission import Admission
 from treering.engine.backends import Backend, Timing, make_machinery
-from treering.engine.decoder_check import check_decoder
-from treering.engine.draft_prices import measure_with_prices
-from treering.engine.equal import EqualRows, leaders_of, resolved
-from treering.engine.gains import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
-from treering.engine.prefill import join, plan_chunks
+from treering.engine.batch.commit import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
+from treering.engine.batch.duplicate_rows import EqualRows, leaders_of, resolved
+from treering.engine.batch.prefill import join, plan_chunks
+from treering.engine.batch.state import Work, plan_pass
+from treering.engine.batch.table import Table
+from treering.engine.decoder.self_check import check_decoder
+from treering.engine.decoder.weights import read_weights
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.rows import Work, plan_pass
 from treering.engine.settings import check_equal_rows, check_settings, check_update
-from treering.engine.speculation import Speculation
+from treering.engine.speculation.draft_prices import measure_with_prices
+from treering.engine.speculation.speculation import Speculation
+from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
-from treering.engine.table import Table
-from treering.engine.verify_costs import Costs
-from treering.engine.weights import read_weights
-from treering.history.costs import VerifyCosts
-from treering.history.draft import Drafter
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.drafter import Drafter
 from treering.model.families import find_parts
-from treering.train.compute import num_threads as threads
+from treering.train.loop.compute import num_threads as threads
 
 
 class TorchEngine(Engine):

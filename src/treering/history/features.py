@@ -12,8 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.arena import NUM_AGES, NUM_REWARDS
-from treering.history.lean import lean
+from treering.history.jit import lean
 
 Source = Literal["history", "siblings", "own", "others"]
 """history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context.
@@ -25,6 +24,10 @@ NUM_SOURCES = 4
 EDITS = NUM_SOURCES
 """Where a step may look beside the sources: history where the context's last token was added or replaced."""
 
+NUM_AGES = 4
+"""Versions that are told apart; older ones count as the last."""
+NUM_REWARDS = 3
+"""Reward classes: unknown, below the prompt's mean, at or above it."""
 NUM_LENGTHS = 11
 NUM_LENGTH_CLASSES = 7
 """Lengths that are told apart beside an edit."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from treering.engine.rollout import Logprobs
 from treering.rl.advantages import Estimator, group_advantages
 from treering.rl.collect import Group
-from treering.train.batches import Layout, StepBatch, Task, make_batch
+from treering.train.loop.batches import Layout, StepBatch, Task, make_batch
 from treering.types import TokenIds
 
 

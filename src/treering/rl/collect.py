@@ -18,7 +18,7 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.judging import Verdict, judge
-from treering.rl.task import Prompt, Task
+from treering.rl.tasks.task import Prompt, Task
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]

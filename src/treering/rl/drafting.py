@@ -16,13 +16,13 @@ from torch import Tensor
 
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
-from treering.history.costs import DraftPrices, VerifyCosts
-from treering.history.draft import Drafter
+from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.settings import Policy, Shape
 from treering.history.features import SOURCES, Source
-from treering.history.index import MARKER
-from treering.history.settings import Policy, Shape
-from treering.history.snapshot import SnapshotSource
-from treering.history.store import HistoryStore
+from treering.history.store.prompt_index import MARKER
+from treering.history.store.snapshot import SnapshotSource
+from treering.history.store.store import HistoryStore
 from treering.types import PromptId
 
 _SIZES, _SECONDS, _PRICES = _COSTS = ("costs.num_tokens", "costs.seconds", "costs.prices")

@@ -6,7 +6,7 @@ Knows one rollout at a time, and what becomes of a task that raises. Knows nothi
 from dataclasses import dataclass, replace
 
 from treering.engine.rollout import Rollout
-from treering.rl.task import Prompt, Task, checked_observation, checked_reward
+from treering.rl.tasks.task import Prompt, Task, checked_observation, checked_reward
 
 _MESSAGE_LENGTH = 300
 

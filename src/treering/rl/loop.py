@@ -15,17 +15,17 @@ from treering.data import Trajectory
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import InputError
-from treering.history.draft import Drafter
+from treering.history.draft.drafter import Drafter
 from treering.rl.collect import Collected, Order, collect
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.step_report import Phases, RlStepReport, rollout_report
-from treering.rl.task import Prompt, Task
+from treering.rl.tasks.task import Prompt, Task
 from treering.rl.trainer import Trainer
 from treering.rl.trajectories import as_trajectories
-from treering.train.batches import StepPlan
-from treering.train.optim import OptimOptions
-from treering.train.resumable import Resumable
+from treering.train.loop.batches import StepPlan
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.resumable import Resumable
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]

@@ -11,12 +11,12 @@ from treering.errors import ConfigError
 from treering.rl.advantages import Estimator
 from treering.rl.batch import RlBatch, empty_batch
 from treering.train import objectives
-from treering.train.batches import Layout, check_layout
-from treering.train.compute import ComputeOptions
-from treering.train.importance import ImportanceMode
+from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.batches import Layout, check_layout
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loss_weights import Normalizer
 from treering.train.objectives import Clip, Objective
-from treering.train.router_losses import RouterLosses
-from treering.train.weights import Normalizer
+from treering.train.objectives.importance import ImportanceMode
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
 """The policy losses that need what a loop has: it keeps no reference model and trains no value head."""

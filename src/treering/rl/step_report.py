@@ -11,7 +11,7 @@ import numpy as np
 from treering import metrics
 from treering.engine.protocol import EngineStats
 from treering.rl.collect import Collected
-from treering.train.update import Update
+from treering.train.loop.update import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from torch import nn
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group
 from treering.rl.options import RlOptions
-from treering.train.compute import num_threads
-from treering.train.optim import OptimOptions
-from treering.train.router_losses import check_routers
-from treering.train.update import Update, Updater
+from treering.train.gradient.router_losses import check_routers
+from treering.train.loop.compute import num_threads
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.update import Update, Updater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from treering.data.trajectory import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.rl.collect import Group
-from treering.rl.task import Prompt
+from treering.rl.tasks.task import Prompt
 
 
 def as_trajectories(

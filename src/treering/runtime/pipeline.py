@@ -18,22 +18,22 @@ from treering.errors import ConfigError, StateError
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.options import RlOptions
 from treering.rl.step_report import RlStepReport
-from treering.rl.task import Task
+from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
-from treering.runtime.assembly import Beginning, Blueprint, start_crew
-from treering.runtime.course import Course
-from treering.runtime.crew import Crew, Finished
-from treering.runtime.finishing import report_of
-from treering.runtime.recipe import Recipe
-from treering.runtime.training import unpacked
+from treering.runtime.controller import Crew, Finished
+from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.launch import Beginning, Blueprint, start_crew
+from treering.runtime.reports import report_of
+from treering.runtime.run_state import Course
+from treering.runtime.workers.trainer_worker import unpacked
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
-from treering.schedule.lengths import LengthPredictor
 from treering.schedule.policy import Policy
-from treering.train.checkpoint import set_random_state
-from treering.train.optim import OptimOptions
-from treering.train.resumable import Resumable
-from treering.train.router_losses import check_routers
+from treering.schedule.predict.lengths import LengthPredictor
+from treering.train.gradient.router_losses import check_routers
+from treering.train.loop.checkpoint import set_random_state
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.resumable import Resumable
 
 
 class PipelineLoop(Resumable[RlStepReport]):

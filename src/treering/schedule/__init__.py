@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treering.schedule.cluster import Cluster as Cluster
-    from treering.schedule.histopipe import HistoPipe as HistoPipe
     from treering.schedule.latency import Latency as Latency
     from treering.schedule.latency import linear_latency as linear_latency
+    from treering.schedule.plan.histopipe import HistoPipe as HistoPipe
     from treering.schedule.policies import make_policy as make_policy
     from treering.schedule.policy import Forecast as Forecast
     from treering.schedule.policy import Outlook as Outlook
-    from treering.schedule.replay import read_trace as read_trace
-    from treering.schedule.simulation import simulate as simulate
-    from treering.schedule.synthetic import synthetic_trace as synthetic_trace
-    from treering.schedule.timeline import Timeline as Timeline
-    from treering.schedule.trace import Trace as Trace
-    from treering.schedule.trace import TraceStep as TraceStep
+    from treering.schedule.simulator.run import simulate as simulate
+    from treering.schedule.simulator.timeline import Timeline as Timeline
+    from treering.schedule.traces.replay import read_trace as read_trace
+    from treering.schedule.traces.synthetic import synthetic_trace as synthetic_trace
+    from treering.schedule.traces.trace import Trace as Trace
+    from treering.schedule.traces.trace import TraceStep as TraceStep
 
 _HOMES = {
     "Cluster": "cluster",
     "Forecast": "policy",
-    "HistoPipe": "histopipe",
+    "HistoPipe": "plan.histopipe",
     "Latency": "latency",
     "Outlook": "policy",
-    "Timeline": "timeline",
-    "Trace": "trace",
-    "TraceStep": "trace",
+    "Timeline": "simulator.timeline",
+    "Trace": "traces.trace",
+    "TraceStep": "traces.trace",
     "linear_latency": "latency",
     "make_policy": "policies",
-    "read_trace": "replay",
-    "simulate": "simulation",
-    "synthetic_trace": "synthetic",
+    "read_trace": "traces.replay",
+    "simulate": "simulator.run",
+    "synthetic_trace": "traces.synthetic",
 }
 
 __all__ = [

@@ -11,9 +11,9 @@ import numpy as np
 from treering.errors import ConfigError
 from treering.schedule.cluster import Cluster
 from treering.schedule.policies import POLICIES, make_policy
-from treering.schedule.simulation import simulate
-from treering.schedule.timeline import Timeline
-from treering.schedule.trace import Trace
+from treering.schedule.simulator.run import simulate
+from treering.schedule.simulator.timeline import Timeline
+from treering.schedule.traces.trace import Trace
 
 SYNC = "sync"
 """The name under which FIFO over random static shards runs with a barrier each step: what speedups are over."""

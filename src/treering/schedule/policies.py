@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from treering.errors import ConfigError
-from treering.schedule.baselines import Fifo, PlanPolicy
-from treering.schedule.histopipe import HistoPipe
-from treering.schedule.plans import Plan
+from treering.schedule.plan.baselines import Fifo, PlanPolicy
+from treering.schedule.plan.histopipe import HistoPipe
+from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.tail_batching import TailBatching
 from treering.schedule.policy import Policy
-from treering.schedule.tail_batching import TailBatching
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {

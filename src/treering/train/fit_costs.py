@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from treering.atomic import write_text
 from treering.errors import InputError, StateError
 from treering.model.families import find_parts
-from treering.train.atomic import write_text
+from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
-from treering.train.step import backward
-from treering.tree.costs import CostModel
 from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
 from treering.tree.stats import visible_pairs
 
 MIN_TOKENS = 256

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
+from treering.arrays import Int32Array, Int64Array
 
 # Odd 64-bit multiplier (2**64 / golden ratio), written as the signed value numba needs to stay in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from treering.arrays import Int32Array, Int64Array
 from treering.tree.forest import Forest
 from treering.tree.repeats import Repeats, Trees, find_repeats
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +154,7 @@ class _Describer:
         return at, _item(ours, at), _item(theirs, at)
 
 
-def _item(path: NDArray[np.int32], at: int) -> int | None:
+def _item(path: Int32Array, at: int) -> int | None:
     return int(path[at]) if at < path.size else None
 
 

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.arrays import Int32Array, Int64Array
 from treering.errors import InputError
 from treering.tree import build
 from treering.types import MAX_TOKEN_ID
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,11 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
+from treering.arrays import BoolArray, Int32Array, Int64Array
 
 GRAM = 16
 """Equal tokens in a row that make a repeat; shorter ones are chance or boilerplate."""

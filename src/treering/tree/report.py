@@ -10,7 +10,7 @@ import numpy as np
 
 from treering.errors import InputError
 from treering.tree.forest import Forest
-from treering.tree.plan import Plan
+from treering.tree.plan.plan import Plan
 from treering.tree.stats import Bounds, Work, flat_work, tree_work, work_bounds
 from treering.types import ModelShape
 

@@ -8,12 +8,9 @@ Knows block numbers only; knows no tensors and no kernels.
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.attention.blocks import BlockPairs
-
-Int32Array = NDArray[np.int32]
-Int64Array = NDArray[np.int64]
 
 DIRECT = -1
 """The slot of an item that writes its result where it belongs."""
@@ -70,9 +67,7 @@ def without_short_blocks(
     return replace(pairs, is_full=pairs.is_full & is_whole)
 
 
-def _listed(
-    own: Int64Array, other: Int64Array, is_full: NDArray[np.bool_], num_blocks: int, *, max_visits: int | None
-) -> Work:
+def _listed(own: Int64Array, other: Int64Array, is_full: BoolArray, num_blocks: int, *, max_visits: int | None) -> Work:
     order = np.lexsort((other, ~is_full, own))
     visits = np.append(other[order], 0)
     count = np.bincount(own, minlength=num_blocks)

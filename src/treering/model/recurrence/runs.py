@@ -9,9 +9,8 @@ they are otherwise as long as they can be. Knows parents; knows no costs and no 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
+from treering.arrays import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +29,7 @@ class Runs:
     parent: Int64Array
     start: Int64Array
     num_children: Int64Array
-    is_left: NDArray[np.bool_]
+    is_left: BoolArray
 
     @property
     def length(self) -> Int64Array:
@@ -43,7 +42,7 @@ class Runs:
         return self.parent.size
 
 
-def find_runs(parent: NDArray[np.int32], start: Int64Array, left: Int64Array) -> Runs:
+def find_runs(parent: Int32Array, start: Int64Array, left: Int64Array) -> Runs:
     """Cuts a forest into runs.
 
     Args:

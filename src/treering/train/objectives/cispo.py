@@ -5,12 +5,12 @@ from typing import Unpack
 from torch import Tensor
 
 from treering.train.branch_values import BranchValues
-from treering.train.objectives.objective import Entries, Objective, Terms
+from treering.train.loss_weights import Normalizer, Shared, Weighting
+from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
 from treering.train.objectives.policy import Policy, make_objective
+from treering.train.objectives.regularizers import MAX_LOG_RATIO
 from treering.train.objectives.surrogate import Clip, check_clip, ratio_metrics
-from treering.train.regularizers import MAX_LOG_RATIO
-from treering.train.weights import Normalizer, Shared, Weighting
 
 
 def cispo(

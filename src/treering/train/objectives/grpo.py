@@ -3,11 +3,11 @@
 from typing import Unpack
 
 from treering.train.branch_values import BranchValues
-from treering.train.objectives.objective import Objective
+from treering.train.loss_weights import Normalizer, Shared, Weighting
+from treering.train.objective import Objective
 from treering.train.objectives.options import PolicyOptions
 from treering.train.objectives.policy import Policy, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
-from treering.train.weights import Normalizer, Shared, Weighting
 
 
 def grpo(

@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from treering.errors import ConfigError
 from treering.train.branch_values import BranchValues
-from treering.train.importance import ImportanceMode
-from treering.train.regularizers import KlEstimator
+from treering.train.objectives.importance import ImportanceMode
+from treering.train.objectives.regularizers import KlEstimator
 
 _SIMILARITY = 0.5
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from treering.errors import ConfigError, InputError
 from treering.train.branch_values import BranchValues
-from treering.train.importance import Importance, make_importance
-from treering.train.objectives.objective import Entries, Need, Objective, Scope, Terms
+from treering.train.loss_weights import Weighting
+from treering.train.objective import Entries, Need, Objective, Scope, Terms
+from treering.train.objectives.importance import Importance, make_importance
 from treering.train.objectives.options import PolicyOptions, check_names
+from treering.train.objectives.regularizers import Regularizers, estimate_kl, make_regularizers
 from treering.train.objectives.surrogate import Clip, check_clip, clipped_surrogate
-from treering.train.regularizers import Regularizers, estimate_kl, make_regularizers
-from treering.train.weights import Weighting
 
 Surrogate = Callable[[Entries, Tensor, Tensor], Terms]
 """(entries, old log-probs [F], advantages [F]) -> terms."""

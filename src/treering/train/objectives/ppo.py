@@ -5,12 +5,12 @@ from typing import Unpack
 from torch import Tensor
 
 from treering.train.branch_values import BranchValues
-from treering.train.objectives.objective import Entries, Objective, Terms
+from treering.train.loss_weights import Normalizer, Shared, Weighting
+from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
 from treering.train.objectives.policy import Policy, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
 from treering.train.objectives.value_loss import ValueLoss, make_value_loss
-from treering.train.weights import Normalizer, Shared, Weighting
 
 
 def ppo(

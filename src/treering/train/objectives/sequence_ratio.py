@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treering.train.branch_sums import branch_sizes, branch_sums
-from treering.train.objectives.objective import Entries
+from treering.train.objective import Entries
 
 
 def mean_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:

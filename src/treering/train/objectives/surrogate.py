@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treering.errors import ConfigError
-from treering.train.objectives.objective import Terms
-from treering.train.regularizers import MAX_LOG_RATIO
+from treering.train.objective import Terms
+from treering.train.objectives.regularizers import MAX_LOG_RATIO
 
 Clip = tuple[float, float]
 """(low, high): the ratio is held within [1 - low, 1 + high]."""

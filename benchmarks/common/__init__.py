@@ -1,0 +1,1 @@
+"""Clocks, memory meters and reports that all benchmarks share."""

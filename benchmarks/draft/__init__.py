@@ -1,0 +1,1 @@
+"""Drafting on recorded rollouts, against published drafters."""

@@ -1,0 +1,1 @@
+"""The drafters that are replayed: ours, Arctic's, and published baselines."""

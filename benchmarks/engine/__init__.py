@@ -1,0 +1,1 @@
+"""Decoding and drafting speed of the embedded engine."""

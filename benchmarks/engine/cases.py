@@ -1,0 +1,100 @@
+"""Models, prompts and requests that engines are compared on.
+
+Knows sizes and seeds. Knows nothing of clocks, engines or of what is compared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from treering.engine.request import Request, Sampling
+from treering.rl.tasks.task import Task
+from treering.types import ModelShape
+
+OnProgress = Callable[[str], None]
+"""Told in words what is being measured."""
+
+NUM_PROMPTS = 16
+GROUP_SIZE = 8
+
+SHAPE = ModelShape(
+    name="qwen3-5x160",
+    num_layers=5,
+    hidden_size=160,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    intermediate_size=480,
+    vocab_size=512,
+)
+"""1.6 million parameters, with its output head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Policy:
+    """A model that has learnt something of a task, so that its rollouts resemble one another."""
+
+    model: PreTrainedModel
+    task: Task
+    group_size: int
+    """Rollouts of a prompt in a draw."""
+    max_tokens: int
+    """Tokens of a rollout at most."""
+    num_steps: int
+    """Supervised steps that it took."""
+    accuracy: float
+    """Share of right answers to prompts that it was not trained on."""
+
+    def requests(self, *, draw: int) -> list[Request]:
+        """A group for each prompt of the task, one group after another."""
+        sampling = Sampling(max_tokens=self.max_tokens, stop_tokens=self.task.stop_tokens)
+        return [
+            Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=sampling, draw=draw, sample=sample)
+            for prompt in self.task.prompts
+            for sample in range(self.group_size)
+        ]
+
+
+def warm_policy(on_progress: OnProgress) -> Policy:
+    """The demo's policy and task, trained until it gets about half of its sums right."""
+    # The command line's packages are missing where devices are measured, and this file's tests are collected there.
+    from treering.cli.demo.policy import MAX_ROLLOUT_TOKENS, demo_task, warm_start
+
+    task = demo_task(NUM_PROMPTS, seed=0)
+    start = warm_start(
+        task, seed=0, on_step=lambda step, accuracy: on_progress(f"warm start: step {step}, {accuracy:.0%} right")
+    )
+    return Policy(
+        model=start.model.eval(),
+        task=task,
+        group_size=GROUP_SIZE,
+        max_tokens=MAX_ROLLOUT_TOKENS,
+        num_steps=start.num_steps,
+        accuracy=start.accuracy,
+    )
+
+
+def build_model(shape: ModelShape = SHAPE) -> PreTrainedModel:
+    """A Qwen3 with seeded random weights, in float32 on CPU, stock SDPA attention."""
+    config = Qwen3Config(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
+    )
+    config._attn_implementation = "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).eval()
+
+
+def random_prompts(num_prompts: int, length: int) -> NDArray[np.int32]:
+    """Random tokens, int32 [num_prompts, length]."""
+    return np.random.default_rng(0).integers(0, SHAPE.vocab_size, (num_prompts, length), dtype=np.int32)

@@ -1,0 +1,127 @@
+"""Claim: where drafts cannot help, a drafter in the engine costs less than 3 %; measured in pairs, on one engine.
+
+Four histories for the same prompts: their own, another prompt's, none (a first epoch), and their own where each rollout
+is new (temperature 2.5: nothing that was written before comes again). Each pair is a run with the drafter and one
+without, next to each other and in changing order (with, without, without, with, ...), so that what else the machine
+does strikes both alike; it counts CPU time of the process. The drafter has its defaults, what it learnt from another
+draw, and costs that the engine measured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Literal
+
+from benchmarks.common.timing import check_runs, process_seconds
+from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.engine.drafting import LEARNING_DRAW, MEASURED_DRAW, REMEMBERED_DRAW, History, remember
+from benchmarks.engine.runs import Rollouts, count_differing, run_all
+from treering.engine.request import Request
+from treering.engine.torch_engine import TorchEngine
+from treering.history.draft.drafter import Drafter
+
+Case = Literal["own", "another", "none", "creative"]
+CASES: tuple[Case, ...] = ("own", "another", "none", "creative")
+NUM_PAIRS = 15
+BATCH_SIZE = 8
+CREATIVE_TEMPERATURE = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedResult:
+    """The engine with a drafter over the same engine without: how many times as fast, pair by pair."""
+
+    ratio: float
+    """The median."""
+    low: float
+    high: float
+    num_pairs: int
+    num_rollouts: int
+    tokens_per_forward: float
+    """That a rollout gains."""
+    acceptance: float
+    drafted_per_forward: float
+    """Drafted tokens per rollout."""
+    num_differing: int
+    """Rollouts whose tokens are others than without drafts."""
+
+
+def measure_controls(
+    policy: Policy,
+    *,
+    on_progress: OnProgress,
+    num_pairs: int = NUM_PAIRS,
+    batch_size: int = BATCH_SIZE,
+    cases: Sequence[Case] = CASES,
+) -> dict[Case, PairedResult]:
+    """One result per case.
+
+    Raises:
+        InputError: fewer than one pair.
+    """
+    check_runs(num_pairs)
+    engine = TorchEngine(policy.model, max_batch=batch_size)
+    results = {}
+    for case in cases:
+        on_progress(f"drafting where it may not help: {case}, {num_pairs} pairs")
+        results[case] = _measure(engine, policy, case, num_pairs)
+    return results
+
+
+def paired_ratios(drafted: Callable[[], None], plain: Callable[[], None], num_pairs: int) -> list[float]:
+    """Seconds of `plain` over those of `drafted`, in neighbouring runs that change their order."""
+    ratios = []
+    for number in range(num_pairs):
+        steps = (drafted, plain) if number % 2 == 0 else (plain, drafted)
+        seconds = {step: process_seconds(step) for step in steps}
+        ratios.append(seconds[plain] / seconds[drafted])
+    return ratios
+
+
+def _measure(engine: TorchEngine, policy: Policy, case: Case, num_pairs: int) -> PairedResult:
+    history: History = "own" if case == "creative" else case
+    requests = {draw: _requests(policy, case, draw) for draw in (REMEMBERED_DRAW, MEASURED_DRAW, LEARNING_DRAW)}
+    engine.use_drafter(None)
+    drafter = Drafter(remember(run_all(engine, requests[REMEMBERED_DRAW]), history))
+    engine.use_drafter(drafter)
+    run_all(engine, requests[LEARNING_DRAW])
+    learnt = drafter.state()
+
+    def run_drafted() -> Rollouts:
+        drafter.load_state(learnt)
+        engine.use_drafter(drafter)
+        return run_all(engine, requests[MEASURED_DRAW])
+
+    def run_plain() -> Rollouts:
+        engine.use_drafter(None)
+        return run_all(engine, requests[MEASURED_DRAW])
+
+    expected, before = run_plain(), engine.stats
+    rollouts = run_drafted()
+    stats = engine.stats.since(before)
+    ratios = paired_ratios(partial(_discard, run_drafted), partial(_discard, run_plain), num_pairs)
+    return PairedResult(
+        ratio=median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        num_pairs=num_pairs,
+        num_rollouts=len(expected),
+        tokens_per_forward=stats.tokens_per_forward,
+        acceptance=stats.acceptance,
+        drafted_per_forward=stats.num_drafted / stats.num_rows,
+        num_differing=count_differing(rollouts, expected),
+    )
+
+
+def _requests(policy: Policy, case: Case, draw: int) -> list[Request]:
+    requests = policy.requests(draw=draw)
+    if case != "creative":
+        return requests
+    return [
+        replace(request, sampling=replace(request.sampling, temperature=CREATIVE_TEMPERATURE)) for request in requests
+    ]
+
+
+def _discard(run: Callable[[], Rollouts]) -> None:
+    run()

@@ -1,0 +1,1 @@
+"""What `make gpu` measures on a CUDA device."""

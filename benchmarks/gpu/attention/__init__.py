@@ -1,0 +1,1 @@
+"""Tree attention on a CUDA device."""

@@ -1,0 +1,176 @@
+"""Claim: our tree attention is faster than FlexAttention and near the rate of dense causal flash attention.
+
+Every backend on forests of several shapes, forward and backward, in TFLOP/s on visible pairs, beside flash and cuDNN
+attention on flat sequences with the same heads. A backend is checked against float32 before it is timed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.attention.cases import AttentionCase, HeadShape
+from benchmarks.gpu.attention.check import Inputs, check_backend, draw_inputs
+from benchmarks.gpu.attention.dense import measure_dense, time_passes
+from benchmarks.gpu.budget import Cell, PartReport, in_words
+from benchmarks.gpu.clock import Stopwatch
+from benchmarks.gpu.flops import PASSES, attention_flops, num_visible_pairs, tera_per_second
+from treering.attention import BACKENDS, Backend, TreeLayout, attend
+from treering.errors import UnsupportedError
+
+OURS, RIVAL = "triton", "flex"
+GOALS = MappingProxyType({"speedup_over_flex": 1.3, "share_of_dense": 0.6})
+
+Dense = list[Cell]
+"""Results of `measure_dense`, those of all lengths and heads."""
+
+
+def measured_backends() -> list[Backend]:
+    """All backends but the reference, whose mask is N x N; ours first."""
+    names = [backend for backend in BACKENDS if backend != "reference"]
+    return sorted(names, key=lambda name: name != OURS)
+
+
+def measure_attention(
+    report: PartReport,
+    cases: Sequence[AttentionCase],
+    lengths: Sequence[int],
+    stopwatch: Stopwatch,
+    backends: Sequence[Backend],
+) -> None:
+    """Dense attention for every head shape, then all cases, into a report."""
+    dense: Dense = []
+    for heads in dict.fromkeys(case.heads for case in cases):
+        for length in lengths:
+            found = report.run(f"dense {heads.name} {length}", lambda h=heads, n=length: _dense(h, n, stopwatch))
+            dense += [] if found is None else [found]
+    for case in cases:
+        report.run(f"{case.heads.name} {case.name}", lambda c=case: measure_case(c, dense, stopwatch, backends, report))
+
+
+def measure_case(
+    case: AttentionCase,
+    dense: Dense,
+    stopwatch: Stopwatch,
+    backends: Sequence[Backend],
+    report: PartReport,
+) -> Cell:
+    """One forest with one head shape: each backend's errors, seconds and rates, and how they compare."""
+    layout = TreeLayout(case.forest, torch.device(stopwatch.device))
+    inputs = draw_inputs(case, stopwatch.device)
+    ways = {name: _measured(case, layout, inputs, name, stopwatch, report) for name in backends}
+    num_pairs = num_visible_pairs(case.forest, case.window)
+    seconds = {name: way["seconds"] for name, way in ways.items()}
+    rates = {name: _rates(case.heads, num_pairs, times) for name, times in seconds.items()}
+    beside = nearest_dense(dense, case.heads, case.forest.num_tokens)
+    dense_rates = {} if beside is None else beside["rates"]
+    return {
+        "kind": "tree",
+        "heads": case.heads.name,
+        "forest": case.name,
+        "dtype": str(case.heads.dtype).removeprefix("torch."),
+        "num_tokens": case.forest.num_tokens,
+        "num_trees": case.forest.num_trees,
+        "num_visible_pairs": num_pairs,
+        "window": case.window,
+        "softcap": case.softcap,
+        "ways": ways,
+        "tflops": rates,
+        "dense_length": None if beside is None else beside["length"],
+        "share_of_dense": {name: _over(rate, dense_rates) for name, rate in rates.items()},
+        "speedup_over_flex": _over(seconds[RIVAL], seconds[OURS]) if {OURS, RIVAL} <= seconds.keys() else {},
+    }
+
+
+def nearest_dense(dense: Dense, heads: HeadShape, num_tokens: int) -> Cell | None:
+    """The dense result of the same heads whose length is nearest; None where there is none.
+
+    Example: 24,576 tokens are compared with dense attention over 32,768, not over 8,192.
+    """
+    same = [found for found in dense if found["heads"] == heads.name]
+    return min(same, key=lambda found: abs(found["length"] - num_tokens), default=None)
+
+
+def _dense(heads: HeadShape, length: int, stopwatch: Stopwatch) -> Cell:
+    return {"kind": "dense", **measure_dense(heads, length, stopwatch)}
+
+
+def _measured(
+    case: AttentionCase, layout: TreeLayout, inputs: Inputs, backend: Backend, watch: Stopwatch, report: PartReport
+) -> Cell:
+    """What one backend does: errors, seconds by pass, seconds to be warm; what it refuses, in words."""
+    way: dict[str, Any] = {"errors": {}, "seconds": {}, "warm_up_s": None, "refused": None}
+    began = time.perf_counter()
+    try:
+        way["errors"], run = _checked(case, layout, inputs, backend, way)
+        way["warm_up_s"] = time.perf_counter() - began
+        if way["refused"] is None:
+            way["seconds"] = time_passes(run, inputs.leaves, inputs.grad_out, watch)
+        else:
+            with torch.no_grad():
+                way["seconds"] = {"forward": watch.median(run)}
+    except UnsupportedError as error:
+        way["refused"] = in_words(error)
+    except Exception as error:
+        # One backend's failure is no reason to lose the others' figures; the report remembers it.
+        report.fail(f"{case.heads.name} {case.name}, {backend}", in_words(error))
+    return way
+
+
+def _checked(
+    case: AttentionCase, layout: TreeLayout, inputs: Inputs, backend: Backend, way: Cell
+) -> tuple[dict[str, float], Callable[[], Tensor]]:
+    """Errors of a backend, forward only where it refuses gradients, and a call of it to time."""
+
+    def call(leaves: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+        return lambda: attend(*leaves, layout=layout, form=case.form, backend=backend)
+
+    try:
+        return check_backend(case, layout, inputs, backend), call(inputs.leaves)
+    except UnsupportedError as error:
+        way["refused"] = in_words(error)
+        errors = check_backend(case, layout, inputs, backend, gradients=False)
+        return errors, call(inputs.without_gradients().leaves)
+
+
+def _rates(heads: HeadShape, num_pairs: int, seconds: dict[str, float]) -> dict[str, float]:
+    return {
+        of: tera_per_second(
+            attention_flops(num_pairs, num_heads=heads.num_heads, head_size=heads.head_size, of=of), value
+        )
+        for of, value in seconds.items()
+    }
+
+
+def _over(upper: dict[str, float], lower: dict[str, float]) -> dict[str, float]:
+    """Ratios of what both have, pass by pass."""
+    return {of: upper[of] / lower[of] for of in PASSES if of in upper and of in lower}
+
+
+def print_table(report: Cell) -> None:
+    """One line per forest and pass."""
+    print(f"\nattention on {report['environment']['device']}: TFLOP/s on visible pairs")
+    for case in report["cases"]:
+        if case["kind"] == "dense":
+            fastest = ", ".join(f"{of} {case['rates'][of]:.1f} ({case['fastest'][of]})" for of in PASSES)
+            print(f"{case['case']:32} {fastest}")
+            continue
+        for of in PASSES:
+            rates = "  ".join(f"{name} {rate[of]:.1f}" for name, rate in case["tflops"].items() if of in rate)
+            print(f"{case['case']:32} {of:8} {rates}{_compared(case, of)}")
+    goals = report["goals"]
+    print(f"goals: {OURS} >= {goals['speedup_over_flex']}x flex, >= {goals['share_of_dense']:.0%} of the dense rate")
+
+
+def _compared(case: Cell, of: str) -> str:
+    over_flex = case["speedup_over_flex"].get(of)
+    share = case["share_of_dense"].get(OURS, {}).get(of)
+    texts = [
+        None if over_flex is None else f"{over_flex:.2f}x flex",
+        None if share is None else f"{share:.0%} of dense {case['dense_length']}",
+    ]
+    said = ", ".join(text for text in texts if text)
+    return f"  -> {OURS} {said}" if said else ""

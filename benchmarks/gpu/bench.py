@@ -1,0 +1,246 @@
+"""All that is measured on a CUDA device, in one run under one time budget: exactness, engine, attention, models.
+
+`make gpu` runs this behind the tests that need a device, in the machine's own python, which has torch and transformers
+but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cpu --size tiny` runs the same code
+without a device, to see that it works; such figures claim nothing, so no file is written unless one is named. The engine
+comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of it
+for what it is compared with to compile. Every part measures first what matters most to it, and `--only` gives any a run
+of its own. On a device every part has a process of its own, too. Knows the order, the budget and the files; each part
+knows what it measures.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from benchmarks.gpu import exactness as gpu_exactness
+from benchmarks.gpu.attention import bench as gpu_attention
+from benchmarks.gpu.attention.cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
+from benchmarks.gpu.budget import Budget, Cell, PartReport
+from benchmarks.gpu.clock import Stopwatch, environment
+from benchmarks.gpu.data import FOLDER, Workload
+from benchmarks.gpu.engine import bench as gpu_engine
+from benchmarks.gpu.engine import cases as gpu_engine_cases
+from benchmarks.gpu.model import bench as gpu_model
+from benchmarks.gpu.model.cases import full_plans, tiny_plans
+from benchmarks.gpu.model.steps import build_ways
+from benchmarks.gpu.workloads import generated_workload, set_workloads
+from benchmarks.tree.cases import SHAPE, published_cases, star
+from treering.data import AgentSpec
+from treering.errors import ConfigError, TreeringError, UnsupportedError
+
+Size = Literal["full", "tiny"]
+Part = Literal["exactness", "engine", "attention", "model"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+FILES: dict[Part, str] = {
+    "exactness": "gpu-tree.json",
+    "engine": "gpu-engine.json",
+    "attention": "gpu-attention.json",
+    "model": "gpu-model.json",
+}
+
+SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.62, "attention": 0.45, "model": 1.0}
+"""Of the seconds left when a part begins; the last part of a run has all of them."""
+
+BUDGET_S = 300.0
+
+GRACE_S = 60.0
+"""A part whose process still runs so long after its last second hangs, and is ended: a last case may take longer than
+expected, but not so much."""
+
+SPEC = AgentSpec(num_tasks=3, num_trials=8, num_system_tokens=600, num_turns=12, num_action_tokens=96)
+"""Trees that are generated where no bench sets were carried."""
+
+TINY_SPEC = AgentSpec(
+    num_tasks=2,
+    num_trials=2,
+    num_system_tokens=20,
+    num_task_tokens=5,
+    num_turns=2,
+    num_action_tokens=6,
+    num_observation_tokens=6,
+)
+"""About 200 flat tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to run.
+
+    Attributes:
+        device: "cuda", or "cpu" to see that the code works.
+        size: "full", or "tiny" for machines without a device.
+        parts: which parts, in order.
+        backends: of attention; the models run with "auto".
+        budget_s: seconds for all parts together.
+        data: folder with carried bench sets; without it trees are generated.
+        out: folder for JSON files; None writes none.
+    """
+
+    device: str = "cuda"
+    size: Size = "full"
+    parts: Sequence[Part] = PARTS
+    backends: Sequence[Any] = ()
+    budget_s: float = BUDGET_S
+    data: Path = FOLDER
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(
+                "this benchmark measures CUDA devices and torch finds none: run `make gpu` on a machine with one, or "
+                "see that the code works with "
+                "`TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cpu --size tiny`"
+            )
+        if self.device == "cpu" and self.out is not None and self.out.resolve() == RESULTS:
+            raise ConfigError(f"{RESULTS} holds what devices have measured, --device cpu is none: name another folder")
+
+
+def run(settings: Settings) -> dict[Part, Cell]:
+    """Runs the parts within their budgets, prints a table of each, and gives their reports."""
+    budget = Budget(settings.budget_s)
+    # Carried trees have thousands of tokens, which take minutes in an interpreter.
+    sets = [generated_workload(TINY_SPEC)] if settings.size == "tiny" else set_workloads(settings.data, SPEC)
+    reports: dict[Part, Cell] = {}
+    for part in settings.parts:
+        seconds = _share_s(budget, part, settings.parts)
+        print(f"\n{part}: at most about {seconds:.0f} s", flush=True)
+        report = PartReport(
+            part,
+            seconds,
+            environment=environment(settings.device, size=settings.size, sets=[some.name for some in sets]),
+            goals=GOALS.get(part),
+            file=None if settings.out is None else settings.out / FILES[part],
+        )
+        MEASURE[part](report, settings, sets)
+        report.write()
+        reports[part] = report.as_json()
+        TABLES[part](reports[part])
+    return reports
+
+
+def run_apart(parts: Sequence[Part], budget: Budget, arguments: Sequence[str]) -> dict[Part, int]:
+    """Exit statuses of all parts, each of which runs in a process of its own with these arguments.
+
+    An error in a kernel leaves a process whose device answers nothing but errors, and one may hang: no other part is to
+    go with it.
+    """
+    statuses: dict[Part, int] = {}
+    for part in parts:
+        seconds = _share_s(budget, part, parts)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.bench",
+            *arguments,
+            "--only",
+            part,
+            "--budget-s",
+            f"{seconds:.0f}",
+        ]
+        try:
+            statuses[part] = subprocess.run(command, timeout=seconds + GRACE_S).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{part}: ended, since it hung; what it had measured is on file", flush=True)
+            statuses[part] = 1
+    return statuses
+
+
+def _share_s(budget: Budget, part: Part, parts: Sequence[Part]) -> float:
+    return budget.share_s(1.0 if part == parts[-1] else SHARES[part])
+
+
+def _measure_exactness(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    cases = [star(prompt=9, response=4, group=3)] if tiny else published_cases()
+    report.note(model=SHAPE.name)
+    gpu_exactness.measure_exactness(report, cases, settings.device, 1 if tiny else 5)
+
+
+def _measure_engine(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    plans = gpu_engine_cases.tiny_plans() if tiny else gpu_engine_cases.full_plans()
+    gpu_engine.measure_engine(report, plans, settings.device, _watch(settings))
+
+
+def _measure_attention(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    cases, lengths = (tiny_cases(sets), TINY_LENGTHS) if tiny else (full_cases(sets), DENSE_LENGTHS)
+    backends = settings.backends or gpu_attention.measured_backends()
+    gpu_attention.measure_attention(report, cases, lengths, _watch(settings), backends)
+
+
+def _watch(settings: Settings) -> Stopwatch:
+    device = settings.device
+    return Stopwatch(device=device, min_runs=1, max_runs=1) if settings.size == "tiny" else Stopwatch(device=device)
+
+
+def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    plans = tiny_plans(sets) if settings.size == "tiny" else full_plans(sets)
+    gpu_model.measure_models(report, plans, settings.device, build_ways())
+
+
+MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] = {
+    "exactness": _measure_exactness,
+    "engine": _measure_engine,
+    "attention": _measure_attention,
+    "model": _measure_models,
+}
+TABLES: dict[Part, Callable[[Cell], None]] = {
+    "exactness": gpu_exactness.print_table,
+    "engine": gpu_engine.print_table,
+    "attention": gpu_attention.print_table,
+    "model": gpu_model.print_table,
+}
+GOALS: dict[Part, Cell] = {
+    "engine": dict(gpu_engine.GOALS),
+    "attention": dict(gpu_attention.GOALS),
+    "model": dict(gpu_model.GOALS),
+}
+
+
+def main() -> None:
+    """Reads the arguments and runs; exits with 1 where a case failed, after all others have run."""
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.bench", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=get_args(Size), default="full")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--backends", nargs="+", default=(), metavar="NAME", help="of attention (default: all)")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"(default {BUDGET_S:.0f})")
+    parser.add_argument("--data", type=Path, default=FOLDER, metavar="FOLDER", help=f"bench sets (default {FOLDER})")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON (with CUDA and full: benchmarks/results)")
+    given = parser.parse_args()
+    measured = given.device == "cuda" and given.size == "full"
+    out = given.out or (RESULTS if measured else None)
+    if out is not None and not out.is_dir():
+        parser.error(f"--out needs an existing folder, got {out}: create it first")
+    try:
+        settings = Settings(
+            device=given.device,
+            size=given.size,
+            parts=[part for part in PARTS if part in given.only],
+            backends=given.backends,
+            budget_s=given.budget_s,
+            data=given.data,
+            out=out,
+        )
+        if settings.device == "cuda" and len(settings.parts) > 1:
+            sys.exit(max(map(abs, run_apart(settings.parts, Budget(settings.budget_s), sys.argv[1:]).values())))
+        reports = run(settings)
+    except TreeringError as error:
+        parser.error(str(error))
+    errors = [f"{error['case']}: {error['error']}" for report in reports.values() for error in report["errors"]]
+    if errors:
+        sys.exit("\n".join(["some cases failed, the others are measured:", *errors]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Claim: a decode step comes near what memory allows, and drafts that are accepted pay at every batch size.
+
+Qwen3-1.7B and 8B shapes with random weights in bfloat16. Passes by their tokens per row, against reading weights, keys
+and values once at the rate of a copy; rollouts, plain and with recorded rollouts replayed as drafts, a chosen share of
+them wrong; and transformers' compiled `generate` beside them.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.gpu.budget import Cell, PartReport
+from benchmarks.gpu.clock import Stopwatch
+from benchmarks.gpu.engine.cases import EnginePlan, build, requests_of
+from benchmarks.gpu.engine.drafts import ReplayDrafter
+from benchmarks.gpu.engine.generate import seconds_per_token
+from benchmarks.gpu.model.bench import free_bytes
+from treering.engine.backends import Machinery, make_machinery
+from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.decoder.weights import read_weights
+from treering.engine.request import Request
+from treering.engine.torch_engine import TorchEngine
+from treering.model.families import find_parts
+from treering.types import PromptId, TokenIds
+
+GOALS = MappingProxyType({"over_floor": {"qwen3-8b": 1.5, "qwen3-1.7b": 2.5}, "most_rows": 16, "over_generate": 1.0})
+
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
+"""Copied to learn how fast memory is; many times a cache."""
+
+NUM_RUNS = 3
+"""Of the same rollouts, behind one that warms up."""
+
+
+def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str, watch: Stopwatch) -> None:
+    """All cases of all plans into a report, of each its passes and rollouts before what is compiled to compare."""
+    found = report.run("memory", lambda: {"kind": "memory", "bytes_per_s": copy_rate(device, watch)})
+    rate = None if found is None else float(found["bytes_per_s"])
+    for plan in plans:
+        free = free_bytes(device)
+        if free is not None and plan.needed_bytes > free:
+            report.skip(plan.name, f"it takes {plan.needed_bytes:,} bytes, {free:,} are free")
+            continue
+        _measure_plan(report, plan, device, watch, rate)
+
+
+def _measure_plan(report: PartReport, plan: EnginePlan, device: str, watch: Stopwatch, rate: float | None) -> None:
+    models: list[PreTrainedModel] = []
+
+    def model() -> PreTrainedModel:
+        # Built by the first case that fits the budget, and kept for the others.
+        if not models:
+            models.append(build(plan, device))
+        return models[0]
+
+    def run(case: str, measure: Callable[[], Cell], expected_s: float | None = None) -> None:
+        report.run(f"{plan.shape.name} {case}", measure, expected_s=expected_s)
+        # What a case leaves in cycles is gone before the next one needs its room.
+        gc.collect()
+
+    for batch in plan.batches:
+        run(f"verify {batch}", lambda b=batch: measure_verify(model(), plan, b, watch, rate))
+        run(f"rollouts {batch}", lambda b=batch: measure_rollouts(model(), plan, b, rate))
+    for batch in plan.generate_batches:
+        run(f"generate {batch}", lambda b=batch: measure_generate(model(), plan, b), plan.generate_s)
+
+
+def copy_rate(device: str, watch: Stopwatch) -> float:
+    """Bytes that a copy reads and writes in a second."""
+    source = torch.zeros(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / watch.median(lambda: target.copy_(source))
+
+
+def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: Stopwatch, rate: float | None) -> Cell:
+    """Seconds of a pass and of drawing behind it, by tokens per row, with `num_prompt` tokens before each row."""
+    weights = read_weights(find_parts(model), num_positions=plan.num_prompt + 2 * max(plan.tokens_per_row))
+    machinery = make_machinery(weights, plan.num_slots, "auto")
+    seconds = {}
+    for count in plan.tokens_per_row:
+        tokens = rows_of_tokens(machinery, batch, plan.num_prompt, count)
+        seconds[str(count)] = watch.median(lambda t=tokens: machinery.decoder.run(t))
+    first = seconds[str(plan.tokens_per_row[0])]
+    floor = None if rate is None else plan.floor_bytes(batch, plan.num_prompt) / rate
+    return {
+        "kind": "verify",
+        "model": plan.shape.name,
+        "backend": machinery.name,
+        "batch": batch,
+        "context": plan.num_prompt,
+        "products": products_of(machinery),
+        "seconds": seconds,
+        "relative": {count: value / first for count, value in seconds.items()},
+        "floor_s": floor,
+        "over_floor": None if floor is None else first / floor,
+    }
+
+
+def products_of(machinery: Machinery) -> dict[str, dict[str, str]]:
+    """Which kernel computes the product with each matrix, by tokens of a pass; nothing where no passes are captured.
+
+    Example: {"16": {"qkv": "32 columns", "head": "torch", ...}}.
+    """
+    products = getattr(machinery.decoder, "products", None)
+    return {} if products is None else {str(num_tokens): chosen for num_tokens, chosen in products.chosen.items()}
+
+
+def rows_of_tokens(machinery: Machinery, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
+    """A pass of that many tokens of each row behind `context` others, as chains, in memory that it gives back at once.
+
+    Example: 2 rows of 3 tokens behind 10 have positions 10, 11 and 12 and see 11, 12 and 13 slots.
+    """
+    starts = [machinery.arena.take(context + tokens_per_row) for _ in range(batch)]
+    own_start = np.repeat(np.array(starts, np.int64), tokens_per_row)
+    for start in starts:
+        assert start is not None
+        machinery.arena.give_back(start)
+    positions = np.tile(np.arange(context, context + tokens_per_row), batch)
+    nothing = np.zeros(positions.size, np.int64)
+    return TokenBatch(
+        tokens=nothing + 1,
+        positions=positions,
+        slots=own_start + positions,
+        prefix_start=nothing,
+        num_prefix=nothing,
+        own_start=own_start,
+        num_own=positions + 1,
+        tree_start=nothing,
+        tree_bits=nothing,
+        wanted=np.arange(positions.size),
+    )
+
+
+def measure_rollouts(model: PreTrainedModel, plan: EnginePlan, batch: int, rate: float | None) -> Cell:
+    """Rollouts of a batch: plain, then with drafts of every acceptance; a step's seconds against the memory floor."""
+    requests = requests_of(plan, batch)
+    num_slots, max_prefill = plan.num_slots_of(batch), plan.max_prefill(batch)
+    engine = TorchEngine(model, max_batch=batch, max_tokens=num_slots, max_prefill=max_prefill)
+    plain_s, step_s, recordings = timed_rollouts(engine, requests)
+    drafter = ReplayDrafter(recordings, num_drafted=plan.num_drafted, vocab_size=plan.shape.vocab_size)
+    engine.use_drafter(drafter)
+    ways = [_drafted(engine, drafter, requests, acceptance, plain_s) for acceptance in plan.acceptances]
+    floor = None if rate is None else plan.floor_bytes(batch, plan.num_prompt + plan.num_new // 2) / rate
+    return {
+        "kind": "rollouts",
+        "model": plan.shape.name,
+        "backend": engine.backend,
+        "batch": batch,
+        "num_new": plan.num_new,
+        "num_drafted": plan.num_drafted,
+        "plain_step_s": step_s,
+        "plain_tokens_per_s": batch * plan.num_new / plain_s,
+        "floor_s": floor,
+        "over_floor": None if floor is None else step_s / floor,
+        "by_acceptance": ways,
+    }
+
+
+def _drafted(
+    engine: TorchEngine, drafter: ReplayDrafter, requests: Sequence[Request], acceptance: float, plain_s: float
+) -> Cell:
+    drafter.set_acceptance(acceptance)
+    before = engine.stats
+    seconds, step_s, _ = timed_rollouts(engine, requests)
+    # Counts of all runs, the first of which is not timed: they are the same.
+    after = engine.stats
+    return {
+        "set": acceptance,
+        "accepted": (after.num_accepted - before.num_accepted) / max(1, after.num_drafted - before.num_drafted),
+        "tokens_per_step": (after.num_sampled - before.num_sampled) / (after.num_rows - before.num_rows),
+        "speedup": plain_s / seconds,
+        "step_s": step_s,
+    }
+
+
+def timed_rollouts(engine: TorchEngine, requests: Sequence[Request]) -> tuple[float, float, dict[PromptId, TokenIds]]:
+    """Seconds of a run's decoding steps and of one step, medians of runs behind one that warms up, and the rollouts.
+
+    Prompts are not timed: an engine without drafts computes them just the same.
+    """
+    runs = [_steps_of(engine, requests) for _ in range(1 + NUM_RUNS)]
+    timed = [steps for steps, _ in runs[1:]]
+    total_s = statistics.median(sum(steps) for steps in timed)
+    return total_s, statistics.median(step for steps in timed for step in steps), runs[-1][1]
+
+
+def _steps_of(engine: TorchEngine, requests: Sequence[Request]) -> tuple[list[float], dict[PromptId, TokenIds]]:
+    engine.submit(requests)
+    steps: list[float] = []
+    rollouts = []
+    while engine.num_unfinished:
+        before, start = engine.stats, time.perf_counter()
+        rollouts += engine.step()
+        # Tokens are on the host when a step returns, so the device has nothing left to do.
+        if engine.stats.num_prefilled == before.num_prefilled:
+            steps.append(time.perf_counter() - start)
+    return steps, {rollout.prompt_id: rollout.tokens for rollout in rollouts}
+
+
+def measure_generate(model: PreTrainedModel, plan: EnginePlan, batch: int) -> Cell:
+    """Seconds of a step of compiled `generate` with a static cache."""
+    return {
+        "kind": "generate",
+        "model": plan.shape.name,
+        "batch": batch,
+        "step_s": seconds_per_token(model, batch, plan.num_prompt, plan.num_generated),
+    }
+
+
+def compared_with_generate(cases: Sequence[Cell]) -> dict[str, float]:
+    """Our plain step over that of `generate`, by model and batch, where both were measured.
+
+    Example: steps of 4 and 5 ms of a model at batch 1 are {"qwen3-8b 1": 0.8}.
+    """
+    steps: dict[str, dict[str, float]] = {}
+    for case in cases:
+        if case["kind"] in ("rollouts", "generate"):
+            name = f"{case['model']} {case['batch']}"
+            seconds = case["plain_step_s"] if case["kind"] == "rollouts" else case["step_s"]
+            steps.setdefault(name, {})[case["kind"]] = seconds
+    return {name: both["rollouts"] / both["generate"] for name, both in steps.items() if len(both) == 2}
+
+
+def print_table(report: Cell) -> None:
+    """One line per case."""
+    print(f"\nengine on {report['environment']['device']}: milliseconds of a pass or step")
+    for case in report["cases"]:
+        print(f"{case['case']:28} {_in_words(case)}")
+    for name, ratio in compared_with_generate(report["cases"]).items():
+        print(f"{name:28} plain step {ratio:.2f}x the time of compiled generate")
+    goals: dict[str, Any] = report["goals"]
+    floors = ", ".join(f"{name} <= {most}x the floor" for name, most in goals["over_floor"].items())
+    print(f"goals: {floors} and no slower than generate, up to batch {goals['most_rows']}")
+
+
+def _in_words(case: Cell) -> str:
+    if case["kind"] == "memory":
+        return f"{case['bytes_per_s'] / 1e9:.0f} GB/s copied"
+    if case["kind"] == "generate":
+        return f"{1000 * case['step_s']:.2f}"
+    floor = "" if case["over_floor"] is None else f", {case['over_floor']:.2f}x the floor"
+    if case["kind"] == "verify":
+        curve = "  ".join(f"{count}: {1000 * value:.2f}" for count, value in case["seconds"].items())
+        return f"by tokens per row {curve}{floor}"
+    speedups = ", ".join(f"{way['speedup']:.2f}x at {way['accepted']:.0%} accepted" for way in case["by_acceptance"])
+    return f"plain {1000 * case['plain_step_s']:.2f}{floor}; drafts {speedups}"

@@ -1,0 +1,148 @@
+"""Ways to compute a batch's gradient on a device: the tree step, and tuned baselines without trees.
+
+Each is a closure that clears `.grad`, computes, and leaves the same gradient: that of the mean negative log-probability
+over all trained tokens. Baselines run their head on trained rows only, in chunks whose gradient is taken at once, so
+that no logits are kept and none are computed twice. Knows nothing of clocks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from benchmarks.common.timing import Step
+from benchmarks.gpu.data import Workload
+from benchmarks.gpu.model.varlen import hidden_states, pack_row, varlen_attention
+from benchmarks.tree.steps import padded_micro_batches
+from treering.train.gradient.backward import backward
+from treering.train.objectives import sft
+from treering.tree.forest import Forest
+from treering.tree.plan.bins import pack
+
+HEAD_CHUNK_ENTRIES = 2**28
+"""Logits of a chunk: 1,766 rows of a vocabulary of 151,936, which fill a device; 1 GiB in float32."""
+
+BuildStep = Callable[[PreTrainedModel, Workload, int], Step]
+"""A model, what it trains and the most tokens of a micro-batch."""
+
+TREE = "tree"
+BASELINES = ("varlen", "padded", "packed_chains")
+
+
+def build_ways(backend: str = "auto") -> dict[str, BuildStep]:
+    """All ways by name, baselines first; Treering's with that attention backend."""
+    return {
+        "varlen": varlen,
+        "padded": padded,
+        "packed_chains": partial(packed_chains, backend=backend),
+        TREE: partial(tree, backend=backend),
+    }
+
+
+def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
+    """Stock Hugging Face, sequences packed end to end with varlen flash attention."""
+    sequences, total = workload.sequences, workload.num_trained_tokens
+    micro_batches = packed_micro_batches([sequence.size for sequence in sequences], max_tokens)
+
+    def step() -> None:
+        model.zero_grad()
+        with varlen_attention(model):
+            for branches in micro_batches:
+                starts = np.cumsum([0, *(sequences[i].size for i in branches)])
+                loss = _find_loss(workload, branches, starts)
+                if loss.rows.numel():
+                    row = pack_row([sequences[i] for i in branches], model.device)
+                    _run_backward(model, hidden_states(model, row), loss, total)
+
+    return step
+
+
+def padded(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
+    """Stock Hugging Face with SDPA, branches of similar length in batches, padded on the right to the longest.
+
+    No padding mask is passed: causal attention never looks right, so SDPA keeps its fast path.
+    """
+    sequences, total = workload.sequences, workload.num_trained_tokens
+    micro_batches = padded_micro_batches([sequence.size for sequence in sequences], max_tokens)
+
+    def step() -> None:
+        model.zero_grad()
+        for branches in micro_batches:
+            ids = np.zeros((len(branches), max(sequences[i].size for i in branches)), np.int64)
+            for row, i in zip(ids, branches, strict=True):
+                row[: sequences[i].size] = sequences[i]
+            loss = _find_loss(workload, branches, np.arange(len(branches)) * ids.shape[1])
+            if loss.rows.numel():
+                on_device = torch.from_numpy(ids).to(model.device)
+                hidden = model.get_decoder()(input_ids=on_device, use_cache=False).last_hidden_state
+                _run_backward(model, hidden.flatten(0, 1), loss, total)
+
+    return step
+
+
+def packed_chains(model: PreTrainedModel, workload: Workload, max_tokens: int, *, backend: str = "auto") -> Step:
+    """Treering without sharing: every branch a chain of its own, packed without padding."""
+
+    def step() -> None:
+        model.zero_grad()
+        chains = [Forest.from_sequences([sequence]) for sequence in workload.sequences]
+        backward(model, chains, sft(workload.loss_masks()), max_tokens, backend=backend)
+
+    return step
+
+
+def tree(model: PreTrainedModel, workload: Workload, max_tokens: int, *, backend: str = "auto") -> Step:
+    """Treering: branches merged, every distinct token computed once. Merging is part of the step."""
+
+    def step() -> None:
+        model.zero_grad()
+        forests = [Forest.from_sequences(group) for group in workload.groups]
+        backward(model, forests, sft(workload.loss_masks()), max_tokens, backend=backend)
+
+    return step
+
+
+def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Numbers of the sequences of each packed row; a sequence longer than the budget is a row of its own.
+
+    Example: lengths 5, 9, 4 and 8 with 13 tokens give [1, 2] and [0, 3].
+    """
+    bins = pack(np.minimum(np.array(lengths, np.int64), max_tokens), max_tokens)
+    return [np.flatnonzero(bins == number).tolist() for number in range(int(bins.max(initial=-1)) + 1)]
+
+
+class _Loss:
+    """Which rows of a micro-batch carry loss, and their targets; int64 [R] each."""
+
+    def __init__(self, rows: NDArray[Any], targets: NDArray[Any]) -> None:
+        self.rows, self.targets = torch.from_numpy(rows), torch.from_numpy(targets.astype(np.int64))
+
+
+def _find_loss(workload: Workload, branches: Sequence[int], starts: NDArray[Any]) -> _Loss:
+    """The rows of branches that start at the given places: a token is scored by the row before it."""
+    trained = [np.flatnonzero(workload.masks[i][1:]) for i in branches]
+    sequences = workload.sequences
+    rows = [start + before for start, before in zip(starts, trained, strict=False)]
+    targets = [sequences[i][before + 1] for i, before in zip(branches, trained, strict=True)]
+    return _Loss(np.concatenate(rows), np.concatenate(targets))
+
+
+def _run_backward(model: PreTrainedModel, hidden: Tensor, loss: _Loss, total: int) -> None:
+    """Adds the gradients of the summed loss over `total`; `hidden` is [T, C]."""
+    head = model.get_output_embeddings()
+    picked, targets = hidden[loss.rows.to(hidden.device)], loss.targets.to(hidden.device)
+    grad = torch.empty_like(picked)
+    num_rows = max(1, HEAD_CHUNK_ENTRIES // head.out_features)
+    for start in range(0, picked.shape[0], num_rows):
+        chunk = slice(start, start + num_rows)
+        rows = picked[chunk].detach().requires_grad_()
+        summed = F.cross_entropy(head(rows).float(), targets[chunk], reduction="sum")
+        (summed / total).backward()  # type: ignore[no-untyped-call]
+        grad[chunk] = rows.grad
+    picked.backward(grad)

@@ -1,0 +1,162 @@
+"""Claim: the loop's parts, trees, drafts, processes and overlap, shorten a step, each alone and all together.
+
+`treering bench loop` runs this: the demo's policy and task by the plain synchronous loop (sequences packed, no drafts,
+one process), by each part alone, and by all of them; equal prompts, seeds and numbers of steps, runs in turns, wall
+time. The product of the parts' factors stands beside the measured whole, and a ladder whose factors multiply to it.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.engine.cases import OnProgress
+from benchmarks.loop.parts import StepTimes, explain, multiply
+from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
+
+SEED = 0
+NUM_WORKERS = 2
+
+_TREE: dict[str, Any] = {"layout": "tree"}
+_DRAFTS: dict[str, Any] = {"drafts": "on"}
+_RUNTIME: dict[str, Any] = {"workers": NUM_WORKERS, "schedule": "fifo"}
+_OVERLAP: dict[str, Any] = _RUNTIME | {"schedule": "histopipe", "staleness": 1}
+
+VARIANTS = (
+    Variant(name="plain"),
+    Variant(name="tree", **_TREE),
+    Variant(name="drafts", **_DRAFTS),
+    Variant(name="runtime", **_RUNTIME),
+    Variant(name="histopipe", **_OVERLAP),
+    Variant(name="tree+drafts", **_TREE, **_DRAFTS),
+    Variant(name="tree+drafts+runtime", **_TREE, **_DRAFTS, **_RUNTIME),
+    Variant(name="all", **_TREE, **_DRAFTS, **_OVERLAP),
+)
+_LADDER = {"tree": "tree", "drafts": "tree+drafts", "runtime": "tree+drafts+runtime", "overlap": "all"}
+
+
+def measure(
+    *,
+    num_runs: int = 3,
+    size: RunSize | None = None,
+    start: Start | None = None,
+    on_progress: OnProgress = lambda words: None,
+) -> dict[str, Any]:
+    """The report, ready for JSON: "variants", their "product", "notes" and the "environment".
+
+    Args:
+        num_runs: runs of each variant, in turns.
+        size: of a run; None is the published one.
+        start: the policy; None trains the demo's.
+        on_progress: told what happens.
+
+    Raises:
+        InputError: fewer than one run.
+    """
+    check_runs(num_runs)
+    size = size or RunSize()
+    with tempfile.TemporaryDirectory() as folder:
+        start = start or make_start(Path(folder) / "start", size.num_prompts, seed=SEED, on_progress=on_progress)
+        runs = _run_all(start, size, num_runs, Path(folder), on_progress)
+    rows = {variant.name: _row(variant, runs, size) for variant in VARIANTS}
+    times = {name: StepTimes(**{key: row[key] for key in StepTimes.__slots__}) for name, row in rows.items()}
+    alone = {name: times[name] for name in ("tree", "drafts", "runtime")} | {"overlap": times["histopipe"]}
+    product = multiply(times["plain"], alone, {name: times[rung] for name, rung in _LADDER.items()})
+    return {
+        "variants": list(rows.values()),
+        "product": asdict(product),
+        "notes": explain(product) + _notes(rows),
+        "environment": environment(num_runs, size, start) | {"workers": NUM_WORKERS},
+    }
+
+
+def environment(num_runs: int, size: RunSize, start: Start) -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "versions": versions(),
+        "cpu": cpu_name(),
+        "num_processors": os.cpu_count(),
+        "load_average": list(os.getloadavg()),
+        "clock": "wall time",
+        "runs": num_runs,
+        "size": asdict(size),
+        "first_timed_step": size.steps_per_epoch + 1,
+        "policy": {"warm_start_steps": start.num_steps, "accuracy": start.accuracy},
+    }
+
+
+def _run_all(
+    start: Start, size: RunSize, num_runs: int, folder: Path, on_progress: OnProgress
+) -> dict[str, list[LoopRun]]:
+    runs: dict[str, list[LoopRun]] = {variant.name: [] for variant in VARIANTS}
+    for done in range(num_runs):
+        for variant in VARIANTS:
+            on_progress(f"run {done + 1} of {num_runs}: {variant.name}")
+            run_dir = folder / f"{variant.name}-{done}"
+            runs[variant.name].append(run_loop(configuration(start, size, variant, seed=SEED, run_dir=run_dir)))
+    return runs
+
+
+def _row(variant: Variant, runs: Mapping[str, Sequence[LoopRun]], size: RunSize) -> dict[str, Any]:
+    own, first = runs[variant.name], size.steps_per_epoch
+    plain_s = median(run.step_s(first) for run in runs["plain"])
+    step_s = median(run.step_s(first) for run in own)
+    phases = {name: median(_phase_s(run, name, first) for run in own) for name in ("rollout_s", "train_s", "update_s")}
+    reports = [report for run in own for report in run.reports[first:]]
+    num_rows = sum(report.engine.num_rows for report in reports)
+    return {
+        "variant": asdict(variant),
+        "step_s": step_s,
+        "step_s_of_runs": [run.step_s(first) for run in own],
+        "median_step_s": median(run.median_step_s(first) for run in own),
+        **phases,
+        "speedup": plain_s / step_s,
+        "shares": shares(own, first),
+        "tokens_per_forward": sum(report.engine.num_sampled for report in reports) / num_rows,
+        # Steps of different weights sample different tokens.
+        "num_differing": None if variant.staleness else count_differing(own[0], runs["plain"][0]),
+        "num_rollouts": sum(len(step) for step in own[0].latest),
+    }
+
+
+def shares(runs: Sequence[LoopRun], first: int) -> dict[str, float]:
+    """Shares of the wall time of steps, medians over runs.
+
+    rollout, train and update add up to more than 1 where they overlap. trainer_waits is the share in which nothing is
+    trained, engines_wait that in which a worker (without workers: the engine) samples nothing.
+    """
+    found = []
+    for run in runs:
+        seconds = {name: _phase_s(run, f"{name}_s", first) for name in ("rollout", "train", "update")}
+        share = {name: value / run.step_s(first) for name, value in seconds.items()}
+        overlaps = [report.overlap for report in run.reports[first:] if report.overlap is not None]
+        idle = sum(each.bubble for each in overlaps) / len(overlaps) if overlaps else 1.0 - share["rollout"]
+        found.append(share | {"trainer_waits": 1.0 - share["train"] - share["update"], "engines_wait": idle})
+    return {name: median(each[name] for each in found) for name in found[0]}
+
+
+def _phase_s(run: LoopRun, name: str, first: int) -> float:
+    """Seconds of a phase in a step, the mean."""
+    reports = run.reports[first:]
+    return sum(getattr(report.phases, name) for report in reports) / len(reports)
+
+
+def _notes(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    cores = os.cpu_count() or 1
+    notes = [
+        f"{NUM_WORKERS} workers, a trainer, a judge and a controller share {cores} processors: overlap shortens a step "
+        "only by what stood idle, here mostly by the trainer's time, during which workers would wait",
+    ]
+    differing = {name: row["num_differing"] for name, row in rows.items() if row["num_differing"]}
+    if differing:
+        listed = ", ".join(f"{name} {count} of {rows[name]['num_rollouts']}" for name, count in differing.items())
+        notes.append(
+            f"rollouts with other tokens than the plain loop's at staleness 0: {listed}; batches and gradients are "
+            "summed in another order in float32, and once weights differ in the last digit a near-tie may fall "
+            "otherwise"
+        )
+    return notes

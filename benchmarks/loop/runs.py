@@ -1,0 +1,184 @@
+"""Short runs of the demo's policy and task by one loop or another, from one start and with the same seeds.
+
+Knows how loops differ, how long each of their steps took and what they sampled. Knows nothing of what is compared.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.engine.cases import OnProgress
+from treering.cli.demo.policy import ENOUGH, MAX_NUMBER, MAX_ROLLOUT_TOKENS, demo_task, warm_start
+from treering.cli.settings import compute_options
+from treering.cli.train.loop import make_loop, make_model
+from treering.cli.train.task import load_task
+from treering.config import RlConfig
+from treering.data import Trajectory
+from treering.rl.step_report import RlStepReport
+from treering.runtime.pipeline import PipelineLoop
+from treering.train.loop.batches import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSize:
+    """How much a run samples and trains."""
+
+    num_prompts: int = 64
+    prompts_per_step: int = 32
+    group_size: int = 16
+    num_steps: int = 14
+    max_batch: int = 16
+    """Rollouts that an engine runs at one time."""
+    max_tokens: int = MAX_ROLLOUT_TOKENS
+    """Of a rollout."""
+    num_train_threads: int | None = None
+    """None is as many as torch takes."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show every prompt once; they are not timed, because nothing is known of any prompt yet."""
+        return -(-self.num_prompts // self.prompts_per_step)
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Of all groups."""
+        return self.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The policy that all runs begin with."""
+
+    folder: Path
+    num_steps: int
+    """Supervised steps that it took."""
+    accuracy: float
+    """Share of right answers to prompts that it was not trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to run the loop; the defaults are the plain one."""
+
+    name: str
+    layout: Literal["packed", "tree"] = "packed"
+    drafts: Literal["off", "on"] = "off"
+    verify_costs: Literal["measured", "fixed"] = "measured"
+    workers: int = 0
+    schedule: str = "fifo"
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoopRun:
+    """What a run did.
+
+    Example: steps that ended at 2, 3 and 5 s took 1.5 s each from the second one on.
+    """
+
+    reports: Sequence[RlStepReport]
+    latest: Sequence[Sequence[Trajectory]]
+    """Rollouts of each step, prompts in order, then samples."""
+    ended_s: NDArray[np.float64]
+    """float64 [K]: when each step ended, since the first began."""
+
+    def step_s(self, first: int) -> float:
+        """Seconds of a step, the mean after the first `first`: steps that overlap end late and early by turns."""
+        return float(self.ended_s[-1] - self.ended_s[first - 1]) / (self.ended_s.size - first)
+
+    def median_step_s(self, first: int) -> float:
+        """The median of the same steps."""
+        return median(np.diff(self.ended_s)[first - 1 :].tolist())
+
+    def lengths(self) -> list[NDArray[np.int64]]:
+        """int64 [R] for each step: sampled tokens of its rollouts."""
+        return [np.array([_sampled(each).size for each in step], np.int64) for step in self.latest]
+
+    def tokens(self) -> list[list[list[int]]]:
+        """Sampled tokens of all rollouts, step by step."""
+        return [[_sampled(each).tolist() for each in step] for step in self.latest]
+
+
+def make_start(folder: Path, num_prompts: int, *, seed: int, on_progress: OnProgress, enough: float = ENOUGH) -> Start:
+    """Trains the demo's policy as the demo does, and saves it into a new folder."""
+    start = warm_start(
+        demo_task(num_prompts, seed),
+        seed=seed,
+        enough=enough,
+        on_step=lambda step, accuracy: on_progress(f"warm start: step {step}, {accuracy:.0%} right"),
+    )
+    start.model.save_pretrained(folder)
+    return Start(folder=folder, num_steps=start.num_steps, accuracy=start.accuracy)
+
+
+def configuration(start: Start, size: RunSize, variant: Variant, *, seed: int, run_dir: Path) -> RlConfig:
+    """What `treering train` would read for this run."""
+    sections: dict[str, Any] = {
+        "model": {"path": start.folder.absolute(), "device": "cpu"},
+        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+        "sampling": {"max_tokens": size.max_tokens},
+        "rl": {
+            "num_steps": size.num_steps,
+            "prompts_per_step": size.prompts_per_step,
+            "group_size": size.group_size,
+            "layout": variant.layout,
+            "num_train_threads": size.num_train_threads,
+            "staleness": variant.staleness,
+            "seed": seed,
+        },
+        "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
+        "history": {"drafts": variant.drafts, "verify_costs": variant.verify_costs},
+        "optim": {"learning_rate": 2e-4, "betas": (0.9, 0.99)},
+        "run": {"dir": run_dir},
+        "runtime": {"workers": variant.workers},
+    }
+    return RlConfig(**sections, schedule=variant.schedule)
+
+
+def run_loop(config: RlConfig) -> LoopRun:
+    """Runs all steps of a configuration, and writes nothing but the history that workers read."""
+    beside = config.run.dir.parent
+    source = load_task(config.task, beside=beside)
+    model = make_model(config, beside, source)
+    compute = compute_options(config.model, config.rl)
+    num_steps = config.rl.num_steps
+    assert num_steps is not None, "configuration sets it"
+    loop = make_loop(config, beside, source, model, compute=compute, num_steps=num_steps)
+    reports, latest, ended = [], [], []
+    with ExitStack() as stack:
+        if isinstance(loop, PipelineLoop):
+            stack.enter_context(loop)
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            reports.append(loop.step())
+            latest.append(loop.latest)
+            ended.append(time.perf_counter() - began)
+    return LoopRun(reports=reports, latest=latest, ended_s=np.array(ended))
+
+
+def count_differing(run: LoopRun, other: LoopRun) -> int:
+    """Rollouts whose tokens are others than those of the same place in another run."""
+    return sum(
+        mine != theirs
+        for own_step, other_step in zip(run.tokens(), other.tokens(), strict=True)
+        for mine, theirs in zip(own_step, other_step, strict=True)
+    )
+
+
+def prompts_of_step(config: RlConfig, num_steps: int) -> list[NDArray[np.int64]]:
+    """Numbers of the prompts of each step, in the order in which a loop takes them."""
+    plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
+    return [plan.tasks_of(step) for step in range(1, num_steps + 1)]
+
+
+def _sampled(trajectory: Trajectory) -> NDArray[np.int32]:
+    assert trajectory.tokens is not None, "rollouts have tokens"
+    assert trajectory.loss_mask is not None, "and a mask"
+    return trajectory.tokens[trajectory.loss_mask]

@@ -1,0 +1,1 @@
+"""Other projects that benchmarks compare with, in an environment of their own."""

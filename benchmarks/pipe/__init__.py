@@ -1,0 +1,1 @@
+"""Scheduling policies on the runtime, against the simulator's predictions."""

@@ -1,0 +1,1 @@
+"""Tree training against flat training."""

@@ -1,0 +1,204 @@
+"""Real trajectories that tree trainers are compared on: seeded samples of whole tasks, folded to a small vocabulary.
+
+Knows files, tasks and seeds. Knows nothing of clocks or of ways to train. The files are nobody's to ship, so they are
+read from the folder of real data, and without it there are no sets.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+
+from treering.data import Renderer, Trajectory, data_folder, read_trajectories
+from treering.errors import InputError
+from treering.train.loop.batches import Task, group_by_task, task_order
+from treering.train.loop.folding import fold_ids
+from treering.types import LossMask, ModelShape, TokenIds
+
+SHAPE = ModelShape(
+    name="qwen3-8x512",
+    num_layers=8,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=64,
+    intermediate_size=1536,
+    vocab_size=4096,
+)
+"""27.3 million parameters per token."""
+
+SAMPLE_TOKENS = 20_000
+SEED = 0
+
+FILES = MappingProxyType(
+    {
+        "tau": "tau_airline_gpt4o",
+        "tau_tools": "tau_airline_gpt4o",
+        "toolbench": "toolbench_dfsdt",
+        "hotpotqa": "hotpotqa_react_reflexion",
+        "math": "qwen25math_maj8",
+        "game24": "tot_game24_cot100",
+        "game24_bfs": "tot_game24_bfs",
+        "crosswords": "tot_crosswords_dfs",
+        "text": "tot_text_cot10",
+    }
+)
+"""Files of `bench/` by set; `tau_tools` has the tool schemas in its system prompts, as the agent's model saw them."""
+
+TOOLS_FILE = "tools_airline.json"
+NO_SHARING = "no_sharing"
+SET_NAMES = (*FILES, NO_SHARING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskSample:
+    """Whole tasks of a set, a tree each, and how many the set has.
+
+    Example: two tasks of [5, 6, 7], [5, 6, 8] and [5, 9], all trained, have 2 + 2 + 1 trained tokens.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    num_tasks_of_set: int
+
+    @property
+    def groups(self) -> list[tuple[TokenIds, ...]]:
+        """The branches of each tree."""
+        return [task.sequences for task in self.tasks]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Trained tokens of all branches together."""
+        return sum(task.num_trained_tokens for task in self.tasks)
+
+    def loss_masks(self) -> list[LossMask]:
+        """One mask per branch, tasks in order."""
+        return [mask for task in self.tasks for mask in task.loss_masks]
+
+
+class TaskSource:
+    """The tasks of every set, each file read and rendered once."""
+
+    def __init__(self, folder: Path, *, tokenizer: Path | None = None) -> None:
+        """`folder` holds `bench` and, unless another is given, `tokenizer`."""
+        self._folder = folder / "bench"
+        self._renderer = Renderer(tokenizer=tokenizer or folder / "tokenizer")
+        self._tasks: dict[str, list[Task]] = {}
+
+    def tasks(self, name: str) -> list[Task]:
+        """All tasks of a set that train anything, in file order.
+
+        Raises:
+            InputError: a missing or broken file.
+        """
+        if name not in self._tasks:
+            trajectories = read_trajectories(self._folder / f"{FILES[name]}.jsonl.gz")
+            if name == "tau_tools":
+                trajectories = with_tools(trajectories, self._folder / TOOLS_FILE)
+            tasks = group_by_task(self._renderer.render(trajectories))
+            self._tasks[name] = [task for task in tasks if task.num_trained_tokens]
+        return self._tasks[name]
+
+    def sample(self, name: str, *, num_tokens: int | None = SAMPLE_TOKENS, seed: int = SEED) -> TaskSample:
+        """A sample of a set of about that many flat tokens, or all of it for None; ids below `SHAPE.vocab_size`.
+
+        `no_sharing` takes one branch of each task, files in turn.
+        """
+        tasks = self.tasks(name) if name in FILES else self._lone_branches(seed)
+        taken = _in_turn(tasks, num_tokens) if name == NO_SHARING else sample_tasks(tasks, num_tokens, seed=seed)
+        return TaskSample(name=name, tasks=fold_tasks(taken, SHAPE.vocab_size), num_tasks_of_set=len(tasks))
+
+    def _lone_branches(self, seed: int) -> list[Task]:
+        by_file = [_drawn(self.tasks(name), seed) for name in FILES if name != "tau_tools"]
+        turns = zip_longest(*by_file)
+        return [lone_branch(task) for turn in turns for task in turn if task is not None]
+
+
+def find_source(tokenizer: Path | None = None) -> TaskSource | None:
+    """The sets of the real-data folder, or None where there is none."""
+    folder = data_folder()
+    return None if folder is None else TaskSource(folder, tokenizer=tokenizer)
+
+
+def sample_tasks(tasks: Sequence[Task], num_tokens: int | None, *, seed: int) -> list[Task]:
+    """Whole tasks, in their order, of about `num_tokens` flat tokens together; all for None.
+
+    Tasks are drawn in a seeded order, and each that brings the sum closer to `num_tokens` is taken. Where none does,
+    because all are at least twice as large, the first one drawn is.
+
+    Example: of tasks with 9, 30 and 4 tokens, drawn in this order, 12 takes the first and the last: 13.
+    """
+    if num_tokens is None:
+        return list(tasks)
+    taken: list[int] = []
+    total = 0
+    order = task_order(len(tasks), seed=seed, epoch=0).tolist()
+    for i in order:
+        size = num_flat_tokens(tasks[i])
+        if abs(total + size - num_tokens) < abs(total - num_tokens):
+            taken.append(i)
+            total += size
+    return [tasks[i] for i in sorted(taken or order[:1])]
+
+
+def lone_branch(task: Task) -> Task:
+    """The first branch of a task that trains anything, as a task.
+
+    Raises:
+        InputError: none does.
+    """
+    for sequence, mask in zip(task.sequences, task.loss_masks, strict=True):
+        if mask[1:].any():
+            return replace(task, sequences=(sequence,), loss_masks=(mask,))
+    raise InputError(f"a branch to train needs a trained token, task {task.task_id!r} has none; drop the task")
+
+
+def fold_tasks(tasks: Sequence[Task], vocab_size: int) -> tuple[Task, ...]:
+    """The tasks with ids renumbered by frequency into [0, vocab_size); see `fold_ids`."""
+    folded = iter(fold_ids([sequence for task in tasks for sequence in task.sequences], vocab_size))
+    return tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in tasks)
+
+
+def with_tools(trajectories: Iterable[Trajectory], file: Path) -> list[Trajectory]:
+    """Trajectories whose system prompts end with the tool schemas of a file, one as JSON per line.
+
+    Raises:
+        InputError: the file is missing or is no JSON list.
+    """
+    try:
+        schemas = json.loads(file.read_text(encoding="utf-8"))
+        lines = [json.dumps(schema, ensure_ascii=False) for schema in schemas]
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file}: tool schemas are a JSON list, and it cannot be read ({error}); fetch it") from error
+    return [_with_appendix(trajectory, "\n\n# Tools\n\n" + "\n".join(lines)) for trajectory in trajectories]
+
+
+def num_flat_tokens(task: Task) -> int:
+    """Tokens of all branches of a task, shared ones counted once per branch."""
+    return sum(sequence.size for sequence in task.sequences)
+
+
+def _with_appendix(trajectory: Trajectory, text: str) -> Trajectory:
+    if trajectory.messages is None:
+        raise InputError(f"tool schemas extend messages, task {trajectory.task_id!r} has tokens: leave the schemas out")
+    extended = tuple(
+        replace(message, content=f"{message.content or ''}{text}") if message.role == "system" else message
+        for message in trajectory.messages
+    )
+    return replace(trajectory, messages=extended)
+
+
+def _drawn(tasks: Sequence[Task], seed: int) -> list[Task]:
+    return [tasks[i] for i in task_order(len(tasks), seed=seed, epoch=0).tolist()]
+
+
+def _in_turn(tasks: Sequence[Task], num_tokens: int | None) -> list[Task]:
+    """The first tasks of at least that many tokens together."""
+    taken: list[Task] = []
+    for task in tasks:
+        if num_tokens is not None and sum(num_flat_tokens(some) for some in taken) >= num_tokens:
+            break
+        taken.append(task)
+    return taken

@@ -1,0 +1,195 @@
+"""Recorded rollouts of several epochs as flat arrays, for measures of what history was worth.
+
+Knows prompts, epochs and what was sampled. Knows nothing of files, of drafters and of what is measured.
+
+    R rollouts, epochs in order, then steps, then as given   N tokens of all rollouts, one rollout after another
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.data import RenderedTrajectory, Trajectory
+from treering.errors import InputError
+from treering.types import PromptId
+
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recorded:
+    """What a run sampled.
+
+    Example: prompt [5, 6], sampled [7, 8], given [9], sampled [4] have offsets [0, 6], starts [2], lengths [3],
+    run_ends [0, 1, 4, 4, 4, 6] and nexts [2, 2, 2, 3, 5, 5, 6].
+    """
+
+    prompt_ids: tuple[PromptId, ...]
+    """By number, as they first appear."""
+    tokens: Int32Array
+    """int32 [N], prompts included."""
+    offsets: Int64Array
+    """int64 [R + 1], where each rollout's prompt begins."""
+    starts: Int64Array
+    """int64 [R], place of the first sampled token."""
+    lengths: Int64Array
+    """int64 [R] >= 1, sampled tokens."""
+    run_ends: Int64Array
+    """int64 [N], where the sampled run that a token is in ends; its own place where it was given."""
+    nexts: Int64Array
+    """int64 [N + 1], the first sampled place from here on; the rollout's end where there is none."""
+    prompts: Int64Array
+    """int64 [R], number of the prompt."""
+    epochs: Int64Array
+    """int64 [R], ascending."""
+    steps: Int64Array
+    """int64 [R], ascending within an epoch; 0 where no rollout has one."""
+    rewards: Float64Array
+    """float64 [R], NaN where unknown."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """R."""
+        return self.starts.size
+
+    def response(self, rollout: int) -> Int32Array:
+        """A rollout from its first sampled token on, what was given in between included."""
+        return self.tokens[self.starts[rollout] : self.offsets[rollout + 1]]
+
+    def taking(self, rollouts: Int64Array) -> "Recorded":
+        """These rollouts alone; int64 [K], ascending. Prompts keep their numbers."""
+        begins, ends = self.offsets[rollouts], self.offsets[rollouts + 1]
+        offsets = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int64)
+        # Where each token that is kept stood before.
+        places = np.repeat(begins - offsets[:-1], ends - begins) + np.arange(offsets[-1])
+        is_sampled = self.run_ends[places] > places
+        run_ends, nexts = sampled_runs(is_sampled, offsets)
+        return Recorded(
+            prompt_ids=self.prompt_ids,
+            tokens=self.tokens[places],
+            offsets=offsets,
+            starts=nexts[offsets[:-1]],
+            lengths=self.lengths[rollouts],
+            run_ends=run_ends,
+            nexts=nexts,
+            prompts=self.prompts[rollouts],
+            epochs=self.epochs[rollouts],
+            steps=self.steps[rollouts],
+            rewards=self.rewards[rollouts],
+        )
+
+
+def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory]) -> Recorded:
+    """The recording of trajectories, each beside its tokens; those without a sampled token are left out.
+
+    Raises:
+        InputError: one has no epoch, or none has a sampled token.
+    """
+    for number, one in enumerate(trajectories, start=1):
+        if one.epoch is None:
+            raise InputError(
+                f"history is measured from one epoch to the next, and trajectory {number} (task {one.task_id!r}) has "
+                'no "epoch"; write the pass over the prompts that sampled it into each line'
+            )
+    kept = [pair for pair in zip(trajectories, rendered, strict=True) if pair[1].loss_mask.any()]
+    if not kept:
+        raise InputError(f"history is made of sampled tokens, and none of {len(rendered)} rollouts has any; mark them")
+    has_steps = all(one.step is not None for one, _ in kept)
+    kept.sort(key=lambda pair: (pair[0].epoch, pair[0].step if has_steps else 0))
+    offsets = np.concatenate([[0], np.cumsum([one.tokens.size for _, one in kept])]).astype(np.int64)
+    run_ends, nexts = sampled_runs(np.concatenate([one.loss_mask for _, one in kept]), offsets)
+    numbers: dict[PromptId, int] = {}
+    prompts = [numbers.setdefault(one.task_id, len(numbers)) for one, _ in kept]
+    return Recorded(
+        prompt_ids=tuple(numbers),
+        tokens=np.concatenate([one.tokens for _, one in kept]).astype(np.int32, copy=False),
+        offsets=offsets,
+        starts=nexts[offsets[:-1]],
+        lengths=np.array([one.loss_mask.sum() for _, one in kept], np.int64),
+        run_ends=run_ends,
+        nexts=nexts,
+        prompts=np.array(prompts, np.int64),
+        epochs=np.array([one.epoch for one, _ in kept], np.int64),
+        steps=np.array([one.step if has_steps else 0 for one, _ in kept], np.int64),
+        rewards=np.array([np.nan if one.reward is None else one.reward for one, _ in kept]),
+    )
+
+
+def some_prompts(recorded: Recorded, *, weights: Int64Array, limit: int) -> Recorded:
+    """Whole prompts, in a seeded order, while those before weigh less than `limit`; their rollouts of every epoch.
+
+    Args:
+        recorded: what to choose from.
+        weights: int64 [R], of rollouts.
+        limit: about what the chosen ones weigh together.
+
+    Example: of 100 prompts with 8 rollouts in each of 4 epochs, weights of 1 and a limit of 320 choose 10 prompts.
+    """
+    if weights.sum() <= limit:
+        return recorded
+    order = prompt_order(len(recorded.prompt_ids))
+    totals = np.bincount(recorded.prompts, weights=weights, minlength=order.size).astype(np.int64)[order]
+    is_chosen = np.zeros(order.size, np.bool_)
+    is_chosen[order[np.cumsum(totals) - totals < limit]] = True
+    return recorded.taking(np.flatnonzero(is_chosen[recorded.prompts]))
+
+
+def prompt_order(num_prompts: int) -> Int64Array:
+    """int64 [P]: all prompts in an order that is always the same and has nothing to do with what they are."""
+    return np.random.default_rng(_SEED).permutation(num_prompts)
+
+
+def other_prompts(present: BoolArray) -> Int64Array:
+    """int64 [P]: for each prompt another one, no two alike: the next one that is present in `prompt_order`, round.
+
+    Prompts that are not present, bool [P], have -1, and so has a prompt that is alone.
+
+    Example: prompts 2, 0, 1 in that order, all present, have the others 1, 2, 0.
+    """
+    others = np.full(present.size, -1, np.int64)
+    order = prompt_order(present.size)
+    order = order[present[order]]
+    if order.size > 1:
+        others[order] = np.roll(order, -1)
+    return others
+
+
+def lengths_before(recorded: Recorded, epoch: int) -> tuple[Float64Array, Float64Array]:
+    """float64 [P] twice: median and longest length of each prompt's rollouts in an epoch, NaN where it has none.
+
+    Example: a prompt whose rollouts in epoch 3 have 10, 20 and 60 sampled tokens has 20 and 60 there.
+    """
+    medians, longest = np.full((2, len(recorded.prompt_ids)), np.nan)
+    rollouts = np.flatnonzero(recorded.epochs == epoch)
+    rollouts = rollouts[np.argsort(recorded.prompts[rollouts], kind="stable")]
+    prompts, begins = np.unique(recorded.prompts[rollouts], return_index=True)
+    for prompt, members in zip(prompts.tolist(), np.split(rollouts, begins[1:]), strict=True):
+        medians[prompt] = np.median(recorded.lengths[members])
+        longest[prompt] = recorded.lengths[members].max()
+    return medians, longest
+
+
+@njit(cache=True)
+def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Where the sampled runs of rollouts end: `Recorded.run_ends` and `Recorded.nexts`.
+
+    Args:
+        is_sampled: bool [N].
+        offsets: int64 [R + 1], where each rollout begins.
+    """
+    run_ends = np.empty(is_sampled.size, np.int64)
+    nexts = np.empty(is_sampled.size + 1, np.int64)
+    nexts[is_sampled.size] = is_sampled.size
+    for rollout in range(offsets.size - 1):
+        run_end = following = offsets[rollout + 1]
+        for place in range(offsets[rollout + 1] - 1, offsets[rollout] - 1, -1):
+            if is_sampled[place]:
+                following = place
+            else:
+                run_end = place
+            run_ends[place] = run_end if is_sampled[place] else place
+            nexts[place] = following
+    return run_ends, nexts

@@ -1,0 +1,234 @@
+"""What a drafter does on recorded rollouts, epoch after epoch, and what it does on other histories in their place.
+
+Teacher-forced: a drafter proposes, what agrees with the recording is accepted, and one token more is emitted. A step is
+replayed over what the store holds of earlier ones, and is then published to it as in a run; nothing is published inside
+a step. Knows recordings, stores and drafters. Knows nothing of files, models and clocks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numba import njit
+
+from treering.analysis.recording import Recorded, other_prompts
+from treering.arrays import Float64Array, Int32Array, Int64Array
+from treering.history.draft.drafter import Drafter
+from treering.history.features import Source
+from treering.history.store.store import HistoryStore
+from treering.history.types import DraftRows, Drafts
+
+Look = Literal["all", "history", "other_prompt", "own"]
+"""What a replayed rollout may draft from. all: whatever the drafter is set to. history: the prompt's earlier epochs and
+the rollout's own context. other_prompt: the same, of another prompt. own: the context alone."""
+
+NUM_ROWS = 64
+"""Rollouts side by side."""
+
+_SOURCES: dict[Look, tuple[Source, ...]] = {
+    "history": ("history", "own"),
+    "other_prompt": ("history", "own"),
+    "own": ("own",),
+}
+_NO_LIMIT = np.iinfo(np.int64).max // 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Drafted:
+    """What all row-steps of an epoch did together.
+
+    Example: two row-steps that drafted 4 and 2 tokens, of which 3 and 0 were accepted, emitted 5: 2.5 tokens per step,
+    an acceptance of 0.5.
+    """
+
+    num_steps: int = 0
+    """Forward passes, each row counted."""
+    num_tokens: int = 0
+    """Sampled ones that were emitted."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """1.0 is plain decoding."""
+        return self.num_tokens / self.num_steps
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafted tokens; None where none was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+
+def replay(
+    recorded: Recorded,
+    look: Look,
+    *,
+    max_epochs: int = 2,
+    settings: Mapping[str, Any] | None = None,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> dict[int, Drafted]:
+    """Replays a recording; what the drafter learns goes on from epoch to epoch.
+
+    Args:
+        recorded: epochs in order.
+        look: what may be drafted from.
+        max_epochs: epochs of a prompt that the store keeps.
+        settings: of the `Drafter`; `sources` counts only where `look` is "all".
+        on_tokens: told how many tokens more were emitted.
+
+    Returns:
+        What was drafted, by epoch.
+
+    Example: with all prompts alike from epoch to epoch, "history" emits many tokens a step from the second epoch on,
+    and "other_prompt" about one.
+    """
+    given = {**(settings or {}), **({"sources": _SOURCES[look]} if look in _SOURCES else {})}
+    store = HistoryStore(max_bytes=1 << 62, max_epochs=max_epochs)
+    drafter = Drafter(store, **given)
+    numbers = np.arange(len(recorded.prompt_ids))
+    looked_up = other_prompts(np.isin(numbers, recorded.prompts)) if look == "other_prompt" else numbers
+    found: dict[int, Drafted] = {}
+    for epoch, rollouts in _steps(recorded):
+        drafted = found.setdefault(epoch, Drafted())
+        _Rows(recorded, rollouts, looked_up).run(drafter, drafted, on_tokens)
+        _publish(store, recorded, rollouts, epoch)
+    return found
+
+
+class _Rows:
+    """Rollouts side by side, each as far as it was replayed; a free row takes the next one."""
+
+    def __init__(self, recorded: Recorded, rollouts: Int64Array, looked_up: Int64Array) -> None:
+        self._recorded, self._looked_up = recorded, looked_up
+        self._waiting = iter(rollouts.tolist())
+        size = min(NUM_ROWS, rollouts.size)
+        longest = int((recorded.offsets[rollouts + 1] - recorded.offsets[rollouts]).max())
+        self._buffer = np.zeros((size, longest), np.int32)
+        self._rollouts = np.empty(size, np.int64)
+        self._places = np.empty(size, np.int64)
+        self._num_busy = size
+        for row in range(size):
+            self._take(row, next(self._waiting))
+
+    def run(self, drafter: Drafter, drafted: Drafted, on_tokens: Callable[[int], None]) -> None:
+        """Steps until no rollout is left."""
+        recorded = self._recorded
+        while self._num_busy:
+            rows = self._rows()
+            drafts = drafter.propose(rows)
+            places = self._places[: self._num_busy]
+            accepted, leaves = confirmed(recorded, places, drafts)
+            emitted = np.minimum(accepted + 1, recorded.run_ends[places] - places)
+            if drafts.tokens.size:
+                # A run ends by its policy's choice: what was drafted behind its end was wrong, as a token would be.
+                drafter.observe(rows, accepted, leaves=leaves)
+            drafted.num_steps += accepted.size
+            drafted.num_tokens += int(emitted.sum())
+            drafted.num_drafted += drafts.tokens.size
+            drafted.num_accepted += int(accepted.sum())
+            on_tokens(int(emitted.sum()))
+            self._move(emitted)
+
+    def _rows(self) -> DraftRows:
+        rollouts = self._rollouts[: self._num_busy].copy()
+        begins = self._recorded.offsets[rollouts]
+        prompts = self._recorded.prompts[rollouts]
+        return DraftRows(
+            # A prompt that is alone has no other one, and -1 has no history.
+            prompt_ids=self._looked_up[prompts].tolist(),
+            groups=prompts,
+            tokens=self._buffer[: self._num_busy],
+            num_tokens=self._places[: self._num_busy] - begins,
+            num_prompt_tokens=self._recorded.starts[rollouts] - begins,
+            max_drafts=np.full(rollouts.size, _NO_LIMIT, np.int64),
+            row_ids=rollouts,
+        )
+
+    def _move(self, emitted: Int64Array) -> None:
+        """Goes behind what was emitted and what is given behind it; from the back, so that freed rows can be filled."""
+        behind = self._places[: self._num_busy] + emitted
+        ends = self._recorded.offsets[self._rollouts[: self._num_busy] + 1]
+        places = np.where(behind < ends, self._recorded.nexts[behind], ends)
+        self._places[: self._num_busy] = places
+        for row in np.flatnonzero(places == ends)[::-1].tolist():
+            self._refill(row)
+
+    def _refill(self, row: int) -> None:
+        rollout = next(self._waiting, None)
+        if rollout is not None:
+            self._take(row, rollout)
+            return
+        last = self._num_busy = self._num_busy - 1
+        self._buffer[row] = self._buffer[last]
+        self._rollouts[row], self._places[row] = self._rollouts[last], self._places[last]
+
+    def _take(self, row: int, rollout: int) -> None:
+        begin, end = self._recorded.offsets[rollout : rollout + 2].tolist()
+        # The whole rollout at once: what stands behind a row's count is not read.
+        self._buffer[row, : end - begin] = self._recorded.tokens[begin:end]
+        self._rollouts[row], self._places[row] = rollout, self._recorded.starts[rollout]
+
+
+def confirmed(recorded: Recorded, places: Int64Array, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
+    """How much of each row's draft the recording confirms, within the sampled run that is next.
+
+    Args:
+        recorded: what was sampled.
+        places: int64 [B], of each row's next token.
+        drafts: of B rows.
+
+    Returns:
+        int64 [B] accepted tokens, and int64 [B] the number within the row's draft of the last of them, -1 for none.
+
+    Example: where 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted, the last one is number 2.
+    """
+    accepted, leaves = agreement(
+        recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
+    )
+    return accepted, leaves
+
+
+def _steps(recorded: Recorded) -> Iterator[tuple[int, Int64Array]]:
+    """The rollouts of each step with its epoch, in order."""
+    is_first = np.ones(recorded.num_rollouts, np.bool_)
+    is_first[1:] = (np.diff(recorded.epochs) != 0) | (np.diff(recorded.steps) != 0)
+    starts = np.flatnonzero(is_first)
+    for rollouts in np.split(np.arange(recorded.num_rollouts), starts[1:]):
+        yield int(recorded.epochs[rollouts[0]]), rollouts
+
+
+def _publish(store: HistoryStore, recorded: Recorded, rollouts: Int64Array, epoch: int) -> None:
+    groups: dict[int, list[int]] = {}
+    for rollout in rollouts.tolist():
+        groups.setdefault(int(recorded.prompts[rollout]), []).append(rollout)
+    for prompt, members in groups.items():
+        store.add(prompt, [recorded.response(one) for one in members], epoch, _known(recorded.rewards[members]))
+    store.publish()
+
+
+def _known(rewards: Float64Array) -> Sequence[float] | None:
+    return None if np.isnan(rewards).any() else rewards.tolist()
+
+
+@njit(cache=True)
+def agreement(
+    recorded: Int32Array,
+    run_ends: Int64Array,
+    places: Int64Array,
+    tokens: Int32Array,
+    offsets: Int64Array,
+    parents: Int32Array,
+) -> tuple[Int64Array, Int64Array]:
+    """`confirmed` of flat arrays: those of a recording, int64 [B] places, and drafts as `Drafts` has them."""
+    accepted = np.zeros(places.size, np.int64)
+    leaves = np.full(places.size, -1, np.int64)
+    for b in range(places.size):
+        place, end = places[b], run_ends[places[b]]
+        # One pass is enough: a child stands behind its parent.
+        for i in range(offsets[b], offsets[b + 1]):
+            if place < end and parents[i] == leaves[b] and tokens[i] == recorded[place]:
+                leaves[b] = i - offsets[b]
+                accepted[b] += 1
+                place += 1
+    return accepted, leaves

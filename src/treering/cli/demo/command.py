@@ -1,0 +1,102 @@
+"""`treering demo`: one small policy trained by GRPO twice, by the plain loop and by Treering's, compared.
+
+Knows the order of things and what is shown. How the policy is made, what the two loops are and what is reported stand
+in `demo_policy`, `demo_run` and `demo_report`.
+"""
+
+import json
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+
+from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
+from treering.cli.demo.report import DemoReport, as_table, make_report
+from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
+from treering.cli.demo.threads import best_threads
+from treering.cli.progress import StepProgress
+from treering.cli.train.summary import totals
+from treering.errors import InputError
+
+DEFAULT_FOLDER = Path("runs/demo")
+REPORT_FILE = "demo.json"
+
+
+def run(out: Path | None, seed: int, json_output: bool) -> None:
+    """Trains both ways with a live display on stderr and prints one table, or JSON, to stdout.
+
+    Args:
+        out: new or empty folder for the runs; None is the first free one of `runs/demo`, `runs/demo-2` and so on.
+        seed: of weights, prompts, their order and the noise.
+        json_output: JSON instead of the table.
+
+    Raises:
+        InputError: `out` holds files already.
+    """
+    out = _free_folder() if out is None else _checked(out)
+    console = Console(stderr=True, highlight=False)
+    report = measure(out, DemoSize(), seed=seed, console=console)
+    if json_output:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    Console().print(as_table(report))
+    console.print(
+        f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
+        f"go on with either: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
+        soft_wrap=True,
+    )
+
+
+def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
+    """Makes the policy, trains it both ways in the folder `out`, and writes the report there too."""
+    start = _warm_start(out, size, seed=seed, console=console, enough=enough)
+    threads = best_threads(start.model, size.max_batch)
+    with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
+        compared = compare(
+            out, size, threads, seed=seed, on_step=lambda so_far: progress.tell(so_far.num_steps, _standing(so_far))
+        )
+    report = make_report(start, out / START_FOLDER, size, threads, compared, seed=seed)
+    (out / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> WarmStart:
+    task = demo_task(size.num_prompts, seed)
+    console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
+    with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:
+        start = warm_start(
+            task,
+            seed=seed,
+            enough=enough,
+            on_step=lambda step, accuracy: progress.tell(step, f"right {accuracy:.2f} of {enough} wanted"),
+        )
+    start.model.save_pretrained(out / START_FOLDER)
+    console.print(
+        f"{start.model.num_parameters():,} parameters, {start.num_steps} steps, {start.accuracy:.2f} right; now both "
+        f"loops from here: {size.num_epochs} epochs, {size.prompts_per_step} x {size.group_size} rollouts a step",
+        soft_wrap=True,
+    )
+    return start
+
+
+def _standing(compared: Comparison) -> str:
+    """How it stands after a step: reward, rates and what the two memories save so far."""
+    plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
+    reward = compared.reports["treering"][-1].rollouts.reward_mean or 0.0
+    return (
+        f"reward {reward:.2f} tokens/s {plain.sampled_per_s:,.0f} and {ours.sampled_per_s:,.0f} tokens/forward "
+        f"{ours.tokens_per_forward:.2f} sharing {ours.sharing:.2f} step {plain.seconds / ours.seconds:.2f}x"
+    )
+
+
+def _checked(out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise InputError(f"--out needs a new or empty folder, and {out} holds files; name another one")
+    return out
+
+
+def _free_folder() -> Path:
+    folders = (DEFAULT_FOLDER if n == 1 else DEFAULT_FOLDER.with_name(f"{DEFAULT_FOLDER.name}-{n}") for n in count(1))
+    return _checked(next(folder for folder in folders if not folder.exists() or not any(folder.iterdir())))

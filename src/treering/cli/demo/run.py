@@ -1,0 +1,154 @@
+"""The two runs of the demo: one policy trained by two loops from the same start and seeds, step by step in turns.
+
+Taking turns, both sides get the same share of whatever else the machine does. The plain loop is ours with its two
+memories switched off: the same engine and shared prompts, sequences packed without padding, no drafts. Knows how the
+loops differ and what is compared; knows nothing of tables.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from treering.cli.demo.policy import MAX_NUMBER, MAX_ROLLOUT_TOKENS
+from treering.cli.train.run import OpenRun, open_training
+from treering.config import RlConfig, load
+from treering.data import Trajectory
+from treering.rl.step_report import RlStepReport
+from treering.tree.forest import Forest
+from treering.tree.stats import Work, flat_work, tree_work
+
+Side = Literal["plain", "treering"]
+SIDES: tuple[Side, Side] = ("plain", "treering")
+START_FOLDER = "start"
+_NO_WORK = Work(num_tokens=0, num_pairs=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSize:
+    """How much is trained."""
+
+    num_prompts: int = 128
+    prompts_per_step: int = 32
+    group_size: int = 16
+    num_epochs: int = 8
+    max_batch: int = 8
+    """Rollouts that run at one time, on both sides."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show every prompt once."""
+        return -(-self.num_prompts // self.prompts_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run."""
+        return self.num_epochs * self.steps_per_epoch
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What both runs did, step by step."""
+
+    reports: dict[Side, list[RlStepReport]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    flat: Work = _NO_WORK
+    """What the plain side trained."""
+    tree: Work = _NO_WORK
+    """What the other side computed for it."""
+    first_difference: int | None = None
+    """First step at which any token of the two runs differs; None where none did."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that both have done."""
+        return len(self.reports["treering"])
+
+
+def compare(
+    out: Path, size: DemoSize, threads: Mapping[Side, int], *, seed: int, on_step: Callable[[Comparison], None]
+) -> Comparison:
+    """Trains the model in `out/start` in the run folders `out/plain` and `out/treering`; threads are for sampling."""
+    result = Comparison()
+    with ExitStack() as stack:
+        runs: dict[Side, OpenRun] = {
+            side: stack.enter_context(
+                open_training(
+                    load(RlConfig, write_config(out, size, side=side, num_threads=threads[side], seed=seed)),
+                    beside=out,
+                    console=Console(quiet=True),
+                )
+            )
+            for side in SIDES
+        }
+        for plain, ours in zip(runs["plain"].steps, runs["treering"].steps, strict=True):
+            result.reports["plain"].append(plain)
+            result.reports["treering"].append(ours)
+            latest = {side: run.loop.latest for side, run in runs.items()}
+            result.flat += _flat_work(_forests(latest["plain"]))
+            result.tree += tree_work(_forests(latest["treering"]))
+            if result.first_difference is None and _tokens(latest["plain"]) != _tokens(latest["treering"]):
+                result.first_difference = ours.step
+            on_step(result)
+    return result
+
+
+def write_config(out: Path, size: DemoSize, *, side: Side, num_threads: int, seed: int) -> Path:
+    """Writes the configuration of one side, which `treering train` reads.
+
+    The sides differ in two settings, and in threads where each is faster with another number.
+    """
+    ours = side == "treering"
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": START_FOLDER},
+        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+        "sampling": {"max_tokens": MAX_ROLLOUT_TOKENS},
+        "rl": {
+            "num_epochs": size.num_epochs,
+            "prompts_per_step": size.prompts_per_step,
+            "group_size": size.group_size,
+            "layout": "tree" if ours else "packed",
+            "seed": seed,
+        },
+        "engine": {"max_batch": size.max_batch, "num_threads": num_threads, "seed": seed},
+        "history": {"drafts": "on", "verify_costs": "measured"} if ours else {"drafts": "off"},
+        "optim": {"learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        "run": {"dir": str(out / side), "save_every": size.steps_per_epoch},
+    }
+    file = out / f"{side}.toml"
+    file.write_text("\n".join(_toml(name, section) for name, section in sections.items()), encoding="utf-8")
+    return file
+
+
+def _toml(name: str, section: Mapping[str, Any]) -> str:
+    # JSON spells these strings, numbers and lists as TOML does.
+    return "".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in section.items())])
+
+
+def _forests(trajectories: list[Trajectory]) -> list[Forest]:
+    """The trees that a step trained: groups whose rewards differ."""
+    groups: dict[object, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.task_id, []).append(trajectory)
+    return [
+        Forest.from_sequences([_ids(member) for member in group])
+        for group in groups.values()
+        if any(member.advantage for member in group)
+    ]
+
+
+def _flat_work(forests: list[Forest]) -> Work:
+    return flat_work(np.concatenate([np.zeros(0, np.int64), *(forest.branch_length for forest in forests)]))
+
+
+def _ids(trajectory: Trajectory) -> Any:
+    assert trajectory.tokens is not None
+    return trajectory.tokens
+
+
+def _tokens(trajectories: list[Trajectory]) -> list[list[int]]:
+    return [_ids(trajectory).tolist() for trajectory in trajectories]

@@ -1,0 +1,1 @@
+"""`treering inspect`: what sharing trajectory files hold, and what history would bring."""

@@ -1,0 +1,247 @@
+"""`treering inspect`: what sharing a set of trajectory files holds, and the best speedup that it allows.
+
+Knows how the figures of a report are counted and shown. Knows nothing of training; every figure is a count, no clock.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+
+from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
+from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
+from treering.tree.forest import Forest
+from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
+from treering.types import ModelShape, find_shape
+
+GAIN_COLUMNS = ("rows", "flat tokens", "unique tokens", "sharing", "token bound", "FLOP bound", "prompt only")
+CUT_COLUMNS = ("set sharing", "set token bound", "set FLOP bound", "turns", "turns token bound", "turns FLOP bound")
+SHAPE_COLUMNS = ("leaves", "forks", "depth", "levels", "segments", "median", "mean", "p90", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSetReport:
+    """All trajectories of a file in one forest, whatever their tasks."""
+
+    unique_tokens: int
+    sharing: float
+    token_bound: float
+    flop_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnsReport:
+    """Each assistant turn a sample of its own: the tokens from the start of its trajectory to the end of the turn."""
+
+    samples: int
+    flat_tokens: int
+    unique_tokens: int
+    token_bound: float
+    flop_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """One file, one tree per task, figures summed over the tasks. Bounds are best possible speedups."""
+
+    file: str
+    trajectories: int
+    tasks: int
+    flat_tokens: int
+    unique_tokens: int
+    sharing: float
+    token_bound: float
+    flop_bound: float
+    prompt_only_bound: float
+    """Token bound where only prompts, the tokens before the first trained one, are merged."""
+    whole_set: WholeSetReport
+    turns: TurnsReport
+    branching: Branching
+    why: WhyReport | None = None
+    """Where sharing is lost; None if that was not asked for."""
+
+
+def inspect_files(
+    paths: Sequence[Path],
+    tokenizer_dir: Path | None,
+    model_shape: str,
+    template: Literal["plain", "hf"] = "plain",
+    num_causes: int = 0,
+) -> list[FileReport]:
+    """Reads, renders and measures trajectory files, with a progress bar on stderr where that is a terminal.
+
+    With `num_causes` above 0 the report of each file says at how many places, and at which ones, sharing is lost.
+
+    Raises InputError for bad files or messages without a tokenizer, ConfigError for an unknown model shape.
+
+    Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task reports 6 flat tokens, 4 unique ones and sharing 0.33.
+    """
+    shape = find_shape(model_shape)
+    renderer = Renderer(tokenizer=tokenizer_dir, template=template)
+    reports: list[FileReport] = []
+    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        job = progress.add_task("", total=3 * len(paths))
+        for path in paths:
+            progress.update(job, description=f"{path.name}: reading")
+            trajectories = read_trajectories(path)
+            progress.update(job, advance=1, description=f"{path.name}: tokenizing")
+            rendered = renderer.render(trajectories)
+            progress.update(job, advance=1, description=f"{path.name}: merging")
+            reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
+            progress.advance(job)
+    return reports
+
+
+def measure(
+    file: str,
+    trajectories: Sequence[RenderedTrajectory],
+    shape: ModelShape,
+    tokenizer_dir: Path | None = None,
+    num_causes: int = 0,
+) -> FileReport:
+    """The report of rendered trajectories, one or more, under the name `file`."""
+    tasks = by_task(trajectories)
+    forests = [Forest.from_sequences([t.tokens for t in task]) for task in tasks]
+    flat, tree = flat_work(_lengths(trajectories)), tree_work(forests)
+    bounds = work_bounds(flat, tree, shape)
+    why = explain_tasks(trajectories, tasks, forests, tokenizer_dir, num_causes) if num_causes else None
+    return FileReport(
+        file=file,
+        trajectories=len(trajectories),
+        tasks=len(tasks),
+        flat_tokens=flat.num_tokens,
+        unique_tokens=tree.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+        prompt_only_bound=flat.num_tokens / sum(_num_prompt_shared_tokens(task) for task in tasks),
+        whole_set=_whole_set(trajectories, shape),
+        turns=_turns(tasks, shape),
+        branching=branching(*forests),
+        why=why,
+    )
+
+
+def as_json(reports: Sequence[FileReport]) -> str:
+    """The reports as one JSON object `{"files": [...]}`."""
+    return json.dumps({"files": [asdict(report) for report in reports]}, indent=2, allow_nan=False)
+
+
+def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
+    """The reports as tables for a terminal: what sharing gives, other cuts of the data, how the trees branch.
+
+    One more for each file follows where it was asked why sharing is lost.
+    """
+    gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
+    cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
+    shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
+    for report in reports:
+        gains.add_row(*_gain_cells(report))
+        cuts.add_row(*_cut_cells(report))
+        shapes.add_row(*_shape_cells(report))
+    causes = [as_table(_stem(report), report.unique_tokens, report.why) for report in reports if report.why]
+    return [gains, cuts, shapes, *causes]
+
+
+def run(
+    files: list[Path],
+    tokenizer: Path | None,
+    model_shape: str,
+    template: Literal["plain", "hf"],
+    json_output: bool,
+    num_causes: int = 0,
+) -> None:
+    """Prints the reports of `files` to stdout, as JSON or as tables."""
+    reports = inspect_files(files, tokenizer, model_shape, template, num_causes)
+    if json_output:
+        print(as_json(reports))
+        return
+    console = Console()
+    for table in as_tables(reports, model_shape):
+        console.print(table)
+
+
+def _lengths(trajectories: Sequence[RenderedTrajectory]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([trajectory.tokens.size for trajectory in trajectories], dtype=np.int64)
+
+
+def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
+    prompts = Forest.from_sequences([t.tokens[: t.num_prompt_tokens] for t in task if t.num_prompt_tokens])
+    return prompts.num_tokens + sum(t.tokens.size - t.num_prompt_tokens for t in task)
+
+
+def _whole_set(trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> WholeSetReport:
+    flat = flat_work(_lengths(trajectories))
+    tree = tree_work([Forest.from_sequences([t.tokens for t in trajectories])])
+    bounds = work_bounds(flat, tree, shape)
+    return WholeSetReport(
+        unique_tokens=tree.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+    )
+
+
+def _turns(tasks: Sequence[Sequence[RenderedTrajectory]], shape: ModelShape) -> TurnsReport:
+    # Samples of one trajectory are prefixes of its last one, so only that one adds tokens to the tree.
+    trained = [[t for t in task if t.turn_ends.size] for task in tasks]
+    tree = tree_work(Forest.from_sequences([t.tokens[: t.turn_ends[-1]] for t in task]) for task in trained)
+    lengths = np.concatenate([np.empty(0, np.int32), *(t.turn_ends for task in trained for t in task)])
+    flat = flat_work(lengths)
+    bounds = work_bounds(flat, tree, shape)
+    return TurnsReport(
+        samples=lengths.size,
+        flat_tokens=flat.num_tokens,
+        unique_tokens=tree.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+    )
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("file", no_wrap=True, overflow="ellipsis", max_width=18)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _gain_cells(report: FileReport) -> list[str]:
+    counts = (report.trajectories, report.flat_tokens, report.unique_tokens)
+    ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
+    return [_stem(report), *(_short(count) for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _cut_cells(report: FileReport) -> list[str]:
+    whole, turns = report.whole_set, report.turns
+    ratios = (whole.sharing, whole.token_bound, whole.flop_bound)
+    cells = [_stem(report), *(f"{ratio:.2f}" for ratio in ratios), _short(turns.samples)]
+    return [*cells, f"{turns.token_bound:.2f}", f"{turns.flop_bound:.2f}"]
+
+
+def _shape_cells(report: FileReport) -> list[str]:
+    shape = report.branching
+    counts = (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
+    lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
+    cells = [_stem(report), *(_short(count) for count in (*counts, shape.num_segments))]
+    return [*cells, *(_short(round(length)) for length in lengths), _short(shape.max_segment_length)]
+
+
+def _short(count: int) -> str:
+    """A count in at most five characters: 561 as it is, 4,700 as 4.7k, 122,520 as 123k, 2,626,431 as 2.63M."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
+
+
+def _stem(report: FileReport) -> str:
+    return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl")

@@ -1,0 +1,1 @@
+"""`treering sft`: supervised training on trajectories."""

@@ -1,0 +1,107 @@
+"""The training of `treering sft`: data, model, loop, run folder and sinks, put together as a configuration says.
+
+Translates nothing (`sft_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.corpus import Corpus, load_corpus, locate, search_places
+from treering.cli.models import build_model
+from treering.cli.progress import StepProgress
+from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.settings import compute_options, count_steps, optim_options
+from treering.cli.sft.settings import identity, loop_options
+from treering.cli.sft.summary import SftSummary, totals
+from treering.cli.sharing import with_costs
+from treering.config import SftConfig
+from treering.metrics import Metrics
+from treering.train.loop.batches import StepPlan
+from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.train.loop.sft import SftLoop
+from treering.train.loop.step_report import StepReport
+
+
+def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
+    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
+    # Its bars for files of a second would flicker through ours.
+    transformers_logging.disable_progress_bar()
+    corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
+    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
+    model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
+    compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
+    options = loop_options(config, compute)
+    plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
+    num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
+    loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=options)
+    checkpoints = CheckpointStore(
+        folder=config.run.dir / CHECKPOINTS_FOLDER,
+        identity=identity(config, corpus, model),
+        keep=config.run.keep,
+        tokenizer=corpus.tokenizer,
+    )
+    with told_on(console):
+        opened = open_run(config.run.dir, loop, checkpoints)
+    write_settings(config, config.run)
+    _announce(console, config, corpus, model, opened, num_steps)
+    with Metrics(open_sinks(config.run, opened)) as metrics:
+        steps = run_steps(
+            loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
+        )
+        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
+            reports = _show_each(steps, progress)
+    return _summary(config, corpus, model, opened, reports)
+
+
+def _show_each(steps: Iterator[StepReport], progress: StepProgress) -> list[StepReport]:
+    reports = []
+    for report in steps:
+        progress.show(report)
+        reports.append(report)
+    return reports
+
+
+def _announce(
+    console: Console, config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, num_steps: int
+) -> None:
+    for note in corpus.notes:
+        console.print(note, soft_wrap=True)
+    flat = sum(sequence.size for task in corpus.tasks for sequence in task.sequences)
+    device = next(model.parameters()).device
+    console.print(
+        f"{len(corpus.tasks)} tasks, {flat:,} flat tokens; {model.num_parameters():,} parameters on {device} in "
+        f"{config.model.dtype}; {num_steps} steps into {config.run.dir}",
+        soft_wrap=True,
+    )
+    if not opened.is_new:
+        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)
+
+
+def _summary(
+    config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, reports: Sequence[StepReport]
+) -> SftSummary:
+    total = totals(reports)
+    last_step = reports[-1].step if reports else opened.step
+    return SftSummary(
+        run_dir=str(config.run.dir),
+        data=corpus.source,
+        num_tasks=len(corpus.tasks),
+        num_parameters=model.num_parameters(),
+        resumed_from_step=opened.resume_step,
+        num_steps=last_step,
+        first_loss=total.first_loss,
+        last_loss=total.last_loss,
+        seconds=total.seconds,
+        flat_tokens=total.flat_tokens,
+        unique_tokens=total.unique_tokens,
+        sharing=total.sharing,
+        num_micro_batches=total.num_micro_batches,
+        flat_tokens_per_s=total.per_second(total.flat_tokens),
+        unique_tokens_per_s=total.per_second(total.unique_tokens),
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+    )

@@ -1,0 +1,105 @@
+"""What a call of `treering sft` leaves to be read: its summary, for machines as fields and for people as a table.
+
+Knows step reports. Knows nothing of how they came about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.table import Table
+
+from treering.train.loop.step_report import StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSummary:
+    """What a call of `treering sft` did; figures cover the steps of this call, not those it resumed from."""
+
+    run_dir: str
+    data: Literal["files", "generated"]
+    """"files", or "generated" for the stand-in."""
+    num_tasks: int
+    num_parameters: int
+    resumed_from_step: int | None
+    """Steps that an earlier call had done; None for a new run."""
+    num_steps: int
+    """Steps of the whole run."""
+    first_loss: float | None
+    """Loss of this call's first step; None where nothing was left to do."""
+    last_loss: float | None
+    seconds: float
+    flat_tokens: int
+    unique_tokens: int
+    sharing: float
+    num_micro_batches: int
+    """Forwards; more than steps where a step's trees do not fit into `max_tokens` together."""
+    flat_tokens_per_s: float
+    unique_tokens_per_s: float
+    checkpoint: str
+    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over the steps of one call; all 0, and no losses, where there was none."""
+
+    first_loss: float | None
+    last_loss: float | None
+    seconds: float
+    flat_tokens: int
+    unique_tokens: int
+    num_micro_batches: int
+
+    @property
+    def sharing(self) -> float:
+        """1 - unique / flat tokens; 0.0 without a step."""
+        return 1.0 - self.unique_tokens / self.flat_tokens if self.flat_tokens else 0.0
+
+    def per_second(self, num_tokens: int) -> float:
+        """Tokens per second of training; 0.0 without a step."""
+        return num_tokens / self.seconds if self.seconds else 0.0
+
+
+def totals(reports: Sequence[StepReport]) -> Totals:
+    """Adds up step reports.
+
+    Example: steps of 10 and 20 flat and 5 and 10 computed tokens have 30 flat tokens and a sharing of 0.5.
+    """
+    return Totals(
+        first_loss=reports[0].update.loss if reports else None,
+        last_loss=reports[-1].update.loss if reports else None,
+        seconds=sum(report.seconds for report in reports),
+        flat_tokens=sum(report.update.num_branch_tokens for report in reports),
+        unique_tokens=sum(report.update.num_tokens for report in reports),
+        num_micro_batches=sum(report.update.num_micro_batches for report in reports),
+    )
+
+
+def as_table(summary: SftSummary) -> Table:
+    """The summary for a terminal."""
+    losses = "-" if summary.first_loss is None else f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
+    table = Table(title=f"treering sft: {summary.run_dir}", title_justify="left", show_header=False)
+    rows = {
+        "data": f"{summary.data}, {summary.num_tasks} tasks",
+        "model": f"{summary.num_parameters:,} parameters",
+        "steps": _steps_cell(summary),
+        "loss": losses,
+        "seconds": f"{summary.seconds:,.1f}",
+        "flat tokens": f"{summary.flat_tokens:,} ({summary.flat_tokens_per_s:,.0f} per second)",
+        "unique tokens": f"{summary.unique_tokens:,} ({summary.unique_tokens_per_s:,.0f} per second)",
+        "sharing": f"{summary.sharing:.3f}",
+        "micro-batches": f"{summary.num_micro_batches:,}",
+        "checkpoint": summary.checkpoint,
+    }
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, cell in rows.items():
+        table.add_row(name, cell)
+    return table
+
+
+def _steps_cell(summary: SftSummary) -> str:
+    if summary.resumed_from_step is None:
+        return str(summary.num_steps)
+    return f"{summary.num_steps}, resumed after {summary.resumed_from_step}"

@@ -1,0 +1,1 @@
+"""`treering simulate`: scheduling policies compared in virtual time."""

@@ -1,0 +1,157 @@
+"""The arguments of `treering simulate` and their help.
+
+Knows words. What they mean is known to `treering.cli.simulate.run`, which is imported when it runs.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+_FROM_LAWS = "Rollouts that are made up"
+_FROM_LOGS = "Rollouts of a log"
+_CLUSTER = "Workers and times"
+
+
+def simulate(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help='A log, JSON Lines, plain or .gz: {"prompt", "epoch", "length"} and, if known, "step" and '
+            '"prompt_tokens"; or the folder of a `treering train` run. Without it rollouts are made up.',
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Rollout workers.", rich_help_panel=_CLUSTER)] = 32,
+    slots: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rollouts that a worker decodes at once.", rich_help_panel=_CLUSTER)
+    ] = 128,
+    rollouts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Rollouts of a step: 4096. Of a log without steps: a whole epoch."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Steps: 12. Of a log: the first N instead of all.")
+    ] = None,
+    staleness: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Updates that the sampling weights may lie behind.")
+    ] = 1,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAW",
+            help="lognormal:MU,SIGMA[,MAX] with the median exp(MU); exponential:MEAN[,MAX]; "
+            "bimodal:SHORT,LONG,SHARE[,SPREAD[,MAX]]; constant:N. Default: lognormal:8.2,0.8,16384.",
+            rich_help_panel=_FROM_LAWS,
+        ),
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SIGMA", min=0, help="Error of the log of each prediction: 0.25.", rich_help_panel=_FROM_LAWS
+        ),
+    ] = None,
+    stability: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Instead of noise: groups that share the median of their last epoch as prediction, and vary so much "
+            "that this share moves to a longer one of 8 ranks. RhymeRL reports 0.16 for maths and 0.28 for code.",
+            rich_help_panel=_FROM_LAWS,
+        ),
+    ] = None,
+    crossed: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --stability, the share that moves up by one rank only, into its shorter half; met by rollouts "
+            "that end early. RhymeRL reports 0.13 for maths, which spread alone gives, and 0.24 for code.",
+            rich_help_panel=_FROM_LAWS,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --stability, rollouts of a prompt: 16.", rich_help_panel=_FROM_LAWS
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Report means over so many seeds, and the worst.")] = 1,
+    predictor: Annotated[
+        Literal["median", "ema", "quantile"] | None,
+        typer.Option(help="What predicts lengths from the steps before: median.", rich_help_panel=_FROM_LOGS),
+    ] = None,
+    distort: Annotated[
+        Literal["reversed", "constant", "random"] | None,
+        typer.Option(help="Control: predictions that are wrong on purpose."),
+    ] = None,
+    decode: Annotated[
+        str,
+        typer.Option(
+            metavar="STEP,ROW", help="Seconds of a decode step and of each row in it.", rich_help_panel=_CLUSTER
+        ),
+    ] = "20,0.05",
+    training: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            min=0,
+            help="An update's time, as a share of the time that all workers at their best batch need for a step.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = 0.07,
+    prefill: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Prefill of a token of a prompt.", rich_help_panel=_CLUSTER),
+    ] = 0.0,
+    load: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Loading new weights into a worker.", rich_help_panel=_CLUSTER),
+    ] = 0.0,
+    believed_latency: Annotated[
+        float,
+        typer.Option(metavar="FACTOR", help="Control: policies are told decode times that are wrong by this factor."),
+    ] = 1.0,
+    policies: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="These policies only, such as histopipe,fifo; sync comes along.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Draw who runs what when; the first seed's.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
+    ] = False,
+) -> None:
+    """Say how long rollouts and training take with each scheduling policy, and what ours would gain.
+
+    Everything happens in virtual time: continuous batching on every worker, weights, training.
+
+    Example: treering simulate --rollouts 16384 --timeline pipe.html
+
+    Example: treering simulate runs/sums --workers 4 --slots 16
+    """
+    from treering.cli.simulate.cases import SimulateOptions
+    from treering.cli.simulate.run import run
+
+    options = SimulateOptions(
+        file=file,
+        num_workers=workers,
+        num_slots=slots,
+        num_rollouts=rollouts,
+        num_steps=steps,
+        staleness=staleness,
+        lengths=lengths,
+        noise=noise,
+        stability=stability,
+        crossed=crossed,
+        group_size=group_size,
+        num_seeds=seeds,
+        predictor=predictor,
+        distort=distort,
+        decode=decode,
+        training=training,
+        prefill_s=prefill,
+        load_s=load,
+        believed_latency=believed_latency,
+    )
+    run(options=options, policies=policies, timeline=timeline, out=out, json_output=json_output)

@@ -1,0 +1,111 @@
+"""How the results of `treering simulate` look: one JSON object, or a table and the answer in a sentence.
+
+Knows results. Knows nothing of how they came about.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from treering.schedule.compare import ONE_STEP_OFF, SYNC, Result
+from treering.schedule.predict.calibration import calibrate, group_ranks
+from treering.schedule.traces.trace import Trace
+
+OURS = "histopipe"
+"""The policy that the answer is about."""
+
+_BAR_WIDTH = 12
+
+
+def as_json(results: Sequence[Result], lower_bound_s: float) -> str:
+    """The results as `{"lower_bound_s", "policies": [...]}`."""
+    report = {"lower_bound_s": lower_bound_s, "policies": [asdict(result) for result in results]}
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def as_table(results: Sequence[Result], *, title: str, num_seeds: int) -> Table:
+    """A row for each policy, with a bar as long as its speedup; the worst seed's where there are several."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    names = ["stale", "seconds", "of bound", "bubble", "speedup", *(["worst"] if num_seeds > 1 else [])]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="crop")
+    longest = max(result.speedup_over_sync for result in results)
+    for result in results:
+        style = "bold" if result.policy == OURS else None
+        table.add_row(*_cells(result, longest, num_seeds), style=style)
+    return table
+
+
+def answer(results: Sequence[Result]) -> str:
+    """What a user would gain, in a sentence; empty where no policy but the synchronous one was asked for.
+
+    Example: "histopipe ends the run 1.62x as fast as the synchronous loop and 1.57x as fast as FIFO over random
+    shards at staleness 1, at 0.91 of the lower bound; its workers decode nothing for 12 % of their time."
+    """
+    by_name = {result.policy: result for result in results}
+    others = [result for result in results if result.policy != SYNC]
+    if not others:
+        return ""
+    ours = by_name.get(OURS) or max(others, key=lambda result: result.speedup_over_sync)
+    gains = [f"{ours.speedup_over_sync:.2f}x as fast as the synchronous loop"]
+    plain = by_name.get(ONE_STEP_OFF)
+    if plain is not None and plain is not ours:
+        ratio = plain.makespan_s / ours.makespan_s
+        gains.append(f"{ratio:.2f}x as fast as FIFO over random shards at staleness {plain.staleness}")
+    return (
+        f"{ours.policy} ends the run {' and '.join(gains)}, at {ours.throughput_of_bound:.2f} of the lower bound; its "
+        f"workers decode nothing for {ours.bubble:.0%} of their time."
+    )
+
+
+def about_predictions(trace: Trace) -> str:
+    """How good the predictions of a trace are, in a sentence."""
+    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
+    actual = np.concatenate([step.lengths for step in trace.steps])
+    figures = calibrate(predicted, actual)
+    sizes = np.array([step.num_rollouts for step in trace.steps])
+    groups = [group_ranks(step.forecast.lengths, step.lengths) for step in trace.steps]
+    moved_up = 1.0 - float(np.average([group.accurate for group in groups], weights=sizes))
+    return (
+        f"Predictions: sigma {figures.sigma:.2f} and bias {figures.bias:+.2f} of the log ratio, rank correlation "
+        f"{figures.spearman:.2f}; {moved_up:.0%} of a step's rollouts are in a longer one of 8 groups than predicted."
+    )
+
+
+def in_seconds(time_s: float) -> str:
+    """A time without its unit, in at least three digits.
+
+    >>> in_seconds(2023935.4), in_seconds(7.026)
+    ('2,023,935', '7.03')
+    """
+    return f"{time_s:,.0f}" if time_s >= 100 else f"{time_s:.3g}"
+
+
+def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
+    worst = [f"{result.worst_speedup_over_sync:.2f}x"] if num_seeds > 1 else []
+    return [
+        result.policy,
+        str(result.staleness),
+        in_seconds(result.makespan_s),
+        f"{result.throughput_of_bound:.2f}",
+        f"{result.bubble:.0%}",
+        f"{result.speedup_over_sync:.2f}x",
+        *worst,
+        f" {_bar(result.speedup_over_sync / longest)}",
+    ]
+
+
+def _bar(share: float) -> str:
+    """A bar of that share of the width, in eighths of a character.
+
+    >>> _bar(0.25)
+    '███'
+    """
+    eighths = round(share * _BAR_WIDTH * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()

@@ -1,0 +1,96 @@
+"""`treering simulate`: how long a run would take with each scheduling policy, and what ours would gain.
+
+Knows what is asked for and where answers go. Everything is computed in virtual time; nothing is measured here.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from treering.cli.bench_progress import BenchProgress
+from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
+from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, in_seconds
+from treering.errors import InputError
+from treering.schedule.compare import Entrant, Result, compare, entrants
+from treering.schedule.simulator.bounds import bound_s
+from treering.schedule.simulator.timeline import Timeline
+from treering.schedule.simulator.timeline_html import draw
+
+
+def run(
+    options: SimulateOptions,
+    *,
+    policies: str | None,
+    timeline: Path | None,
+    out: Path | None,
+    json_output: bool,
+) -> None:
+    """Simulates, prints the results as JSON or as a table, and writes what was asked for.
+
+    Args:
+        options: what makes the cases.
+        policies: names with commas between them; None is all.
+        timeline: HTML file for a picture of the first seed.
+        out: file for the JSON.
+        json_output: one JSON object on stdout in place of the table.
+
+    Raises:
+        ConfigError: what `make_cases` refuses, or a policy that there is not.
+        InputError: what `make_cases` refuses, or a file whose folder does not exist.
+    """
+    for flag, file in (("--timeline", timeline), ("--out", out)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InputError(f"{flag} needs an existing folder, got {file}: create {file.parent} first")
+    names = None if policies is None else [name.strip() for name in policies.split(",")]
+    who = entrants(options.staleness, names)
+    cases = make_cases(options)
+    results, timelines = _compare(who, cases)
+    lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in cases]))
+    text = as_json(results, lower_bound_s)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if timeline is not None:
+        timeline.write_text(_picture(timelines, cases[0]), encoding="utf-8")
+    if json_output:
+        print(text)
+        return
+    _show(results, cases, lower_bound_s)
+
+
+def _compare(who: list[Entrant], cases: list[Case]) -> tuple[list[Result], list[Timeline]]:
+    num_runs, num_done = len(who) * len(cases), 0
+
+    def tell(name: str) -> None:
+        nonlocal num_done
+        progress.tell(f"{name}, run {num_done + 1} of {num_runs}", num_done / num_runs)
+        num_done += 1
+
+    with BenchProgress(Console(stderr=True)) as progress:
+        return compare(who, cases, tell)
+
+
+def _picture(timelines: list[Timeline], case: Case) -> str:
+    return draw(timelines, title=f"Simulated rollouts: {_setting(case)}")
+
+
+def _setting(case: Case) -> str:
+    trace, cluster, _ = case
+    rollouts = sum(step.num_rollouts for step in trace.steps)
+    steps = f"{len(trace.steps)} step{'s' if len(trace.steps) > 1 else ''}"
+    return f"{rollouts:,} rollouts in {steps}, {cluster.num_workers:,} workers of {cluster.num_slots} slots"
+
+
+def _show(results: list[Result], cases: list[Case], lower_bound_s: float) -> None:
+    console = Console()
+    trace, cluster, _ = cases[0]
+    seeds = f", mean of {len(cases)} seeds" if len(cases) > 1 else ""
+    console.print(as_table(results, title=f"{_setting(cases[0])}{seeds}", num_seeds=len(cases)))
+    bound = (
+        f"No schedule of staleness {cluster.staleness} ends before {in_seconds(lower_bound_s)} s. Each policy is held "
+        "against the bound at its own staleness."
+    )
+    for sentence in (bound, answer(results), about_predictions(trace)):
+        if sentence:
+            console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())

@@ -1,0 +1,1 @@
+"""`treering train`: reinforcement learning from a configuration."""

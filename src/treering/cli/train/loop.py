@@ -1,0 +1,104 @@
+"""The loop of `treering train`: in this process, or in processes that build their parts from the same configuration.
+
+Translates nothing (`train_settings`), and knows nothing of folders and logs.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.corpus import locate, search_places
+from treering.cli.models import build_model
+from treering.cli.settings import optim_options
+from treering.cli.train.settings import engine_factory, make_drafting, rl_options
+from treering.cli.train.task import TaskSource, load_task
+from treering.config import RlConfig
+from treering.engine.protocol import Engine
+from treering.history.draft.drafter import Drafter
+from treering.rl.loop import RlLoop
+from treering.rl.tasks.task import Task
+from treering.runtime.pipeline import PipelineLoop
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import STANDARD
+from treering.schedule.policies import make_policy
+from treering.schedule.predict.lengths import make_predictor
+from treering.train.loop.compute import ComputeOptions
+
+
+class TrainRecipe:
+    """A `Recipe` of a configuration; what it has built stays in the process that built it."""
+
+    def __init__(self, config: RlConfig, beside: Path) -> None:
+        """`beside`: folder of the configuration's file."""
+        self._config = config
+        self._beside = beside
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_beside": self._beside}
+
+    @property
+    def max_batch(self) -> int:
+        """See `Recipe`."""
+        return self._config.engine.max_batch
+
+    def make_model(self) -> PreTrainedModel:
+        """See `Recipe`."""
+        transformers_logging.disable_progress_bar()
+        return make_model(self._config, self._beside, self._source)
+
+    def make_task(self) -> Task:
+        """See `Recipe`."""
+        return self._source.task
+
+    def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
+        """See `Recipe`."""
+        return engine_factory(self._config, model, self._source)(drafter, version)
+
+    @cached_property
+    def _source(self) -> TaskSource:
+        return load_task(self._config.task, beside=self._beside)
+
+
+def make_model(config: RlConfig, beside: Path, source: TaskSource) -> PreTrainedModel:
+    """The model that a configuration names, for the ids of its task."""
+    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
+    return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
+
+
+def make_loop(
+    config: RlConfig,
+    beside: Path,
+    source: TaskSource,
+    model: PreTrainedModel,
+    *,
+    compute: ComputeOptions,
+    num_steps: int,
+) -> RlLoop | PipelineLoop:
+    """The loop over a task and a model that are built already."""
+    optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
+    if config.runtime.workers == 0:
+        make_engine = engine_factory(config, model, source)
+        return RlLoop(model, source.task, make_engine, optim=optim, options=options, drafting=make_drafting(config))
+    return PipelineLoop(
+        model,
+        source.task,
+        TrainRecipe(config, beside),
+        optim=optim,
+        options=options,
+        num_steps=num_steps,
+        cluster=Cluster(
+            num_workers=config.runtime.workers,
+            num_slots=config.engine.max_batch,
+            max_tokens=config.sampling.max_tokens,
+            staleness=config.rl.staleness,
+            latency=STANDARD,
+            rebalancing=config.runtime.rebalance,
+        ),
+        policy=make_policy(config.schedule),
+        predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
+        drafting=make_drafting(config),
+        reward_time_limit_s=config.runtime.reward_time_limit_s,
+    )

@@ -1,0 +1,168 @@
+"""The training of `treering train`: task, model, loop, run folder and sinks, put together as a configuration says.
+
+Translates nothing (`train_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.progress import StepProgress
+from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.settings import compute_options, count_steps
+from treering.cli.sharing import with_costs
+from treering.cli.train.loop import make_loop, make_model
+from treering.cli.train.progress import RlProgress
+from treering.cli.train.settings import identity
+from treering.cli.train.summary import TrainSummary, times_of, totals
+from treering.cli.train.task import TaskSource, load_task
+from treering.cli.train.warmup import warm_up
+from treering.config import RlConfig
+from treering.metrics import Metrics
+from treering.rl.loop import RlLoop
+from treering.rl.rollout_log import RolloutLog
+from treering.rl.step_report import RlStepReport
+from treering.runtime.pipeline import PipelineLoop
+from treering.train.loop.batches import StepPlan
+from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
+from treering.train.loop.compute import ComputeOptions, num_threads
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+
+HISTORY_FOLDER = "history"
+ROLLOUTS_FOLDER = "rollouts"
+
+
+Loop: TypeAlias = RlLoop | PipelineLoop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenRun:
+    """A run that is ready to go on.
+
+    Attributes:
+        config: as it was read.
+        source: its task.
+        loop: as its newest checkpoint left it, or new.
+        opened: whether it is resumed, and where.
+        num_steps: of the whole run.
+        steps: does a step, logs and saves it, and gives its report.
+    """
+
+    config: RlConfig
+    source: TaskSource
+    loop: Loop
+    opened: Opened
+    num_steps: int
+    steps: Iterator[RlStepReport]
+
+
+def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
+    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
+    with (
+        open_training(config, beside=beside, console=console) as run,
+        StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
+    ):
+        reports = _show_each(run.steps, RlProgress(progress), console)
+    last_step = reports[-1].step if reports else run.opened.step
+    pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
+    measured = None if pipeline is None else pipeline.measured
+    return TrainSummary(
+        run_dir=str(config.run.dir),
+        task=run.source.kind,
+        num_prompts=len(run.source.task.prompts),
+        num_parameters=sum(weight.numel() for weight in run.loop.model.parameters()),
+        resumed_from_step=run.opened.resume_step,
+        num_steps=last_step,
+        total=totals(reports),
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+        account=None if pipeline is None else pipeline.account.as_dict(),
+        latency=None if measured is None else times_of(measured),
+    )
+
+
+@contextmanager
+def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterator[OpenRun]:
+    """Opens the run of a configuration: model and warm-up, newest checkpoint, logs; closes the logs at the end."""
+    # Its bars for files of a second would flicker through ours.
+    transformers_logging.disable_progress_bar()
+    source = load_task(config.task, beside=beside)
+    model = make_model(config, beside, source)
+    num_steps = _count_steps(config, source)
+    loop = make_loop(config, beside, source, model, compute=_compute(config, model), num_steps=num_steps)
+    checkpoints = CheckpointStore(
+        folder=config.run.dir / CHECKPOINTS_FOLDER,
+        identity=identity(config, source, model),
+        keep=config.run.keep,
+        tokenizer=source.tokenizer,
+        hints=config.run.dir / HISTORY_FOLDER,
+    )
+    with ExitStack() as stack:
+        if isinstance(loop, PipelineLoop):
+            stack.enter_context(loop)
+        with told_on(console):
+            opened = open_run(config.run.dir, loop, checkpoints)
+        write_settings(config, config.run)
+        _announce(console, config, source, model, opened, num_steps)
+        if opened.step == 0:
+            warm_up(config, model, console)
+        metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
+        steps = run_steps(
+            loop,
+            num_steps=num_steps,
+            save_every=config.run.save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=_rollout_log(config, loop, opened),
+        )
+        yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
+
+
+def _compute(config: RlConfig, model: PreTrainedModel) -> ComputeOptions:
+    with num_threads(config.rl.num_train_threads):
+        return with_costs(compute_options(config.model, config.rl), config.rl.sharing, model, config.run.dir)
+
+
+def _count_steps(config: RlConfig, source: TaskSource) -> int:
+    rl = config.rl
+    plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
+    return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
+
+
+def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], None] | None:
+    if config.run.rollouts == "off":
+        return None
+    log = RolloutLog(config.run.dir / ROLLOUTS_FOLDER, resume_step=opened.resume_step)
+    return lambda report: log.write(report.epoch, loop.latest)
+
+
+def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Console) -> list[RlStepReport]:
+    reports = []
+    for report in steps:
+        progress.show(report)
+        for message in report.rollouts.reward_errors[:1]:
+            count = report.rollouts.num_reward_errors
+            console.print(f"warning: step {report.step}: {count} rewards raised; {message}", soft_wrap=True)
+        reports.append(report)
+    return reports
+
+
+def _announce(
+    console: Console, config: RlConfig, source: TaskSource, model: PreTrainedModel, opened: Opened, num_steps: int
+) -> None:
+    for note in source.notes:
+        console.print(note, soft_wrap=True)
+    device = next(model.parameters()).device
+    console.print(
+        f"{len(source.task.prompts)} prompts ({source.kind}); {model.num_parameters():,} parameters on {device} in "
+        f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
+        f"into {config.run.dir}",
+        soft_wrap=True,
+    )
+    if not opened.is_new:
+        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)

@@ -1,0 +1,169 @@
+"""The settings of `treering train` as the records that training takes, and as what makes a run the same run.
+
+Knows both spellings of every setting. Reads no file and builds no model.
+"""
+
+import os
+
+from transformers import PreTrainedModel
+
+from treering.cli.settings import (
+    Scalar,
+    compute_options,
+    model_identity,
+    router_identity,
+    router_losses,
+    section_identity,
+)
+from treering.cli.train.task import TaskSource
+from treering.config import RlConfig
+from treering.engine.request import Sampling
+from treering.engine.torch_engine import TorchEngine
+from treering.history.draft.drafter import Drafter
+from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.loop import EngineFactory
+from treering.rl.options import RlOptions
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.sft import LoopOptions
+
+# Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
+# [history]: what a rollout says does not depend on them.
+_FREE_TO_CHANGE = frozenset(
+    {"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
+)
+_LENGTH = frozenset({"num_steps", "num_epochs"})
+
+SHARED_HISTORY_FOLDER = "history-shared"
+"""In the run folder: what rollout workers read."""
+
+
+def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
+    """The loop's record."""
+    rl = config.rl
+    return RlOptions(
+        prompts_per_step=rl.prompts_per_step,
+        group_size=rl.group_size,
+        sampling=Sampling(**config.sampling.model_dump()),
+        max_turns=source.max_turns if rl.max_turns is None else rl.max_turns,
+        estimator=rl.estimator,
+        objective=rl.objective,
+        clip=rl.clip,
+        normalizer=rl.normalizer,
+        divisor=rl.divisor,
+        max_importance=rl.max_importance,
+        min_importance=rl.min_importance,
+        importance=rl.importance,
+        entropy_coefficient=rl.entropy_coefficient,
+        router_losses=router_losses(config.router),
+        layout=rl.layout,
+        compute=compute,
+        num_train_threads=rl.num_train_threads,
+        seed=rl.seed,
+    )
+
+
+def make_drafting(config: RlConfig) -> Drafting | None:
+    """The run's memory, in a folder where other processes read it; None where drafts are off."""
+    if config.history.drafts == "off":
+        return None
+    folder = config.run.dir / SHARED_HISTORY_FOLDER if config.runtime.workers else None
+    return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
+
+
+def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
+    """Makes engines of this model.
+
+    Without `max_tokens` one holds `max_batch` rollouts of the longest prompt, and the prompts of a step beside them as
+    far as they need no more than that again.
+    """
+    engine = config.engine
+    running = engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
+    prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
+    is_fixed = config.history.verify_costs == "fixed"
+
+    def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
+        if drafter is not None and is_fixed:
+            # A run that measured them until now has them in its state.
+            drafter.use_costs(None)
+        return TorchEngine(
+            model,
+            drafter,
+            max_batch=engine.max_batch,
+            max_tokens=engine.max_tokens or running + prompts,
+            max_prefill=engine.max_prefill,
+            seed=engine.seed,
+            version=version,
+            decode=source.decode,
+            num_threads=_engine_threads(config),
+            backend=engine.backend,
+            equal_rows=engine.equal_rows,
+            costs="none" if is_fixed else "measured",
+        )
+
+    return make_engine
+
+
+def _engine_threads(config: RlConfig) -> int | None:
+    """Threads of one engine: where workers and a trainer share the machine, its own part unless the user says so."""
+    if config.engine.num_threads is not None or config.runtime.workers == 0:
+        return config.engine.num_threads
+    return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
+
+
+def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
+    """Records of the supervised start, in which all solutions of a step are one tree."""
+    warmup = config.warmup
+    optim = OptimOptions(
+        learning_rate=warmup.learning_rate,
+        schedule="cosine",
+        num_steps=warmup.num_steps,
+        min_learning_rate=warmup.learning_rate / 10,
+        weight_decay=config.optim.weight_decay,
+        betas=config.optim.betas,
+        eps=config.optim.eps,
+        max_grad_norm=config.optim.max_grad_norm,
+    )
+    options = LoopOptions(
+        trees_per_step=1,
+        compute=compute_options(config.model, config.rl),
+        layout=config.rl.layout,
+        router_losses=router_losses(config.router),
+        seed=config.rl.seed,
+    )
+    return optim, options
+
+
+def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run must have in common with the one that began.
+
+    Length, with a constant rate, is no part of it: a finished run may be trained on with a larger num_steps.
+    """
+    free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
+    if config.rl.staleness == 0:
+        # As in runs that began before there was any.
+        free |= {"staleness"}
+    return {
+        **model_identity(config.model, model),
+        "task": source.digest,
+        "task.kind": config.task.kind,
+        "task.reward": config.task.reward,
+        "engine.seed": config.engine.seed,
+        **section_identity("warmup", config.warmup),
+        **section_identity("sampling", config.sampling),
+        **section_identity("rl", config.rl, free=free),
+        **section_identity("optim", config.optim),
+        **router_identity(config.router),
+    }
+
+
+def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed warm-up must have in common with the one that began."""
+    return {
+        **model_identity(config.model, model),
+        **section_identity("task", config.task),
+        **section_identity("warmup", config.warmup),
+        "rl.seed": config.rl.seed,
+        "rl.layout": config.rl.layout,
+        **router_identity(config.router),
+    }

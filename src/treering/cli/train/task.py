@@ -1,0 +1,106 @@
+"""The task that a configuration of `treering train` names, with what its run must know about it.
+
+Knows where files are looked up, and the constructors of tasks. Imports no torch.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from treering.cli.corpus import locate, search_places
+from treering.config.rl_task import TaskConfig
+from treering.engine.stop_strings import Decode
+from treering.rl.tasks.calculator import Calculator
+from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.sum_task import SumTask
+from treering.rl.tasks.sums import ChainedSums
+from treering.rl.tasks.task import Task
+from treering.rl.tasks.text_tokens import TextTokens
+
+_SUMS: Mapping[str, type[SumTask]] = MappingProxyType({"sums": ChainedSums, "calculator": Calculator})
+_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskSource:
+    """A task, and where it came from."""
+
+    task: Task
+    """Prompts and rewards."""
+    kind: str
+    """As the configuration calls it."""
+    max_turns: int
+    """Turns of a rollout, where the configuration says nothing else."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer whose ids these are; None where no tokenizer made them."""
+    decode: Decode | None = None
+    """Tokens to text, for stop strings; None without a tokenizer."""
+    notes: tuple[str, ...] = ()
+    """What the user should be told, a sentence each."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the prompts in order: equal exactly where ids, tokens and answers are equal."""
+        total = hashlib.sha256()
+        for prompt in self.task.prompts:
+            total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
+            total.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
+        return total.hexdigest()
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(prompt.tokens.size for prompt in self.task.prompts)
+
+
+def load_task(config: TaskConfig, *, beside: Path) -> TaskSource:
+    """Draws or reads the prompts of a configuration whose file lies in the folder `beside`.
+
+    Raises:
+        ConfigError, InputError: settings or files that make no task.
+    """
+    if config.kind == "prompts":
+        return _from_file(config, beside)
+    return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
+
+
+def draw_sums(config: TaskConfig) -> SumTask:
+    """The sums of a configuration whose kind is one of sums."""
+    return _SUMS[config.kind](
+        config.num_prompts,
+        config.seed,
+        min_terms=config.min_terms,
+        max_terms=config.max_terms,
+        max_number=config.max_number,
+    )
+
+
+def _from_file(config: TaskConfig, beside: Path) -> TaskSource:
+    assert config.file is not None, "the configuration checks it"
+    assert config.tokenizer is not None, "the configuration checks it"
+    places = search_places(beside)
+    tokenizer = locate(config.tokenizer, places)
+    task = PromptsFile(
+        locate(config.file, places),
+        tokenizer=tokenizer,
+        reward=config.reward,
+        template=config.template,
+        max_prompts=config.max_prompts,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+    left_out = {
+        f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
+        "the same tokens as an earlier one": task.num_duplicates,
+    }
+    return TaskSource(
+        task=task,
+        kind=config.kind,
+        max_turns=_TURNS[config.kind],
+        tokenizer=tokenizer,
+        decode=TextTokens(tokenizer).decode,
+        notes=tuple(f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count),
+    )

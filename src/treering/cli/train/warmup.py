@@ -1,0 +1,63 @@
+"""The supervised start of `treering train`: a run of its own inside the run's folder, so that it can be killed as well.
+
+Knows which solutions are trained. Decides nothing about training itself.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from treering.cli.progress import StepProgress
+from treering.cli.run_folder import open_sinks, told_on
+from treering.cli.train.settings import warmup_identity, warmup_options
+from treering.cli.train.task import draw_sums
+from treering.config import RlConfig
+from treering.config.run import RunConfig
+from treering.metrics import Metrics
+from treering.train.loop.batches import Task
+from treering.train.loop.checkpoint import CheckpointStore
+from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
+from treering.train.loop.sft import SftLoop
+
+WARMUP_FOLDER = "warmup"
+
+
+def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
+    """Trains the model on solved prompts, none of them the task's; goes on with a warm-up that was stopped."""
+    num_steps = config.warmup.num_steps
+    if num_steps == 0:
+        return
+    run = RunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
+    optim, options = warmup_options(config)
+    solved = draw_sums(config.task).held_out(config.warmup.num_prompts).solutions()
+    loop = SftLoop(model, joined(solved, config.warmup.prompts_per_step), optim=optim, options=options)
+    checkpoints = CheckpointStore(
+        folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep
+    )
+    with told_on(console):
+        opened = open_run(run.dir, loop, checkpoints)
+    with (
+        Metrics(open_sinks(run, opened)) as metrics,
+        StepProgress(num_steps=num_steps, first_step=opened.step, console=console, title="warm-up") as progress,
+    ):
+        for report in run_steps(
+            loop, num_steps=num_steps, save_every=run.save_every, checkpoints=checkpoints, metrics=metrics
+        ):
+            progress.show(report)
+
+
+def joined(tasks: Sequence[Task], size: int) -> list[Task]:
+    """Tasks of `size` tasks each, the last one smaller: their sequences share what they begin with, across prompts.
+
+    Example: five tasks of one sequence each, joined by two, are three tasks of 2, 2 and 1 sequences.
+    """
+    parts = [tasks[first : first + size] for first in range(0, len(tasks), size)]
+    return [
+        Task(
+            task_id=number,
+            sequences=tuple(sequence for task in part for sequence in task.sequences),
+            loss_masks=tuple(mask for task in part for mask in task.loss_masks),
+        )
+        for number, part in enumerate(parts)
+    ]

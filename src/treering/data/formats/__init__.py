@@ -1,0 +1,1 @@
+"""Trajectory files: reading, writing, and the JSON form of a trajectory."""

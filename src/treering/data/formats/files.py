@@ -1,0 +1,114 @@
+"""Trajectory files: JSON Lines, plain or gzipped, one trajectory a line.
+
+Knows lines, compression and atomic replacement, and puts file and line in front of every error. Knows nothing of what
+a trajectory means.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from treering.data.formats.codec import decode, encode
+from treering.data.trajectory import Trajectory
+from treering.errors import InputError
+
+
+def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+    """All trajectories of a JSONL file, in file order; names in .gz are decompressed, blank lines skipped.
+
+    Raises InputError as "FILE:LINE: rule, value, fix" for a bad line, and naming the file where it is missing, corrupt
+    or holds no trajectory.
+
+    Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
+    """
+    file = Path(path)
+    trajectories = [_parse(file, number, line) for number, line in numbered_lines(file)]
+    if not trajectories:
+        raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
+    return trajectories
+
+
+def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Writes a file that `read_trajectories` gives back; a name that ends in .gz is compressed.
+
+    The file appears whole or not at all: an error or a kill half-way leaves what stood there before.
+
+    Example: `write_trajectories("set.jsonl", [Trajectory(task_id=1, tokens=np.array([5, 6], np.int32))])` writes
+    `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
+    """
+    file = Path(path)
+    lines = (_line(trajectory) for trajectory in trajectories)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            _write_lines(stream, lines, file.suffix)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror}); check folder and free space") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Adds lines to a plain file, which is made with its folder where it is absent.
+
+    Once it returns, a killed process does not lose them; a kill half-way may leave the last line half written.
+
+    Example: two calls with one trajectory each leave a file of two lines.
+    """
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab") as stream:
+            stream.writelines(_line(trajectory) for trajectory in trajectories)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror}); check folder and free space") from error
+
+
+def _line(trajectory: Trajectory) -> bytes:
+    return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
+    if suffix != ".gz":
+        stream.writelines(lines)
+        return
+    # A fixed time stamp makes equal trajectories equal bytes.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as compressed:
+        compressed.writelines(lines)
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    r"""The lines of a file, plain or .gz, with their numbers from 1; blank ones are skipped but counted.
+
+    Raises InputError where the file cannot be read or is no whole gzip file.
+
+    Example: a file with the lines "a", "" and "b" gives (1, b"a\n") and (3, b"b\n").
+    """
+    number = 0
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file}:{number + 1}: not a whole gzip file ({error}); fetch or compress it again") from error
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+
+
+def _parse(file: Path, number: int, line: bytes) -> Trajectory:
+    try:
+        return decode(json.loads(line))
+    except InputError as error:
+        raise InputError(f"{file}:{number}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}:{number}: a line must be UTF-8, got {error}; convert the file") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise InputError(f"{file}:{number}: a line must be one JSON object ({error}); repair the line") from error

@@ -1,0 +1,1 @@
+"""Trajectories to token ids and loss masks."""

@@ -1,0 +1,102 @@
+"""Scripts to token ids and masks with a tokenizer from a folder.
+
+Knows offsets: a token is trained where its first character lies in a trained span. Knows nothing of messages, and
+loads the small `tokenizers` package instead of a model library.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer
+
+from treering.data.rendering.script import TURN_START, Script, join_scripts
+from treering.errors import ConfigError
+from treering.types import LossMask, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedScript:
+    """Token ids int32 [T], their mask bool [T], and int32 [turns], one past each turn's last token."""
+
+    tokens: TokenIds
+    loss_mask: LossMask
+    turn_ends: npt.NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
+
+
+def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
+    """One encoded script of several, turn ends moved along.
+
+    Example: 3 tokens without a turn and 2 tokens with turn end 2 join to 5 tokens with turn end 5.
+    """
+    offsets = np.cumsum([0] + [part.tokens.size for part in parts[:-1]])
+    turn_ends = [part.turn_ends + offset for part, offset in zip(parts, offsets, strict=True)]
+    return EncodedScript(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        loss_mask=np.concatenate([part.loss_mask for part in parts]),
+        turn_ends=np.concatenate(turn_ends).astype(np.int32),
+    )
+
+
+class Encoder:
+    """A tokenizer folder, opened once.
+
+    Example: `Encoder(Path("qwen3")).encode([[Script(text="Hi", spans=(Span(0, 2),))]])[0].loss_mask` is `[True]`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens `folder/tokenizer.json`; raises ConfigError where it is absent or broken."""
+        self._tokenizer = open_tokenizer(folder)
+        self._isolates_turns = _isolates(self._tokenizer, TURN_START)
+
+    def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
+        """Encodes each list of scripts as the tokenizer encodes their concatenation, without any added token.
+
+        Where the start marker is a special token it splits the text anyway, so equal messages are tokenized once.
+        """
+        parts = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
+        unique = list(dict.fromkeys(script for scripts in parts for script in scripts))
+        encodings = self._tokenizer.encode_batch([script.text for script in unique], add_special_tokens=False)
+        encoded = {script: _align(script, encoding) for script, encoding in zip(unique, encodings, strict=True)}
+        return [join_encoded([encoded[script] for script in scripts]) for scripts in parts]
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, without truncation and padding.
+
+    Raises ConfigError where the folder holds no tokenizer.json, or a broken one.
+
+    Example: `open_tokenizer(Path("qwen3")).token_to_id("<|im_end|>")` is 151645.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"a tokenizer folder holds tokenizer.json, none in {folder}; pass a Hugging Face tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust binding raises bare Exception for every broken file
+        raise ConfigError(f"tokenizer.json must be readable, {file} is not ({error}); fetch it again") from error
+    # A stored limit or padding would cut or stretch trajectories behind the caller's back.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _isolates(tokenizer: Tokenizer, marker: str) -> bool:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return any(token.content == marker and not token.lstrip and not token.single_word for token in added)
+
+
+def _align(script: Script, encoding: Encoding) -> EncodedScript:
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
+    edges = np.array(script.spans, dtype=np.int64).reshape(-1)
+    # Position among the edges start0, stop0, start1, ...: odd inside a span, and span k is position 2k + 1.
+    place = np.searchsorted(edges, starts, side="right")
+    inside = np.arange(1, edges.size, 2)
+    first, past = np.searchsorted(place, inside, side="left"), np.searchsorted(place, inside, side="right")
+    return EncodedScript(tokens=tokens, loss_mask=place % 2 == 1, turn_ends=past[past > first].astype(np.int32))

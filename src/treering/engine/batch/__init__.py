@@ -1,0 +1,1 @@
+"""The running rollouts as arrays, and what one step computes of them."""

@@ -1,0 +1,167 @@
+"""What a step gives to the running rollouts: tokens that were drawn, up to the first stop or the limit.
+
+Knows the columns and what was drawn for them. Knows nothing of drawing or of what becomes of finished rollouts.
+
+    B running rows   R sampled rows   J most drafts of a row   K slots that move
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.engine.batch.draft_tree import Proposed
+from treering.engine.batch.state import Columns, Work
+
+NOT_FINISHED, STOPPED, OUT_OF_ROOM = 0, 1, 2
+
+
+class Gains(NamedTuple):
+    """What a step gave to R sampled rows, in the order of `Work.rows`, what it tells of all B, and what it moves."""
+
+    num_new: Int64Array  # [R] tokens that the rollout gained
+    finish: Int64Array  # [R] NOT_FINISHED, STOPPED or OUT_OF_ROOM
+    num_accepted: Int64Array  # [B] of the tokens gained, drafted ones
+    leaves: Int64Array  # [B] the last accepted draft's number within its row, -1 for none
+    sources: Int64Array  # [K] slots of accepted tokens that belong elsewhere, as `Decoder.move` takes them
+    targets: Int64Array  # [K] where their keys and values belong
+
+
+def take_gains(
+    columns: Columns,
+    work: Work,
+    version: int,
+    tokens: Int32Array,
+    logprobs: Float64Array,
+    policy_logprobs: Float64Array,
+    num_out: Int64Array,
+    path: Int32Array,
+) -> Gains:
+    """Appends what was sampled, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
+
+    Every sampled token but the last has been computed as a draft, number path[r, i] of its row, so only the last one is
+    missing in the arena. A row that goes on wants its accepted drafts behind one another, and few of them move: a
+    draft's likeliest path stands first. A row that another one led wants all that was computed for it in its own span.
+    """
+    c = columns
+    # Few arrays for all: compiled code hands them over one by one, which takes longer than to fill them.
+    sampled, every = np.zeros((2, work.rows.size), np.int64), np.zeros((2, work.num_fed.size), np.int64)
+    moves = np.empty((2, path.size), np.int64)
+    num_moves = _take(
+        c.tokens, c.logprobs, c.policy_logprobs, c.versions, c.was_sampled, c.num_tokens, c.num_computed, c.num_prompt,
+        c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.leaders, work.num_fed, version, tokens,
+        logprobs, policy_logprobs, num_out, path, sampled, every, moves,
+    )  # fmt: skip
+    return Gains(*sampled, *every, *moves[:, :num_moves])
+
+
+@njit(cache=True, nogil=True)
+def _take(
+    context: Int32Array,
+    all_logprobs: Float64Array,
+    all_policy_logprobs: Float64Array,
+    versions: Int32Array,
+    was_sampled: BoolArray,
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    num_prompt: Int64Array,
+    num_prefix: Int64Array,
+    own_start: Int64Array,
+    limit: Int64Array,
+    stop_tokens: Int32Array,
+    rows: Int64Array,
+    leaders: Int64Array,
+    num_fed: Int64Array,
+    version: int,
+    tokens: Int32Array,
+    logprobs: Float64Array,
+    policy_logprobs: Float64Array,
+    num_out: Int64Array,
+    path: Int32Array,
+    sampled: Int64Array,
+    every: Int64Array,
+    moves: Int64Array,
+) -> int:
+    """Fills the columns of `Gains`: two of zeros [2, R], two of zeros [2, B], and moves [2, K at most]; returns K."""
+    num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
+    for row in range(num_fed.size):
+        num_computed[row] += num_fed[row]
+        leaves[row] = -1
+    for index in range(rows.size):
+        row = rows[index]
+        while num_new[index] < num_out[index] and finish[index] == NOT_FINISHED:
+            token = tokens[index, num_new[index]]
+            at = num_tokens[row]
+            column = at - num_prompt[row]
+            context[row, at] = token
+            all_logprobs[row, column] = logprobs[index, num_new[index]]
+            all_policy_logprobs[row, column] = policy_logprobs[index, num_new[index]]
+            versions[row, column] = version
+            was_sampled[row, column] = True
+            num_tokens[row] += 1
+            num_new[index] += 1
+            if num_tokens[row] >= limit[row]:
+                finish[index] = OUT_OF_ROOM
+            for stop in stop_tokens[row]:
+                if stop == token:
+                    finish[index] = STOPPED
+        num_computed[row] = num_tokens[row] - 1
+        num_accepted[row] = min(num_new[index], num_out[index] - 1)
+        if num_accepted[row] > 0:
+            leaves[row] = path[index, num_accepted[row] - 1]
+    num_moves: int = _plan_moves(
+        num_tokens, num_prefix, own_start, rows, leaders, num_new, finish, num_accepted, path, moves
+    )
+    return num_moves
+
+
+@njit(cache=True, nogil=True)
+def _plan_moves(
+    num_tokens: Int64Array,
+    num_prefix: Int64Array,
+    own_start: Int64Array,
+    rows: Int64Array,
+    leaders: Int64Array,
+    num_new: Int64Array,
+    finish: Int64Array,
+    num_accepted: Int64Array,
+    path: Int32Array,
+    moves: Int64Array,
+) -> int:
+    """Fills the moves of the rows that go on; returns how many there are.
+
+    Those to other rows come first: what they read is where the pass wrote it, until its own row moves it.
+    """
+    num_moves = 0
+    for is_led in (True, False):
+        for index in range(rows.size):
+            row, leader = rows[index], leaders[index]
+            if finish[index] != NOT_FINISHED or (leader != row) != is_led:
+                continue
+            # In either span, behind the tokens that the pass began with.
+            behind = num_tokens[row] - num_new[index] - num_prefix[row]
+            source, target = own_start[leader] + behind, own_start[row] + behind
+            if is_led:
+                moves[0, num_moves], moves[1, num_moves] = source - 1, target - 1
+                num_moves += 1
+            for step in range(num_accepted[row]):
+                if source + path[index, step] != target + step:
+                    moves[0, num_moves], moves[1, num_moves] = source + path[index, step], target + step
+                    num_moves += 1
+    return num_moves
+
+
+def counts_of(work: Work, gains: Gains, drafts: Proposed, num_prefilled: int) -> dict[str, int]:
+    """What a step adds to `EngineStats`, by its names; `num_prefilled` counts the pieces of shared prompts."""
+    num_drafted = int((drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]).sum())
+    # Of a few numbers a list is summed sooner than an array.
+    return {
+        "num_forwards": 1,
+        "num_rows": work.rows.size,
+        "num_sampled": sum(gains.num_new.tolist()),
+        "num_prefilled": num_prefilled + sum(work.num_fed.tolist()) - work.rows.size,
+        "num_drafted": num_drafted,
+        "num_led": int((work.leaders != work.rows).sum()),
+        "num_accepted": sum(gains.num_accepted.tolist()),
+    }

@@ -1,0 +1,131 @@
+"""From logits to the tokens that rollouts gain: drawing and verifying, on CPU in one compiled call, else in torch.
+
+Knows logits, drafts and the columns of the sampled rows. Knows nothing of weights or of what becomes of the tokens.
+
+    W sampled positions   R sampled rows   J most drafts of a row   V vocabulary
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.arrays import Float64Array, Int32Array, Int64Array
+from treering.engine.batch.draft_tree import Proposed
+from treering.engine.batch.state import Columns, Work
+from treering.engine.sampling.reference import diverged, sample
+from treering.engine.sampling.verify_cpu import child, verify
+from treering.types import TokenIds
+
+
+class Drawn(NamedTuple):
+    """Tokens of the sampled rows: drafted ones that agreed, and one more; [R, 1 + J], filled up to `num_tokens`."""
+
+    tokens: TokenIds
+    logprobs: Float64Array
+    policy_logprobs: Float64Array
+    num_tokens: Int64Array  # [R]
+    path: Int32Array  # numbers of the drafts that agreed, each within its row's; then -1
+
+
+Draw = Callable[[Tensor, Work, Columns, Proposed], Drawn]
+"""See `draw`."""
+
+
+def draw(logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
+    """The tokens behind the computed ones, for logits [W, V] of `work.wanted`.
+
+    Raises:
+        StateError: logits that are no distribution.
+    """
+    rows = work.rows
+    num_drafts = drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]
+    shape = (rows.size, 1 + int(num_drafts.max(initial=0)))
+    drawn = Drawn(
+        tokens=np.zeros(shape, np.int32),
+        logprobs=np.zeros(shape),
+        policy_logprobs=np.zeros(shape),
+        num_tokens=np.zeros(rows.size, np.int64),
+        path=np.full(shape, -1, np.int32),
+    )
+    if logits.device.type == "cpu":
+        _draw_on_cpu(logits, work, columns, drafts, num_drafts, drawn)
+    else:
+        _draw_in_torch(logits, work, columns, drafts, num_drafts, drawn)
+    return drawn
+
+
+def _draw_on_cpu(
+    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
+) -> None:
+    rows = work.rows
+    wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    bad = verify(
+        wide.numpy(),
+        work.first_logits,
+        num_drafts,
+        drafts.tokens,
+        drafts.parents,
+        drafts.offsets[work.leaders],
+        columns.keys[rows],
+        columns.num_tokens[rows],
+        columns.temperature[rows],
+        columns.top_k[rows],
+        columns.top_p[rows],
+        drawn.tokens,
+        drawn.logprobs,
+        drawn.policy_logprobs,
+        drawn.num_tokens,
+        drawn.path,
+    )
+    if bad >= 0:
+        raise diverged(int(rows[bad]))
+
+
+def _draw_in_torch(
+    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
+) -> None:
+    """Draws for every row at all its positions at one time, and keeps what the drafts agree with."""
+    owner = np.repeat(work.rows, 1 + num_drafts)
+    begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
+    # The context's last token of every row has depth 0.
+    depth, at = np.zeros(owner.size, np.int64), np.zeros(owner.size, np.int64)
+    for leader, first, begin, count in zip(work.leaders, work.first_logits, begins, num_drafts, strict=True):
+        own = drafts.offsets[leader]
+        depth[begin + 1 : begin + 1 + count] = drafts.depths[own : own + count]
+        at[begin : begin + 1 + count] = np.arange(first, first + 1 + count)
+
+    def on_device(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(logits.device)
+
+    sampled = sample(
+        # Nobody's logits are read twice where no row is led.
+        logits if (work.leaders == work.rows).all() else logits[on_device(at)],
+        keys=on_device(columns.keys[owner]),
+        positions=on_device(columns.num_tokens[owner] + depth),
+        temperature=on_device(columns.temperature[owner]),
+        top_k=on_device(columns.top_k[owner]),
+        top_p=on_device(columns.top_p[owner]),
+    )
+    tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
+    for index, (leader, first) in enumerate(zip(work.leaders, begins, strict=True)):
+        path = _walk(tokens[first:], drafts, drafts.offsets[leader], num_drafts[index])
+        # Of the logits behind each of them, those behind the context come first.
+        own = first + 1 + np.array([-1, *path])
+        drawn.num_tokens[index] = own.size
+        drawn.path[index, : len(path)] = path
+        drawn.tokens[index, : own.size] = tokens[own]
+        drawn.logprobs[index, : own.size], drawn.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
+
+
+def _walk(tokens: NDArray[np.integer[Any]], drafts: Proposed, first: int, num_drafts: int) -> list[int]:
+    """Numbers of the drafts on a row's path, along `tokens`: drawn behind its context, then behind each draft."""
+    path: list[int] = []
+    number = child(tokens[0], -1, num_drafts, drafts.tokens, drafts.parents, first)
+    while number >= 0:
+        path.append(number)
+        number = child(tokens[1 + number], number, num_drafts, drafts.tokens, drafts.parents, first)
+    return path

@@ -1,0 +1,214 @@
+"""The running rollouts as columns of numbers, and what a step is to compute of them.
+
+Knows token counts, spans and stop tokens. Knows nothing of requests, weights or sampling. Rows 0 to B - 1 run; a row
+that leaves is replaced by the last one, so that a step never looks at an empty one.
+
+    M rows at most   B running rows   L longest context   Q stop tokens   T tokens of a pass   W sampled positions
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.engine.batch.draft_tree import Proposed
+
+
+class Columns(NamedTuple):
+    """One entry per row: int64 [M] where nothing else is said."""
+
+    tokens: Int32Array  # [M, L] the context: prompt, then rollout
+    logprobs: Float64Array  # [M, L] of the rollout's tokens, from column 0
+    policy_logprobs: Float64Array  # [M, L]
+    versions: Int32Array  # [M, L]
+    was_sampled: BoolArray  # [M, L]
+    num_tokens: Int64Array  # context so far
+    num_prompt: Int64Array
+    limit: Int64Array  # context at most
+    num_computed: Int64Array  # tokens of the context whose keys and values are in the arena
+    num_prefix: Int64Array  # of these, those in the shared span
+    prefix_start: Int64Array
+    own_start: Int64Array
+    is_ready: BoolArray  # whether the shared span is computed
+    keys: Int64Array  # of the noise
+    groups: Int64Array  # equal for siblings
+    row_ids: Int64Array  # of the rollout, for its whole stay; never given twice
+    temperature: Float64Array
+    top_k: Int64Array  # 0 is all
+    top_p: Float64Array
+    stop_tokens: Int32Array  # [M, Q], -1 where a row has fewer
+
+
+class Work(NamedTuple):
+    """What a pass computes: the columns of a `TokenBatch`, and which rows are sampled from which logits."""
+
+    tokens: Int64Array  # [T], as the eight behind it
+    positions: Int64Array
+    slots: Int64Array
+    prefix_start: Int64Array
+    num_prefix: Int64Array
+    own_start: Int64Array
+    num_own: Int64Array
+    tree_start: Int64Array
+    tree_bits: Int64Array
+    wanted: Int64Array  # [W]
+    rows: Int64Array  # [R] rows that are sampled
+    leaders: Int64Array  # [R] for each of these, the row whose tokens the pass computes: itself, or one with the same
+    first_logits: Int64Array  # for each of these, its first entry of `wanted`
+    num_fed: Int64Array  # [B] context tokens that the pass computes, for whichever row, drafts left out
+
+
+def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> Columns:
+    """Columns of zeros."""
+    wide = (max_rows, max_context)
+    whole = [np.zeros(max_rows, np.int64) for _ in range(10)]
+    return Columns(
+        tokens=np.zeros(wide, np.int32),
+        logprobs=np.zeros(wide),
+        policy_logprobs=np.zeros(wide),
+        versions=np.zeros(wide, np.int32),
+        was_sampled=np.zeros(wide, bool),
+        num_tokens=whole[0],
+        num_prompt=whole[1],
+        limit=whole[2],
+        num_computed=whole[3],
+        num_prefix=whole[4],
+        prefix_start=whole[5],
+        own_start=whole[6],
+        is_ready=np.zeros(max_rows, bool),
+        keys=whole[7],
+        groups=whole[8],
+        row_ids=whole[9],
+        temperature=np.ones(max_rows),
+        top_k=np.zeros(max_rows, np.int64),
+        top_p=np.ones(max_rows),
+        stop_tokens=np.full((max_rows, max_stops), -1, np.int32),
+    )
+
+
+def widen(columns: Columns, *, max_context: int, max_stops: int) -> Columns:
+    """The same rows with room for longer contexts or more stop tokens."""
+    wider = make_columns(max_rows=columns.num_tokens.size, max_context=max_context, max_stops=max_stops)
+    pairs: Iterator[tuple[NDArray[Any], NDArray[Any]]] = zip(columns, wider, strict=True)
+    for old, new in pairs:
+        new[tuple(slice(size) for size in old.shape)] = old
+    return wider
+
+
+def move_row(columns: Columns, source: int, target: int) -> None:
+    """Copies a row over another one."""
+    num_tokens = columns.num_tokens[source]
+    for column in columns:
+        if column.ndim == 2 and column is not columns.stop_tokens:
+            column[target, :num_tokens] = column[source, :num_tokens]
+        else:
+            column[target] = column[source]
+
+
+@njit(cache=True, nogil=True)
+def fill_room(
+    is_ready: BoolArray,
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    limit: Int64Array,
+    leaders: Int64Array,
+    room: Int64Array,
+) -> None:
+    """Puts into `room` [B] how many drafted tokens each row has slots for: 0 unless it lacks its last token alone.
+
+    A row that another one leads has none: it goes along with the leader's. The last token that a rollout may have is
+    drawn, never computed, so its slots end one before the limit.
+    """
+    for row in range(room.size):
+        decodes = leaders[row] == row and is_ready[row] and num_tokens[row] - num_computed[row] == 1
+        room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
+
+
+def plan_pass(columns: Columns, leaders: Int64Array, max_prefill: int, drafts: Proposed) -> Work:
+    """The tokens of the next pass over rows 0 to B - 1, whose leaders are `leaders` [B].
+
+    A row that another one leads computes nothing, and is sampled from the leader's logits along the leader's drafts. A
+    row that lacks one token computes it and its drafts, and is sampled behind each; one that lacks more takes what
+    `max_prefill` leaves for it, and is sampled once nothing is left. Drafts lie behind the context in the row's own
+    span, in their own order, each at the position of its depth.
+    """
+    c, num_rows = columns, leaders.size
+    # One array for all: compiled code hands arrays over one by one, which takes longer than to fill them.
+    room = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
+    rows = np.empty((5, num_rows), np.int64)
+    num_tokens, num_wanted, num_sampled = _fill_work(
+        c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
+        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
+    )  # fmt: skip
+    return Work._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
+
+
+@njit(cache=True, nogil=True)
+def _fill_work(
+    context: Int32Array,
+    num_tokens: Int64Array,
+    num_computed: Int64Array,
+    num_prefixed: Int64Array,
+    first_prefix: Int64Array,
+    first_own: Int64Array,
+    is_ready: BoolArray,
+    leaders: Int64Array,
+    max_prefill: int,
+    draft_tokens: Int32Array,
+    offsets: Int64Array,
+    depths: Int64Array,
+    bits: Int64Array,
+    room: Int64Array,
+    row_room: Int64Array,
+) -> tuple[int, int, int]:
+    """Fills the columns of `Work`, 9 and `wanted` of `room`, 4 of `row_room`; tokens, wanted ones and sampled rows."""
+    tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
+        room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
+    )  # fmt: skip
+    wanted, rows, row_leaders, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2], row_room[3]
+    first_of = row_room[4]
+    at = num_wanted = num_sampled = 0
+    for row in range(leaders.size):
+        if leaders[row] != row:
+            rows[num_sampled], row_leaders[num_sampled], num_fed[row] = row, leaders[row], 1
+            first_logits[num_sampled] = first_of[leaders[row]]
+            num_sampled += 1
+            continue
+        num_fed[row] = 0
+        missing = num_tokens[row] - num_computed[row]
+        if not is_ready[row] or (missing > 1 and max_prefill == 0):
+            continue
+        num_fed[row] = missing if missing == 1 else min(missing, max_prefill)
+        max_prefill -= num_fed[row] if missing > 1 else 0
+        first_draft, num_drafts = offsets[row], offsets[row + 1] - offsets[row]
+        # Of its own span, what is filled once the fed tokens are computed.
+        num_filled = num_computed[row] + num_fed[row] - num_prefixed[row]
+        is_sampled = num_fed[row] == missing
+        if is_sampled:
+            rows[num_sampled], row_leaders[num_sampled], first_logits[num_sampled] = row, row, num_wanted
+            first_of[row] = num_wanted
+            num_sampled += 1
+        for step in range(num_fed[row] + num_drafts):
+            prefix_start[at], num_prefix[at] = first_prefix[row], num_prefixed[row]
+            own_start[at] = first_own[row]
+            tree_start[at], tree_bits[at] = own_start[at] + num_filled, 0
+            number = step - num_fed[row]
+            if number < 0:
+                positions[at] = num_computed[row] + step
+                tokens[at] = context[row, positions[at]]
+                num_own[at] = num_filled + number + 1
+                slots[at] = own_start[at] + num_own[at] - 1
+            else:
+                draft = first_draft + number
+                tokens[at], tree_bits[at] = draft_tokens[draft], bits[draft]
+                positions[at] = num_prefix[at] + num_filled + depths[draft] - 1
+                num_own[at] = num_filled + (number + 1 if tree_bits[at] == 0 else 0)
+                slots[at] = tree_start[at] + number
+            if is_sampled and number >= -1:
+                wanted[num_wanted] = at
+                num_wanted += 1
+            at += 1
+    return at, num_wanted, num_sampled

@@ -1,0 +1,190 @@
+"""The table of running rollouts: which request is in which row, and the memory that it holds.
+
+Owns the columns, the arena's spans and the shared prefixes. Knows nothing of weights, passes or the queue.
+"""
+
+from collections.abc import Set
+
+from treering.engine.batch.state import Columns, make_columns, move_row, widen
+from treering.engine.kv_cache.allocator import Arena
+from treering.engine.kv_cache.prefix_cache import Prefix, Prefixes
+from treering.engine.request import Request
+from treering.engine.rollout import FinishReason, Rollout, RolloutKey
+from treering.engine.sampling.noise import row_key
+from treering.engine.stop_strings import Decode, first_stop, turn_start
+
+_FIRST_CONTEXT = 256
+_FIRST_STOPS = 4
+
+
+class Table:
+    """Rows 0 to num_rows - 1 run; requests beyond them wait elsewhere."""
+
+    def __init__(self, *, max_rows: int, arena: Arena, seed: int) -> None:
+        """No row, and an arena whose slots are all free."""
+        self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
+        self.requests: list[Request] = []
+        self.prefixes = Prefixes(arena)
+        self._max_rows = max_rows
+        self._seed = seed
+        self._row_prefixes: list[Prefix] = []
+        self._num_groups = 0
+        self._num_added = 0
+        self.num_changes = 0
+        """Rows that came or went so far; while it stays the same, so do the columns' arrays and who is in which row."""
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.requests)
+
+    def add(self, request: Request) -> bool:
+        """Gives an expected request a row and its memory; False where there is no room at present."""
+        if self.num_rows == self._max_rows:
+            return False
+        prefix = self.prefixes.of(request.prompt)
+        # It must not be taken as idle while its own row is being placed.
+        prefix.num_running += 1
+        own_start = self._take_spans(prefix, request.sampling.max_tokens)
+        if own_start is None:
+            prefix.num_running -= 1
+            return False
+        self._fill(self.num_rows, request, prefix, own_start)
+        self.requests.append(request)
+        self._row_prefixes.append(prefix)
+        self.num_changes += 1
+        return True
+
+    def typical_context(self) -> int:
+        """Tokens that a running rollout has behind it when half of its room is used, in the mean; 256 if none runs."""
+        c, num_rows = self.columns, self.num_rows
+        if num_rows == 0:
+            return _FIRST_CONTEXT
+        return int((c.num_prompt[:num_rows] + c.limit[:num_rows]).mean()) // 2
+
+    def progress(self) -> dict[RolloutKey, int]:
+        """Tokens behind its prompt that each row has, by key."""
+        columns = self.columns
+        return {
+            request.key: int(columns.num_tokens[row] - columns.num_prompt[row])
+            for row, request in enumerate(self.requests)
+        }
+
+    def rollout(self, row: int, reason: FinishReason) -> Rollout:
+        """What a row has so far."""
+        columns = self.columns
+        first, last = columns.num_prompt[row], columns.num_tokens[row]
+        own = slice(0, last - first)
+        return Rollout(
+            prompt_id=self.requests[row].prompt_id,
+            draw=self.requests[row].draw,
+            sample=self.requests[row].sample,
+            tokens=columns.tokens[row, first:last].copy(),
+            logprobs=columns.logprobs[row, own].copy(),
+            policy_logprobs=columns.policy_logprobs[row, own].copy(),
+            loss_mask=columns.was_sampled[row, own].copy(),
+            versions=columns.versions[row, own].copy(),
+            finish_reason=reason,
+        )
+
+    def cut_at_string(self, row: int, num_new: int, decode: Decode) -> bool:
+        """Whether one of a row's last `num_new` tokens completes a stop string; those behind it are dropped then."""
+        columns, request = self.columns, self.requests[row]
+        strings = request.sampling.stop_strings
+        if not strings:
+            return False
+        first = columns.num_prompt[row] + turn_start(request.so_far)
+        stays = first_stop(columns.tokens[row, first : columns.num_tokens[row]], num_new, strings, decode)
+        if stays is not None:
+            columns.num_tokens[row] -= num_new - stays
+        return stays is not None
+
+    def remove(self, row: int) -> Request:
+        """Frees a row and its memory; the last row takes its place."""
+        request, prefix = self.requests[row], self._row_prefixes[row]
+        self.prefixes.spans.give_back(int(self.columns.own_start[row]))
+        prefix.num_running -= 1
+        last = self.num_rows - 1
+        if row != last:
+            move_row(self.columns, last, row)
+            self.requests[row], self._row_prefixes[row] = self.requests[last], self._row_prefixes[last]
+        self.requests.pop()
+        self._row_prefixes.pop()
+        self.num_changes += 1
+        return request
+
+    def forget_values(self) -> None:
+        """Marks all keys and values as not computed: rows read their tokens again before they go on."""
+        self.prefixes.forget_values()
+        self.columns.num_computed[: self.num_rows] = self.columns.num_prefix[: self.num_rows]
+        self.mark_ready()
+
+    def mark_ready(self) -> None:
+        """Lets the rows go on whose prefix is complete."""
+        for row, prefix in enumerate(self._row_prefixes):
+            self.columns.is_ready[row] = prefix.is_complete
+
+    def rows_of(self, keys: Set[RolloutKey]) -> list[int]:
+        """Rows of these requests, last one first, so that removing one moves none that is still to come."""
+        return [row for row in reversed(range(self.num_rows)) if self.requests[row].key in keys]
+
+    def _take_spans(self, prefix: Prefix, num_own: int) -> int | None:
+        """The own span of a row whose prefix has its span too; idle prefixes make room where it lacks."""
+        start = self._try_to_take(prefix, num_own)
+        if start is None and self.prefixes.drop_idle():
+            start = self._try_to_take(prefix, num_own)
+        if start is None and self.num_rows == 0:
+            # Nothing else is in the arena, so only the prefix itself can stand in the way, in the middle of it, or what
+            # is kept just in case.
+            self.prefixes.drop_span(prefix)
+            self.prefixes.forget_values()
+            start = self._try_to_take(prefix, num_own)
+        return start
+
+    def _try_to_take(self, prefix: Prefix, num_own: int) -> int | None:
+        return self.prefixes.spans.take(num_own) if self.prefixes.place(prefix) else None
+
+    def _group_of(self, request: Request) -> int:
+        """The number of its running siblings, else a new one."""
+        for row, other in enumerate(self.requests):
+            if (other.prompt_id, other.draw) == (request.prompt_id, request.draw):
+                return int(self.columns.groups[row])
+        self._num_groups += 1
+        return self._num_groups
+
+    def _fill(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
+        sampling, so_far = request.sampling, request.so_far
+        num_prompt = request.prompt.size
+        self._widen(num_prompt + sampling.max_tokens, len(sampling.stop_tokens))
+        c = self.columns
+        c.num_tokens[row] = c.num_prompt[row] = num_prompt
+        c.tokens[row, :num_prompt] = request.prompt
+        if so_far is not None:
+            _restore(c, row, so_far)
+        c.limit[row] = num_prompt + sampling.max_tokens
+        c.num_computed[row] = c.num_prefix[row] = prefix.num_tokens
+        c.prefix_start[row], c.own_start[row] = prefix.start or 0, own_start
+        c.is_ready[row] = prefix.is_complete
+        c.keys[row] = row_key(self._seed, *request.key)
+        c.groups[row] = self._group_of(request)
+        c.row_ids[row] = self._num_added
+        self._num_added += 1
+        c.temperature[row], c.top_k[row], c.top_p[row] = sampling.temperature, sampling.top_k or 0, sampling.top_p
+        c.stop_tokens[row] = -1
+        c.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens
+
+    def _widen(self, num_tokens: int, num_stops: int) -> None:
+        context, stops = self.columns.tokens.shape[1], self.columns.stop_tokens.shape[1]
+        if num_tokens > context or num_stops > stops:
+            context = 2 * num_tokens if num_tokens > context else context
+            self.columns = widen(self.columns, max_context=context, max_stops=max(stops, num_stops))
+
+
+def _restore(c: Columns, row: int, so_far: Rollout) -> None:
+    """Puts an earlier part of the rollout behind the prompt."""
+    own = slice(0, so_far.num_tokens)
+    first = c.num_prompt[row]
+    c.tokens[row, first : first + so_far.num_tokens] = so_far.tokens
+    c.logprobs[row, own], c.policy_logprobs[row, own] = so_far.logprobs, so_far.policy_logprobs
+    c.versions[row, own], c.was_sampled[row, own] = so_far.versions, so_far.loss_mask
+    c.num_tokens[row] += so_far.num_tokens

@@ -1,0 +1,198 @@
+"""The fused decoder for CPU: torch's matrix products into standing buffers, one compiled loop between two of them.
+
+A small model's step is mostly the cost of starting operations; this path starts eight a layer instead of forty. Knows
+one pass; knows nothing of where a batch comes from.
+
+    T tokens   S slots   C hidden size   F MLP size   H query heads   G key-value heads   D head size
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treering.arrays import Int64Array
+from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.decoder.cpu.attention import attend, move_slots
+from treering.engine.decoder.cpu.kernels import rms_norm, silu_mul, write_keys
+from treering.engine.decoder.cpu.simd import lanes_of
+from treering.engine.decoder.protocol import Decoder
+from treering.engine.decoder.weights import DecoderWeights, LayerWeights
+
+_CACHE_LINE = 64
+_MOST_DRAFTS = 64
+_MOST_LAID_OUT = 1 << 20
+"""Bytes of a matrix."""
+
+
+class CpuDecoder(Decoder):
+    """One pass over float32 or float64 weights on CPU."""
+
+    def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
+        """An arena of `num_slots` and a spare one, kept in memory until the decoder goes."""
+        sizes = weights.sizes
+        dtype = weights.embedding.numpy().dtype
+        lanes = lanes_of(dtype)
+        # Attention reads whole vectors, and beyond the last slot.
+        row = _odd_lines(num_slots + 1 + lanes, dtype.itemsize)
+        padded = -(-sizes.head_size // lanes) * lanes
+        self._weights = weights
+        self._keys = np.zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
+        self._num_slots = num_slots
+        self._values = np.zeros((sizes.num_layers, sizes.num_kv_heads, num_slots + 1, padded), dtype)
+        self._scores = np.zeros((2, sizes.num_positions + _MOST_DRAFTS + 4 * lanes), dtype)
+        self._eps = np.array([sizes.eps], dtype)
+        self._scale = np.array([sizes.head_size**-0.5], dtype)
+        self._rotation = weights.cos.numpy(), weights.sin.numpy()
+        self._layers = [_Layer(layer) for layer in weights.layers]
+        self._norm = weights.norm.numpy()
+        self._head = _by_inputs(weights.head)
+        self._buffers = _Buffers(weights, num_tokens=64)
+
+    @property
+    def spare_slot(self) -> int:
+        """See `Decoder.spare_slot`: the last one."""
+        return self._num_slots
+
+    @torch.inference_mode()
+    def run(self, batch: TokenBatch) -> Tensor:
+        """See `Decoder.run`."""
+        if batch.num_tokens > self._buffers.num_tokens:
+            self._buffers = _Buffers(self._weights, num_tokens=2 * batch.num_tokens)
+        use = self._buffers.first(batch.num_tokens)
+        torch.index_select(self._weights.embedding, 0, torch.from_numpy(batch.tokens), out=use.x)
+        for index, layer in enumerate(self._layers):
+            self._attention(index, layer, batch, use)
+            self._mlp(layer, use)
+        last = use.x[torch.from_numpy(batch.wanted)]
+        rms_norm(last.numpy(), self._norm, self._eps, last.numpy())
+        return _linear(last, self._head, self._weights.head_bias, self._buffers.logits(last.shape[0]))
+
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        """See `Decoder.move`."""
+        move_slots(self._keys, self._values, sources, targets)
+
+    def _attention(self, index: int, layer: "_Layer", batch: TokenBatch, use: "_Views") -> None:
+        rms_norm(use.x_np, layer.input_norm, self._eps, use.h_np)
+        _linear(use.h, layer.qkv, layer.qkv_bias, use.qkv)
+        keys, values = self._keys[index], self._values[index]
+        write_keys(
+            use.qkv_np,
+            layer.q_norm,
+            layer.k_norm,
+            self._eps,
+            *self._rotation,
+            batch.positions,
+            batch.slots,
+            keys,
+            values,
+        )
+        spans = batch.prefix_start, batch.num_prefix, batch.own_start, batch.num_own, batch.tree_start, batch.tree_bits
+        attend(use.qkv_np, keys, values, *spans, self._scale, self._scores, use.attended_np)
+        _add_linear(use.x, use.attended, layer.out, layer.out_bias)
+
+    def _mlp(self, layer: "_Layer", use: "_Views") -> None:
+        rms_norm(use.x_np, layer.mlp_norm, self._eps, use.h_np)
+        _linear(use.h, layer.gate_up, layer.gate_up_bias, use.gate_up)
+        silu_mul(use.gate_up_np, use.gated_np)
+        _add_linear(use.x, use.gated, layer.down, layer.down_bias)
+
+
+class _Layer:
+    """A layer's weights as the pass takes them: matrices [in, out] for torch, vectors for the loops."""
+
+    def __init__(self, layer: LayerWeights) -> None:
+        nothing = np.zeros(0, layer.input_norm.numpy().dtype)
+        self.input_norm, self.mlp_norm = layer.input_norm.numpy(), layer.mlp_norm.numpy()
+        self.q_norm = nothing if layer.q_norm is None else layer.q_norm.numpy()
+        self.k_norm = nothing if layer.k_norm is None else layer.k_norm.numpy()
+        self.qkv, self.out = _by_inputs(layer.qkv), _by_inputs(layer.out)
+        self.gate_up, self.down = _by_inputs(layer.gate_up), _by_inputs(layer.down)
+        self.qkv_bias, self.out_bias = layer.qkv_bias, layer.out_bias
+        self.gate_up_bias, self.down_bias = layer.gate_up_bias, layer.down_bias
+
+
+class _Views:
+    """The first rows of the buffers, as tensors and as the arrays over the same memory."""
+
+    def __init__(self, buffers: dict[str, Tensor], num_tokens: int) -> None:
+        views = {name: buffer[:num_tokens] for name, buffer in buffers.items()}
+        self.x, self.h, self.qkv, self.attended = (views[name] for name in ("x", "h", "qkv", "attended"))
+        self.gate_up, self.gated = views["gate_up"], views["gated"]
+        self.x_np, self.h_np, self.qkv_np, self.attended_np = (
+            tensor.numpy() for tensor in (self.x, self.h, self.qkv, self.attended)
+        )
+        self.gate_up_np, self.gated_np = self.gate_up.numpy(), self.gated.numpy()
+
+
+class _Buffers:
+    """Standing room for the activations of a layer, so that a pass allocates nothing but its logits' rows."""
+
+    def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
+        sizes = weights.sizes
+        heads = sizes.num_heads * sizes.head_size
+        widths = {
+            "x": sizes.hidden_size,
+            "h": sizes.hidden_size,
+            "qkv": heads + 2 * sizes.num_kv_heads * sizes.head_size,
+            "attended": heads,
+            "gate_up": 2 * sizes.intermediate_size,
+            "gated": sizes.intermediate_size,
+        }
+        self.num_tokens = num_tokens
+        self._tensors = {name: _room(num_tokens, width, weights.dtype) for name, width in widths.items()}
+        self._logits = torch.zeros(0, weights.head.shape[0], dtype=weights.dtype)
+        self._views: dict[int, _Views] = {}
+
+    def first(self, num_tokens: int) -> _Views:
+        """Views of that many rows; made once for each number."""
+        views = self._views.get(num_tokens)
+        if views is None:
+            views = self._views[num_tokens] = _Views(self._tensors, num_tokens)
+        return views
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Room for that many rows of logits."""
+        if num_rows > self._logits.shape[0]:
+            self._logits = self._logits.new_zeros(2 * num_rows, self._logits.shape[1])
+        return self._logits[:num_rows]
+
+
+def _room(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [num_tokens, width] with room for a vector behind them, as the loops want."""
+    spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
+    return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
+
+
+@torch.inference_mode()
+def _by_inputs(matrix: Tensor) -> Tensor:
+    """A snapshot's matrix [out, in] as a view [in, out]; a small one is laid out that way in memory, in its own place.
+
+    So the next `DecoderWeights.read` fills the same memory. A product with a few rows takes up to half as long then;
+    with matrices that are larger than a core's cache two rows would take longer.
+    """
+    if matrix.nbytes <= _MOST_LAID_OUT:
+        turned = matrix.T.contiguous()
+        matrix.set_(turned.untyped_storage(), 0, matrix.shape, turned.T.stride())
+    return matrix.T
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+
+def _add_linear(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    x.addmm_(update, weight)
+    if bias is not None:
+        x.add_(bias)
+
+
+def _odd_lines(num_slots: int, itemsize: int) -> int:
+    """Row length of the keys: an odd number of cache lines, so that the D rows of a head do not share cache sets."""
+    per_line = _CACHE_LINE // itemsize
+    num_lines = -(-num_slots // per_line)
+    return (num_lines | 1) * per_line
+
+
+def supports(weights: DecoderWeights) -> bool:
+    """Whether the fused pass computes these weights: float32 or float64 on CPU."""
+    return weights.device.type == "cpu" and weights.embedding.dtype in (torch.float32, torch.float64)

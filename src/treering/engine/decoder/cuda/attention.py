@@ -1,0 +1,202 @@
+"""Attention of a pass over paged keys and values: a program per tile of tokens, key head and part of the keys.
+
+A tile's queries are all heads that share a key head, of several tokens of one row. What is left of several parts is
+added up by `treering.engine.decoder.cuda.parts`. Knows pages and tables; knows nothing of layers.
+
+    T tokens   I tiles   H query heads   G key heads   D head size   S slots   P parts   W width of a token's line
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from treering.attention.triton.ops import INTERPRETED
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS
+from treering.engine.decoder.cuda.parts import add_parts, padded_size
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+@no_type_check
+def factor(tile, WIDE: tl.constexpr):
+    """A factor of a matrix product; the interpreter has none of bfloat16."""
+    if WIDE:
+        return tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
+    """Of the keys from number `at` on, those of the prefix first."""
+    key_number = at + tl.arange(0, KEY_TILE)
+    return tl.where(key_number < num_prefix, prefix_start + key_number, own_start + key_number - num_prefix)
+
+
+@triton.jit
+@no_type_check
+def _pages(table_ptr, addresses, at, end, KEY_TILE: tl.constexpr, PAGE: tl.constexpr):
+    """Behind the addresses of the keys from number `at` on; 0 from `end` on."""
+    return tl.load(table_ptr + addresses // PAGE, mask=at + tl.arange(0, KEY_TILE) < end, other=0)
+
+
+@triton.jit
+@no_type_check
+def _slots(pages, addresses, PAGE: tl.constexpr):
+    return pages.to(tl.int64) * PAGE + addresses % PAGE
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+@no_type_check
+def attend_kernel(
+    qkv_ptr,
+    keys_ptr,
+    values_ptr,
+    parts_ptr,
+    lse_ptr,
+    out_ptr,
+    tokens_ptr,
+    tiles_ptr,
+    table_ptr,
+    num_tokens,
+    num_slots,
+    GROUPS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P).
+
+    Where the keys are whole, which is one part, writes out [T, H, D] instead, and nothing for tokens of no tile.
+    """
+    tile = tiles_ptr + tl.program_id(0) * 6
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    first, count = tl.load(tile), tl.load(tile + 1)
+    prefix_start, num_prefix = tl.load(tile + 2), tl.load(tile + 3)
+    own_start, num_read = tl.load(tile + 4), tl.load(tile + 5)
+    row = tl.arange(0, ROWS)
+    is_row = row // GROUPS < count
+    token = first + row // GROUPS
+    query_head = head * GROUPS + row % GROUPS
+    # Masks and offsets of what a row sees: counts in the order of keys, the prefix first.
+    num_own = tl.load(tokens_ptr + 3 * num_tokens + token, mask=is_row, other=0)
+    tree_offset = tl.load(tokens_ptr + 4 * num_tokens + token, mask=is_row, other=0)
+    tree_bits = tl.load(tokens_ptr + 5 * num_tokens + token, mask=is_row, other=0)
+    column = tl.arange(0, PADDED)
+    is_column = column < HEAD_SIZE
+    width = (GROUPS + 2) * KEY_HEADS * HEAD_SIZE
+    query = tl.load(
+        qkv_ptr + (token * width + query_head * HEAD_SIZE)[:, None] + column[None, :],
+        mask=is_row[:, None] & is_column[None, :],
+        other=0.0,
+    )
+    base = head.to(tl.int64) * num_slots * HEAD_SIZE
+    total_keys = num_prefix + num_read
+    per_part = tl.cdiv(tl.cdiv(total_keys, KEY_TILE), tl.num_programs(2))
+    begin = part * per_part * KEY_TILE
+    end = tl.minimum(begin + per_part * KEY_TILE, total_keys)
+    out = tl.zeros([ROWS, PADDED], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    # Pages are looked up two tiles ahead, so that copies of the next tile's keys and values wait for no other load.
+    address = _addresses(begin, prefix_start, num_prefix, own_start, KEY_TILE)
+    slot = _slots(_pages(table_ptr, address, begin, end, KEY_TILE, PAGE), address, PAGE)
+    address = _addresses(begin + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
+    page = _pages(table_ptr, address, begin + KEY_TILE, end, KEY_TILE, PAGE)
+    for at in tl.range(begin, end, KEY_TILE):
+        key_number = at + tl.arange(0, KEY_TILE)
+        is_key = key_number < end
+        own = key_number - num_prefix
+        lines = base + (slot * HEAD_SIZE)[:, None] + column[None, :]
+        in_cache = is_key[:, None] & is_column[None, :]
+        key = tl.load(keys_ptr + lines, mask=in_cache, other=0.0)
+        value = tl.load(values_ptr + lines, mask=in_cache, other=0.0)
+        keys_by_column = factor(tl.trans(key), WIDE)
+        scores = tl.dot(factor(query, WIDE), keys_by_column, input_precision="tf32x3", out_dtype=tl.float32) * FACTOR
+        bit = own[None, :] - tree_offset[:, None]
+        in_tree = (bit >= 0) & (bit < 64) & (((tree_bits[:, None] >> tl.minimum(tl.maximum(bit, 0), 63)) & 1) != 0)
+        visible = is_row[:, None] & is_key[None, :] & ((own[None, :] < num_own[:, None]) | in_tree)
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet has a peak of -inf, and -inf - -inf is no number.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        out = out * shrink[:, None]
+        rounded = factor(weights.to(value.dtype), WIDE)
+        out = tl.dot(rounded, factor(value, WIDE), out, input_precision="tf32x3", out_dtype=tl.float32)
+        peak = highest
+        slot = _slots(page, _addresses(at + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE), PAGE)
+        address = _addresses(at + 2 * KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
+        page = _pages(table_ptr, address, at + 2 * KEY_TILE, end, KEY_TILE, PAGE)
+    place = (part * num_tokens + token) * (GROUPS * KEY_HEADS) + query_head
+    has_seen = total > 0.0
+    out = out / tl.where(has_seen, total, 1.0)[:, None]
+    lines = (place * HEAD_SIZE)[:, None] + column[None, :]
+    if WHOLE:
+        tl.store(out_ptr + lines, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        return
+    tl.store(parts_ptr + lines, out, mask=is_row[:, None] & is_column[None, :])
+    lse = tl.where(has_seen, peak + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
+    tl.store(lse_ptr + place, lse, mask=is_row)
+
+
+def attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    tiles: Tensor,
+    table: Tensor,
+    parts: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    *,
+    rows: int,
+) -> None:
+    """Attention of every token over what it sees.
+
+    Args:
+        qkv: [T, (H + 2 G) D], queries rotated.
+        keys: [G, S, D] of the layer.
+        values: the same.
+        tokens: int64 [6, T], of `PassTables`.
+        tiles: int64 [I, 6], of `PassTables`; a tile of 0 tokens does nothing.
+        table: int32, page behind each 16 addresses.
+        parts: float32 [P, T, H, D], overwritten unless P, a power of two, is 1.
+        lse: float32 [P, T, H], the same.
+        out: [T, H D], written. Tokens of no tile get zeros, or with one part keep what is there.
+        rows: queries of a tile.
+    """
+    num_key_heads, num_slots, head_size = keys.shape
+    num_parts, num_tokens, num_heads, _ = parts.shape
+    padded = padded_size(head_size)
+    attend_kernel[(tiles.shape[0], num_key_heads, num_parts)](
+        qkv, keys, values, parts, lse, out, tokens, tiles, table, num_tokens, num_slots,
+        GROUPS=num_heads // num_key_heads, KEY_HEADS=num_key_heads, HEAD_SIZE=head_size, PADDED=padded, ROWS=rows,
+        KEY_TILE=32 if keys.dtype == torch.float32 else 64, PAGE=PAGE_SLOTS, FACTOR=head_size**-0.5 * LOG2_E,
+        WHOLE=num_parts == 1, WIDE=INTERPRETED, num_warps=4, num_stages=num_stages(rows, keys.dtype),
+    )  # fmt: skip
+    if num_parts > 1:
+        add_parts(parts, lse, tokens, out, head_size=head_size)
+
+
+def num_stages(rows: int, dtype: torch.dtype) -> int:
+    """Stages of the loop over keys that give these two buffers: one is read while the next tile's is filled.
+
+    Example: 2 for 64 rows in bfloat16, whose products read keys where they lie. Others take them into registers first,
+    and with 2 stages their one buffer would be empty until then.
+    """
+    return 2 if rows == 64 and dtype != torch.float32 else 3

@@ -1,0 +1,98 @@
+"""Standing room for the activations of a pass, so that it allocates nothing and can be captured.
+
+Knows sizes; knows nothing of what is computed in it.
+
+    T tokens   P parts of the keys   C hidden size   F MLP size   H query heads   G key heads   D head size
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treering.engine.decoder.cuda.device import num_processors
+from treering.engine.decoder.cuda.parts import num_parts
+from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
+from treering.engine.decoder.weights import DecoderWeights, Sizes
+from treering.types import ModelShape
+
+
+class Views(NamedTuple):
+    """The room of one pass; in the model's dtype where nothing else is said."""
+
+    x: Tensor  # [T, C] what layers add to
+    h: Tensor  # [T, C] its norm
+    update: Tensor  # [T, C] what is added next
+    qkv: Tensor  # [T, (H + 2 G) D]
+    attended: Tensor  # [T, H D]
+    gate_up: Tensor  # [T, 2 F]
+    gated: Tensor  # [T, F]
+    parts: Tensor  # float32 [P, T, H, D]
+    lse: Tensor  # float32 [P, T, H]
+
+
+class Buffers:
+    """Room for passes of up to `num_tokens` tokens, which all use the same memory."""
+
+    def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
+        """Allocates everything but logits, which only some passes leave here."""
+        sizes, device = weights.sizes, weights.device
+        self._weights = weights
+        self._num_tokens = num_tokens
+        self._tensors = [torch.zeros(num_tokens, width, dtype=weights.dtype, device=device) for width in _widths(sizes)]
+        self._num_lines = _most_lines(sizes, num_tokens, num_processors(device))
+        self._parts = torch.zeros(self._num_lines, sizes.num_heads, sizes.head_size, device=device)
+        self._lse = torch.zeros(self._num_lines, sizes.num_heads, device=device)
+        self._logits: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of all tokens, [T, V]; allocated by the first pass that leaves some."""
+        if self._logits is None:
+            head = self._weights.head
+            self._logits = torch.zeros(self._num_tokens, head.shape[0], dtype=head.dtype, device=head.device)
+        return self._logits
+
+    def first(self, num_tokens: int, num_tiles: int) -> Views:
+        """Views for a pass of that many tokens in that many tiles."""
+        weights = self._weights
+        shape = num_parts(num_tiles, weights.sizes.num_kv_heads, num_processors(weights.device)), num_tokens
+        num_lines = shape[0] * num_tokens
+        assert num_tokens <= self._num_tokens
+        assert num_lines <= self._num_lines
+        x, h, update, qkv, attended, gate_up, gated = (tensor[:num_tokens] for tensor in self._tensors)
+        return Views(
+            x=x,
+            h=h,
+            update=update,
+            qkv=qkv,
+            attended=attended,
+            gate_up=gate_up,
+            gated=gated,
+            parts=self._parts[:num_lines].view(*shape, *self._parts.shape[1:]),
+            lse=self._lse[:num_lines].view(*shape, -1),
+        )
+
+
+def room_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
+    """What `Buffers` take on a device with that many multiprocessors, logits left out.
+
+    Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, beside 68 MB for parts.
+    """
+    num_lines = _most_lines(sizes, num_tokens, num_processors)
+    line = torch.float32.itemsize * sizes.num_heads * (sizes.head_size + 1)
+    return num_tokens * sum(_widths(sizes)) * dtype.itemsize + num_lines * line
+
+
+def _widths(sizes: Sizes | ModelShape) -> tuple[int, ...]:
+    """Of the fields of `Views` from x to gated."""
+    heads = sizes.num_heads * sizes.head_size
+    qkv = heads + 2 * sizes.num_kv_heads * sizes.head_size
+    return *[sizes.hidden_size] * 3, qkv, heads, 2 * sizes.intermediate_size, sizes.intermediate_size
+
+
+def _most_lines(sizes: Sizes | ModelShape, num_tokens: int, num_processors: int) -> int:
+    """Tokens times parts of a pass of up to `num_tokens` tokens, more than half as many."""
+    # Of half as many tokens tiles are fewer, and so parts more.
+    fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
+    return num_tokens * num_parts(max(1, fewest_tiles), sizes.num_kv_heads, num_processors)

@@ -1,0 +1,170 @@
+"""From logits on a device to the tokens that rollouts gain: drawn, walked and packed there, fetched in one piece.
+
+Knows drawn tokens and drafts as trees. Knows nothing of how logits come about or of what becomes of the tokens.
+
+    W wanted positions   R sampled rows   J most drafts of a row
+"""
+
+from typing import no_type_check
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.engine.batch.draft_tree import MOST_DRAFTS, Proposed
+from treering.engine.batch.draw import Drawn
+from treering.engine.batch.state import Columns, Work
+from treering.engine.decoder.cuda.device import Mailbox, fetch, on_device, padded_bytes
+from treering.engine.decoder.cuda.gumbel import race
+from treering.engine.sampling.reference import diverged, sample
+
+_PACKED = 4
+"""What a drawn token takes in the packed result: itself, two log-probabilities, and the draft that it agrees with."""
+
+
+@triton.jit(do_not_specialize=["depth_most"])
+@no_type_check
+def walk_kernel(
+    tokens_ptr,
+    logprobs_ptr,
+    policy_ptr,
+    rows_ptr,
+    drafts_ptr,
+    parents_ptr,
+    packed_ptr,
+    depth_most,
+    MOST: tl.constexpr,
+):
+    """Goes down each row's tree along what was drawn, into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
+
+    `rows` is int64 [R, 3]: first wanted position, first draft, number of drafts. A packed line is the number of tokens,
+    0 where one of them could not be drawn, then token, log-probs and next draft of each.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first_wanted, first_draft = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
+    num_drafts = tl.load(rows_ptr + row * 3 + 2)
+    number = tl.arange(0, MOST)
+    is_draft = number < num_drafts
+    drafted = tl.load(drafts_ptr + first_draft + number, mask=is_draft, other=-1)
+    parents = tl.load(parents_ptr + first_draft + number, mask=is_draft, other=-2)
+    line = packed_ptr + row * (1 + 4 * (1 + depth_most))
+    at = tl.full([], -1, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    is_good = tl.full([], 1, tl.int32)
+    is_on = tl.full([], 1, tl.int32)
+    while is_on != 0:
+        place = first_wanted + 1 + at
+        token = tl.load(tokens_ptr + place)
+        child = tl.min(tl.where(is_draft & (parents == at) & (drafted == token), number, MOST), 0)
+        is_on = tl.where(child < MOST, 1, 0)
+        following = tl.where(child < MOST, child, -1)
+        out = line + 1 + 4 * count
+        tl.store(out, token.to(tl.float64))
+        tl.store(out + 1, tl.load(logprobs_ptr + place))
+        tl.store(out + 2, tl.load(policy_ptr + place))
+        tl.store(out + 3, following.to(tl.float64))
+        is_good = tl.where(token < 0, 0, is_good)
+        at = following
+        count += 1
+    tl.store(line, (count * is_good).to(tl.float64))
+
+
+class DeviceDrawer:
+    """Draws and verifies where the logits are, with one wait for the device a step.
+
+    Rows that cut their distribution by top-k or top-p are drawn by the specification itself, which sorts and waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Has room for nothing yet."""
+        self._device = device
+        self._mailbox: Mailbox | None = None
+        self._num_bytes = 0
+
+    def draw(self, logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
+        """See `treering.engine.batch.draw.draw`."""
+        rows, leaders = work.rows, work.leaders
+        num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
+        most = int(num_drafts.max(initial=0))
+        if rows.size == 0:
+            return _unpacked(np.zeros((0, 1 + _PACKED)))
+        lengths = 1 + num_drafts
+        begins = np.cumsum(lengths) - lengths
+        tables = np.stack([begins, drafts.offsets[leaders], num_drafts], 1)
+        owner = np.repeat(rows, lengths)
+        positions = columns.num_tokens[owner] + _depths(drafts, leaders, num_drafts)
+        arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
+        is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
+        arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
+        # Where a row is led, logits are read twice.
+        is_led = bool((leaders != rows).any())
+        wanted = [np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)] if is_led else []
+        with on_device(self._device):
+            values = self._walked(logits, wanted, arrays, rows.size, most)
+        bad = np.flatnonzero(values[:, 0] == 0)
+        if bad.size:
+            raise diverged(int(rows[bad[0]]))
+        return _unpacked(values)
+
+    def _walked(
+        self,
+        logits: Tensor,
+        wanted: list[NDArray[np.int64]],
+        arrays: list[NDArray[np.generic]],
+        num_rows: int,
+        most: int,
+    ) -> NDArray[np.float64]:
+        """The packed lines of all rows, on the host; `wanted` has which logits they are drawn from, nothing for all."""
+        sent = self._send([*arrays, *wanted])
+        read = logits[sent.pop()] if wanted else logits
+        tokens, logprobs, policy = _drawn_everywhere(read, *sent[3:])
+        packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
+        walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=MOST_DRAFTS, num_warps=1)
+        return fetch(packed)
+
+    def _send(self, arrays: list[NDArray[np.generic]]) -> list[Tensor]:
+        num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
+        if self._mailbox is None or num_bytes > self._num_bytes:
+            self._num_bytes = 2 * num_bytes
+            self._mailbox = Mailbox(self._device, self._num_bytes)
+        return self._mailbox.send(arrays)
+
+
+def _drawn_everywhere(
+    logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *cuts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and both log-probabilities at every wanted position."""
+    if not cuts:
+        raced = race(logits, keys, positions, temperature)
+        return raced.tokens, raced.logprobs, raced.logprobs
+    top_k, top_p = cuts
+    sampled = sample(logits, keys=keys, positions=positions, temperature=temperature, top_k=top_k, top_p=top_p)
+    return sampled.tokens.int(), sampled.logprobs, sampled.policy_logprobs
+
+
+def _depths(drafts: Proposed, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of every wanted position, row by row: 0 behind the context, a draft's depth behind it."""
+    lengths = 1 + num_drafts
+    starts = np.cumsum(lengths) - lengths
+    number = np.arange(lengths.sum()) - np.repeat(starts, lengths) - 1
+    depths = np.zeros(number.size, np.int64)
+    is_draft = number >= 0
+    depths[is_draft] = drafts.depths[(np.repeat(drafts.offsets[rows], lengths) + number)[is_draft]]
+    return depths
+
+
+def _unpacked(values: NDArray[np.float64]) -> Drawn:
+    # Tokens are far below 2**53, so float64 holds them exactly.
+    parts = values[:, 1:].reshape(values.shape[0], values.shape[1] // _PACKED, _PACKED)
+    count = values[:, 0].astype(np.int64)
+    path = np.where(np.arange(parts.shape[1]) < count[:, None], parts[:, :, 3], -1)
+    return Drawn(
+        tokens=parts[:, :, 0].astype(np.int32),
+        logprobs=np.ascontiguousarray(parts[:, :, 1]),
+        policy_logprobs=np.ascontiguousarray(parts[:, :, 2]),
+        num_tokens=count,
+        path=path.astype(np.int32),
+    )

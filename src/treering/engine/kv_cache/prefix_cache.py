@@ -1,0 +1,92 @@
+"""Prompts whose keys and values lie in the arena once, for all rollouts that continue them.
+
+Knows prompts, spans and how many requests need them. Knows nothing of rows or passes, and of what an arena keeps of
+prompts that no request has any more.
+"""
+
+from dataclasses import dataclass, field
+
+from treering.engine.kv_cache.allocator import Arena
+from treering.types import TokenIds
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prefix:
+    """All tokens of a prompt but its last, which every rollout computes for itself and is sampled behind."""
+
+    tokens: TokenIds
+    spans: Arena
+    num_requests: int = 0
+    """Requests with this prompt, waiting ones included."""
+    num_running: int = 0
+    """Rows that read it now."""
+    start: int | None = None
+    """First slot; None while it has no span."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are there, by whichever prefix that has the same beginning."""
+        return 0 if self.start is None else self.spans.num_computed(self.start)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of its span; 0 for a prompt of one token, which needs none."""
+        return int(self.tokens.size)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether rows may read it."""
+        return self.num_computed == self.num_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Prefixes:
+    """The prefixes of all unfinished requests, by their tokens."""
+
+    spans: Arena
+    _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
+
+    def expect(self, prompt: TokenIds) -> None:
+        """Counts a request that was submitted."""
+        key = prompt.tobytes()
+        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy(), spans=self.spans))
+        prefix.num_requests += 1
+
+    def of(self, prompt: TokenIds) -> Prefix:
+        """The prefix of a prompt that a request was submitted with."""
+        return self._by_tokens[prompt.tobytes()]
+
+    def place(self, prefix: Prefix) -> bool:
+        """Gives a prefix its span, unless it has one; False where there is no room."""
+        if prefix.start is None and prefix.num_tokens > 0:
+            prefix.start = self.spans.take_known(prefix.tokens)
+        return prefix.start is not None or prefix.num_tokens == 0
+
+    def release(self, prompt: TokenIds) -> None:
+        """Counts a request that left the engine; the last one gives the span back."""
+        prefix = self.of(prompt)
+        prefix.num_requests -= 1
+        if prefix.num_requests == 0:
+            self.drop_span(prefix)
+            del self._by_tokens[prompt.tobytes()]
+
+    def drop_idle(self) -> bool:
+        """Frees the spans that no row reads at present; whether there was one."""
+        idle = [prefix for prefix in self._by_tokens.values() if prefix.num_running == 0 and prefix.start is not None]
+        for prefix in idle:
+            self.drop_span(prefix)
+        return bool(idle)
+
+    def drop_span(self, prefix: Prefix) -> None:
+        """Gives a prefix's span back, if it has one: what is not known where it is placed next is computed anew."""
+        if prefix.start is not None:
+            self.spans.give_back(prefix.start)
+        prefix.start = None
+
+    def forget_values(self) -> None:
+        """Marks every prefix as not computed: the weights have changed."""
+        self.spans.forget_values()
+
+    def incomplete(self) -> list[Prefix]:
+        """Prefixes that running rows wait for."""
+        return [prefix for prefix in self._by_tokens.values() if prefix.num_running and not prefix.is_complete]

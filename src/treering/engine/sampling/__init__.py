@@ -1,0 +1,1 @@
+"""Keyed noise, sampling from logits, and verification of drafts."""

@@ -1,0 +1,115 @@
+"""How a token is drawn from logits and keyed noise: the specification, in torch, on any device.
+
+Knows distributions and their log-probabilities. Knows nothing of drafts: whoever verifies draws every drafted position
+with the position's own noise and keeps drafts while they agree, so the result cannot depend on them.
+
+A token is the winner of an exponential race: argmax of p / E with E = -log(u), which is token i with probability p_i.
+
+    M rows   V vocabulary
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from treering.engine.sampling.noise import uniforms_torch
+from treering.errors import StateError
+
+MASS_SLACK = 1e-12
+"""Mass within this of `top_p` has reached it: whether 0.1 + 0.2 reaches 0.3 must not hang on rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """One drawn token per row.
+
+    Example: token 1 of logits [2, 1, 0] at temperature 1 under top_p=0.7 has logprobs log 0.269 and policy_logprobs
+    log 0.245.
+    """
+
+    tokens: Int64[Tensor, " M"]
+    """int64 [M]."""
+    logprobs: Float64[Tensor, " M"]
+    """float64 [M], of the distribution that was sampled: after temperature, top-k and top-p."""
+    policy_logprobs: Float64[Tensor, " M"]
+    """float64 [M], at the temperature alone."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.shape == self.logprobs.shape == self.policy_logprobs.shape
+
+
+def sample(
+    logits: Float[Tensor, "M V"],
+    *,
+    keys: Int64[Tensor, " M"],
+    positions: Int64[Tensor, " M"],
+    temperature: Float64[Tensor, " M"],
+    top_k: Int64[Tensor, " M"],
+    top_p: Float64[Tensor, " M"],
+) -> Sampled:
+    """Draws one token per row from the distribution that `Sampling` defines.
+
+    In order: temperature; the top_k largest logits; of what is left, the tokens with a mass below top_p strictly before
+    them. Tokens rank by logit, of equal ones the smaller id first. Everything is computed in float64. A logit of -inf
+    hides its token. A row depends on nothing but its own entries.
+
+    Args:
+        logits: before temperature; any float type.
+        keys: of the rows' rollouts, from `row_key`.
+        positions: absolute positions of the tokens that are drawn.
+        temperature: > 0.
+        top_k: tokens that can be drawn; 0 is all.
+        top_p: mass that can be drawn, in (0, 1]; 1 is all.
+
+    Raises:
+        StateError: a row that holds NaN or +inf, or -inf alone.
+
+    Example: logits [2, 1, 0] at temperature 1 with top_p=0.7 give token 0 with probability 0.731, else token 1.
+    """
+    wide = logits.double()
+    top = wide.amax(-1, keepdim=True)
+    is_bad = ~top[:, 0].isfinite()
+    if bool(is_bad.any()):
+        raise diverged(int(is_bad.nonzero()[0]))
+    scaled = (wide - top) / temperature[:, None]
+    policy = scaled.log_softmax(-1)
+    processed = policy
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        kept = _kept(wide, scaled, top_k[:, None], top_p[:, None])
+        processed = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    exponentials = -uniforms_torch(keys, positions, logits.shape[1]).log()
+    # argmax gives the first of equal winners.
+    tokens = (processed.exp() / exponentials).argmax(-1)
+    at = tokens[:, None]
+    return Sampled(tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0])
+
+
+def diverged(row: int) -> StateError:
+    """The error for logits that are no distribution, for every implementation that finds them.
+
+    Example: `raise diverged(3)` names row 3.
+    """
+    return StateError(
+        f"logits are finite (or -inf where a token is hidden), and those of row {row} hold NaN, +inf or nothing else: "
+        "the weights have diverged; go back to a checkpoint before it and lower the learning rate"
+    )
+
+
+def _kept(
+    logits: Float64[Tensor, "M V"],
+    scaled: Float64[Tensor, "M V"],
+    top_k: Int64[Tensor, "M 1"],
+    top_p: Float64[Tensor, "M 1"],
+) -> Bool[Tensor, "M V"]:
+    """Which tokens can be drawn."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    is_kept = (rank < top_k) | (top_k == 0)
+    mass = scaled.gather(1, order).exp().masked_fill(~is_kept, 0.0).cumsum(-1)
+    before = mass.roll(1, -1)
+    before[:, 0] = 0.0
+    reach = (top_p - MASS_SLACK).clamp(min=MASS_SLACK) * mass[:, -1:]
+    is_kept &= (before < reach) | (top_p >= 1)
+    return torch.zeros_like(is_kept).scatter(1, order, is_kept)

@@ -1,0 +1,1 @@
+"""What joins an engine to its drafter: drafts, feedback, and measured costs."""

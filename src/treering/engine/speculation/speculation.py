@@ -1,0 +1,148 @@
+"""Between engine and drafter: which rows ask for drafts, and what the drafter learns from what became of them.
+
+Knows the columns and the drafter's records. Knows nothing of how drafts are found or verified.
+
+    B rows
+"""
+
+import numpy as np
+
+from treering.arrays import Float64Array, Int64Array
+from treering.engine.batch.commit import Gains
+from treering.engine.batch.draft_tree import Proposed, as_drafted, nothing, readable
+from treering.engine.batch.state import fill_room
+from treering.engine.batch.table import Table
+from treering.engine.speculation.drift import CostWatch
+from treering.engine.speculation.verify_costs import Costs
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.drafter import Drafter
+from treering.history.types import DraftRows, Drafts
+from treering.types import PromptId
+
+_LEAST_WORTH, _MOST_WORTH = 0.5, 4.0
+_GOES_ON = 0.25
+"""Of what a rollout has: as much is expected to follow at least, also beyond its prompt's usual length."""
+
+
+class Speculation:
+    """A drafter at work in an engine, or none."""
+
+    def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs) -> None:
+        """None never drafts; `vocab_size` is the model's."""
+        self._drafter = drafter
+        self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
+        """Whether passes are to be measured before the next one."""
+        self._watch = CostWatch() if costs == "measured" else None
+        if isinstance(costs, VerifyCosts):
+            self.use_costs(costs)
+        self._vocab_size = vocab_size
+        self._rows: DraftRows | None = None
+        self._state = (-1, False)
+        self._medians: dict[PromptId, float | None] = {}
+        self._newest_row = -1
+        self._latest: tuple[Drafts, Proposed] | None = None
+
+    def use_costs(self, costs: VerifyCosts) -> None:
+        """Tells the drafter, if there is one, what passes take."""
+        self.wants_costs = False
+        if self._drafter is not None:
+            self._drafter.use_costs(costs)
+        if self._watch is not None:
+            self._watch.begin(costs)
+
+    def note_pass(self, num_tokens: int, seconds: float) -> None:
+        """What a pass without prompts took: costs that the engine has measured may turn out not to hold."""
+        if self._watch is not None and self._watch.note(num_tokens, seconds):
+            self.wants_costs = True
+
+    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> Proposed:
+        """Drafts of all rows that decode and lead; with nothing waiting, those that have far to go are worth more."""
+        self._latest = None
+        if self._drafter is None or self._drafter.rests():
+            return nothing(table.num_rows)
+        state = (table.num_changes, num_waiting == 0)
+        if self._rows is None or self._state != state:
+            self._state = state
+            self._rows = _rows_of(table, self._worth(table, self._drafter, num_waiting))
+        c = table.columns
+        rows = self._rows
+        assert rows.leaders is not None
+        rows.leaders[:] = leaders
+        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
+        drafts = self._drafter.propose(rows)
+        proposed = readable(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
+        if drafts.tokens.size > 0:
+            self._latest = drafts, proposed
+        return proposed
+
+    def learn(self, gains: Gains) -> None:
+        """Tells the drafter what became of the drafts of the latest `propose`, if there were any.
+
+        No draft reaches beyond a row's limit (`fill_room`), so none is cut off by anything that tokens do not tell.
+        """
+        if self._drafter is None or self._rows is None or self._latest is None:
+            return
+        rows = self._rows
+        assert rows.leaders is not None
+        accepted, leaves = as_drafted(
+            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves
+        )
+        self._drafter.observe(rows, accepted, leaves=leaves)
+
+    def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
+        """None while others wait: each row that ends makes room then, and no row is the last one."""
+        if num_waiting > 0:
+            self._medians = {}
+            return None
+        c, rows = table.columns, slice(table.num_rows)
+        # Where no row was there before, nothing is kept of earlier ones: a run that is resumed begins there (law 8).
+        if (c.row_ids[rows] > self._newest_row).all():
+            self._medians = {}
+        self._newest_row = int(c.row_ids[rows].max(initial=-1))
+        prompt_ids = [request.prompt_id for request in table.requests]
+        self._medians = {
+            prompt_id: self._medians[prompt_id] if prompt_id in self._medians else drafter.median_tokens(prompt_id)
+            for prompt_id in prompt_ids
+        }
+        medians = [self._medians[prompt_id] for prompt_id in prompt_ids]
+        usual = np.array([np.nan if median is None else median for median in medians], np.float64)
+        return worth_of(usual, c.num_tokens[rows] - c.num_prompt[rows], c.limit[rows] - c.num_tokens[rows])
+
+
+def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
+    """How many tokens rows are expected to go on for, beside the mean of them, from 0.5 to 4.
+
+    Args:
+        usual: float64 [B], median lengths of earlier rollouts, NaN where there is none: such a row is worth 1.
+        num_written: int64 [B], tokens of the rollouts so far.
+        num_left: int64 [B], tokens up to their limits.
+
+    Returns:
+        float64 [B], or None where no length is known.
+
+    Example: with usual lengths of 40, 40 and 20, of which 10, 38 and 28 are written, 30, 9.5 and 7 are expected: a
+    quarter of what is written at least. Beside their mean of 15.5 that is 1.94, 0.61 and 0.5.
+    """
+    is_known = ~np.isnan(usual)
+    if not is_known.any():
+        return None
+    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_GOES_ON * num_written, 1)), num_left)
+    mean = expected[is_known].mean()
+    worth = np.where(is_known, expected / mean, 1.0)
+    return np.clip(worth, _LEAST_WORTH, _MOST_WORTH)
+
+
+def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
+    """Views of the running rows, good until one comes or goes; the drafter reads in them what a step has changed."""
+    c, num_rows = table.columns, table.num_rows
+    return DraftRows(
+        prompt_ids=[request.prompt_id for request in table.requests],
+        groups=c.groups[:num_rows],
+        tokens=c.tokens[:num_rows],
+        num_tokens=c.num_tokens[:num_rows],
+        num_prompt_tokens=c.num_prompt[:num_rows],
+        max_drafts=np.zeros(num_rows, np.int64),
+        row_ids=c.row_ids[:num_rows],
+        worth=worth,
+        leaders=np.arange(num_rows),
+    )

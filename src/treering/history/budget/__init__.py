@@ -1,0 +1,1 @@
+"""How much to draft: costs of verification, and the tokens that pay."""

@@ -1,0 +1,192 @@
+"""Which drafted tokens a step verifies: those that pay, by what a pass costs and what they are likely to bring.
+
+Knows probabilities and seconds. Knows nothing of tokens, rows' contents and clocks.
+
+A step gives each of B rows one token in any case, and each drafted token that is accepted one more. Of all drafted
+tokens of the batch it is best to take those with the greatest probability, as many as make expected tokens per second
+greatest; since a token is never likelier than the one before it, what is left of a tree is a tree.
+
+    K entries of the costs   Z bins
+"""
+
+import math
+
+import numpy as np
+
+from treering.arrays import Float64Array, Int64Array
+from treering.history.budget.costs import DraftPrices
+from treering.history.jit import lean
+
+NUM_BINS = 64
+_BINS_PER_E = 14.0
+_LONGEST = 256
+_LONGER = 4
+_LONGEST_BEFORE = 4
+"""Of an earlier rest, as far as it counts: more would make too much of what was, where history has grown since."""
+_LONG = 16
+_COLD = 0.8
+"""Of its price, what drafting takes longer behind a long rest: its code and tables have left the caches by then. With
+the demo's policy it was 0.06 behind 4 steps, 0.6 behind 16 and 0.85 behind 64."""
+_MOST_LOST, _MOST_LOST_FOR_NEWS = 0.005, 0.02
+
+
+@lean
+def bin_of(probability: float) -> int:
+    """0 for certain tokens, the last for those below 1 in 90; a bin is 7 % of probability wide."""
+    return min(int(-math.log(max(probability, 1e-9)) * _BINS_PER_E), NUM_BINS - 1)
+
+
+@lean
+def seconds_of(num_tokens: float, sizes: Int64Array, seconds: Float64Array) -> float:
+    """What a pass over that many tokens takes: linear between the entries, with the last slope beyond.
+
+    Example: sizes [1, 8] with seconds [1.0, 2.4] give 1.2 for 2 tokens and 2.8 for 10.
+    """
+    last = sizes.size - 1
+    if last == 0 or num_tokens <= sizes[0]:
+        return float(seconds[0])
+    k = 1
+    while k < last and sizes[k] < num_tokens:
+        k += 1
+    slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
+    return float(seconds[k - 1] + slope * (num_tokens - sizes[k - 1]))
+
+
+@lean
+def choose_bins(
+    num_rows: int, counts: Float64Array, gains: Float64Array, sizes: Int64Array, seconds: Float64Array
+) -> int:
+    """How many bins of drafted tokens are worth their cost, likeliest first.
+
+    Args:
+        num_rows: B.
+        counts: float64 [Z], drafted tokens.
+        gains: float64 [Z], sums of their probabilities, times their rows' worth.
+        sizes: int64 [K] tokens of a pass.
+        seconds: float64 [K].
+
+    Example: one row, costs of 1 s for 1 token and 0.1 s for each further one, and tokens of probability 0.9 and 0.05:
+    (1 + 0.9) / 1.1 = 1.73 tokens a second beat 1 / 1 and (1 + 0.95) / 1.2 = 1.63, so the first one is taken.
+    """
+    best_bins, tokens, gain = 0, float(num_rows), float(num_rows)
+    best_speed = gain / seconds_of(tokens, sizes, seconds)
+    for k in range(NUM_BINS):
+        if counts[k] == 0:
+            continue
+        tokens += counts[k]
+        gain += gains[k]
+        speed = gain / seconds_of(tokens, sizes, seconds)
+        if speed > best_speed:
+            best_bins, best_speed = k + 1, speed
+    return best_bins
+
+
+class Rest:
+    """Whether drafting as a whole pays, and how long it rests where it does not.
+
+    Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
+    4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
+    and for 256. A win shortens the next rest to a quarter, and no more: where drafts lose, chance lets one step in some
+    win. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not look, as
+    many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is found and
+    learning from it are counted at their prices, so that no decision depends on a clock; a rest also has to make up for
+    what they take longer behind one of 16 steps or more.
+
+    Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
+    64, 169, 169, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the prices that
+    stand where none were measured: 52 us, and 42 us more behind a long rest, are half a percent of 31 steps.
+    """
+
+    def __init__(self, prices: DraftPrices | None = None, lengths: Int64Array | None = None) -> None:
+        """Drafts at first, whatever was before.
+
+        Args:
+            prices: of drafting; None for those that stand where none were measured.
+            lengths: int64 [2], gone on from and changed in place: steps of the latest rest behind drafts that lost, and
+                behind a look that found nothing; 0 where the latest ones paid. What lost before and loses again rests
+                for up to 16 steps at once. None for none yet.
+        """
+        self._prices = DraftPrices() if prices is None else prices
+        self._lengths = np.zeros(2, np.int64) if lengths is None else lengths
+        np.minimum(self._lengths, _LONGEST_BEFORE, out=self._lengths)
+        self._seconds_plain = 0.0
+        self._seconds_drafted = 0.0
+        self._num_plain = 0.0
+        self._num_drafted = 0.0
+        self._num_left = 0
+        self._num_spared = 0
+        self._num_rested = 0
+
+    def is_due(self) -> bool:
+        """Whether this step makes drafts; counts the step."""
+        if self._num_left == 0:
+            return True
+        self._num_left -= 1
+        self._num_rested += 1
+        return False
+
+    def note_news(self) -> None:
+        """History has grown: what lost before may pay now, so the present rest makes what was lost two percent of it.
+
+        Example: 0.32 steps that were lost are followed by 64 steps without news, and by 16 with them. Where 20 of the
+        64 have gone by when they come, the next step looks.
+        """
+        self._num_left = max(0, self._num_left - self._num_spared)
+        self._num_spared = 0
+
+    def note(
+        self,
+        num_rows: int,
+        num_drafted: int,
+        num_accepted: float,
+        seconds_plain: float,
+        seconds_drafted: float,
+        num_grown: int | None = None,
+    ) -> None:
+        """What a step with drafts came to.
+
+        Args:
+            num_rows: of the step.
+            num_drafted: tokens that it verified.
+            num_accepted: of these.
+            seconds_plain: of its pass without drafts.
+            seconds_drafted: of its pass.
+            num_grown: tokens that were found for it; None for no more than were drafted.
+        """
+        length = int(self._lengths[0])
+        keep = 0.9 if length == 0 else 0.5
+        drafting = self._prices.of_drafting(num_rows, num_drafted if num_grown is None else num_grown, num_drafted)
+        self._num_plain = keep * self._num_plain + num_rows
+        self._num_drafted = keep * self._num_drafted + num_rows + num_accepted
+        self._seconds_plain = keep * self._seconds_plain + seconds_plain
+        self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
+        lost = self._seconds_drafted / self._seconds_plain - self._num_drafted / self._num_plain
+        if lost <= 0:
+            self._num_rested = 0
+            self._lengths[:] = length // _LONGER, 0
+            return
+        lost += self._of_cold(drafting) / seconds_plain
+        self._begin(max(1, _next(length, lost)), lost)
+        self._lengths[:] = self._num_left, 0
+
+    def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
+        """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
+        looking = self._prices.of_looking(num_rows, num_grown)
+        looking += self._of_cold(looking)
+        lost = looking / seconds_plain
+        self._begin(_next(int(self._lengths[1]), lost), lost)
+        self._lengths[1] = self._num_left
+
+    def _begin(self, length: int, lost: float) -> None:
+        self._num_left = length
+        self._num_spared = max(0, length - max(1, int(lost / _MOST_LOST_FOR_NEWS)))
+
+    def _of_cold(self, seconds: float) -> float:
+        """What drafting took longer than its price, which is 0 but for the first step behind a long rest."""
+        num_rested, self._num_rested = self._num_rested, 0
+        return _COLD * seconds if num_rested >= _LONG else 0.0
+
+
+def _next(length: int, lost: float) -> int:
+    """The length of a rest behind one of `length`, that is to make up for what was lost, in steps without drafts."""
+    return min(max(1, _LONGER * length), _LONGEST, int(lost / _MOST_LOST))

@@ -1,0 +1,1 @@
+"""The drafter: candidates, acceptance estimates and draft trees."""

@@ -1,0 +1,237 @@
+"""The different tokens that may come next at a node: the votes of its places, and what is known of each token.
+
+Knows places and votes. Knows nothing of trees and of what votes are worth.
+
+    M places   C candidates of one node
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treering.arrays import Float64Array, Int32Array
+from treering.history.draft.workspace import MAX_CANDIDATES, Room
+from treering.history.features import (
+    FIRST,
+    HISTORY,
+    NUM_AGES,
+    NUM_COUNTS,
+    NUM_EDITS,
+    NUM_HASHES,
+    NUM_LENGTH_CLASSES,
+    NUM_LENGTHS,
+    NUM_PAIRS,
+    NUM_RANKS,
+    NUM_REWARDS,
+    NUM_SHIFTS,
+    NUM_SOURCES,
+    NUM_STATES,
+    count_bucket,
+    crowd_bucket,
+    depth_bucket,
+    fine_share,
+    hash_of,
+    length_bucket,
+    near_bucket,
+    rivals,
+    tally,
+)
+from treering.history.jit import lean, pick
+from treering.history.match.arena import SAID_BITS
+from treering.history.match.matches import Places, age_of, newness_of, vote_bucket
+
+CALIBRATED, FREQUENCY, REWARD, RECENCY = range(4)
+# What a place without a reward, or with none above zero, counts under the reward policy.
+_NO_REWARD = 1e-3
+
+
+class Votes(NamedTuple):
+    """Factors of votes; see `prior.vote_tables`."""
+
+    length: Float64Array
+    edit: Float64Array
+    age: Float64Array
+    shift: Float64Array
+    none: Float64Array
+
+
+class Texts(NamedTuple):
+    """Where the tokens behind places stand; see `places.IN_HISTORY`."""
+
+    history: Int32Array
+    live: Int32Array
+    others: Int32Array
+
+
+class Facts(NamedTuple):
+    """What is known of a candidate beside its tokens."""
+
+    place: int
+    """With the greatest vote."""
+    length: int
+    """The longest match."""
+    own: int
+    """Places that it has."""
+    share: int
+    """Of the votes, in twentieths."""
+    rank: int
+    crowd: int
+    """Places of its node."""
+    num_longest: int
+    """Places of its own with the longest match of all."""
+    all_longest: int
+    """Places of its node with that."""
+    rivals: int
+    """Candidates of its node."""
+
+
+@lean
+def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
+    """The token at a place of a text, see `places.IN_HISTORY`; a marker where a rollout ends."""
+    found: np.int32 = pick(text, history, live, others, at)
+    return found
+
+
+@lean
+def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> None:
+    """What each place's vote counts apart from its length."""
+    for i in range(num):
+        place = places[i]
+        if policy == CALIBRATED:
+            edit = vote_bucket(place.length) * NUM_EDITS + place.edit
+            age, shift = np.uintp(place.source * 4 + newness_of(place)), np.uintp(place.shift)
+            place.weight = votes.edit[np.uintp(edit)] * votes.age[age] * votes.shift[shift]
+        elif place.length < longest:
+            place.weight = 0.0
+        elif policy == REWARD:
+            place.weight = max(place.reward, 0.0) + _NO_REWARD
+        else:
+            place.weight = 1.0 if policy == FREQUENCY else 16.0 ** -age_of(place)
+
+
+@lean
+def count_votes(
+    texts: Texts, places: Places, room: Room, begin: int, end: int, depth: int, votes: Votes, policy: int, longest: int
+) -> int:
+    """Fills the candidates from a node's places, the members from `begin` to `end`; returns how many there are.
+
+    Where they are several, or a rollout ends, `which` says the candidate of each place.
+    """
+    if begin == end:
+        return 0
+    # Taken apart once: numba counts references whenever a field of a tuple is read.
+    history, live, others, factor = texts.history, texts.live, texts.others, votes.length
+    members, tokens, counted = room.members, room.tokens, room.votes
+    place = places[np.uintp(members[np.uintp(begin)])]
+    first, differs = token_at(history, live, others, place.text, place.at + depth), np.int32(0)
+    total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
+    # Most go on with the same token: sums of all stay in registers.
+    for j in range(begin, end):
+        number = members[np.uintp(j)]
+        place = places[np.uintp(number)]
+        token = token_at(history, live, others, place.text, place.at + depth)
+        vote = place.weight
+        if policy == CALIBRATED:
+            vote *= factor[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
+        tokens[np.uintp(j - begin)], counted[np.uintp(j - begin)] = token, vote
+        differs |= token ^ first
+        total += vote
+        num_longest += place.length == longest
+        sources |= (vote > 0) << place.source
+        if vote > most:
+            most, best = vote, number
+    if differs != 0 or first < 0:
+        num: int = _tell_apart(places, room, begin, end, longest)
+        return num
+    candidate = room.candidates[0]
+    candidate.token, candidate.votes, candidate.count, candidate.best = first, total, end - begin, best
+    candidate.length, candidate.num_longest = longest, num_longest
+    for source in range(NUM_SOURCES):
+        # Of what a source says it has all or nothing, however much that is.
+        candidate.by_source[source] = (sources >> source) & 1
+    return 1
+
+
+@lean
+def _tell_apart(places: Places, room: Room, begin: int, end: int, longest: int) -> int:
+    """`count_votes` where places go on with different tokens, from the tokens and votes that it wrote."""
+    members, tokens, counted, which, candidates = room.members, room.tokens, room.votes, room.which, room.candidates
+    num = 0
+    for j in range(end - begin):
+        token, vote, number = tokens[np.uintp(j)], counted[np.uintp(j)], members[np.uintp(begin + j)]
+        which[np.uintp(j)] = MAX_CANDIDATES
+        if token < 0:
+            continue
+        c = 0
+        while c < num and candidates[np.uintp(c)].token != token:
+            c += 1
+        candidate = candidates[np.uintp(c)]
+        if c == num:
+            if num == MAX_CANDIDATES:
+                continue
+            num += 1
+            candidate.token, candidate.votes, candidate.count, candidate.best_vote = token, 0.0, 0, -1.0
+            candidate.length, candidate.num_longest = 0, 0
+            for k in range(NUM_SOURCES):
+                candidate.by_source[k] = 0.0
+        place = places[np.uintp(number)]
+        length, source = place.length, np.uintp(place.source)
+        which[np.uintp(j)] = c
+        candidate.votes += vote
+        candidate.count += 1
+        candidate.by_source[source] += vote
+        candidate.length = max(candidate.length, length)
+        candidate.num_longest += length == longest
+        if vote > candidate.best_vote:
+            candidate.best_vote, candidate.best = vote, number
+    return num
+
+
+@lean
+def describe(
+    out: Int32Array, places: Places, facts: Facts, depth: int, token: int, state: int, before: int, earlier: int
+) -> None:
+    """Writes the numbers of a candidate's features.
+
+    Args:
+        out: int32 [kinds].
+        places: of the row.
+        facts: of the candidate.
+        depth: tokens drafted before it.
+        token: its own.
+        state: of the row.
+        before: the token before it.
+        earlier: the one before that.
+    """
+    place, rank, own, crowd, share = places[np.uintp(facts.place)], facts.rank, facts.own, facts.crowd, facts.share
+    source = place.source
+    length, near = length_bucket(facts.length), near_bucket(depth)
+    count, far = count_bucket(own), depth_bucket(depth)
+    start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
+    is_history = source == HISTORY
+    note = place.note & ((1 << SAID_BITS) - 1) if is_history else NUM_AGES * NUM_REWARDS + place.note
+    shift, edit = place.shift, place.edit
+    out[0] = FIRST[0]
+    out[1] = FIRST[1] + source * NUM_LENGTHS + length
+    out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)
+    out[3] = FIRST[3] + shift
+    out[4] = FIRST[4] + note
+    out[5] = FIRST[5] + (share >> 1) * 4 + near
+    out[6] = FIRST[6] + source * NUM_COUNTS + count
+    out[7] = FIRST[7] + far
+    out[8] = FIRST[8] + start * NUM_LENGTHS + length
+    out[9] = FIRST[9] + min(rank, NUM_RANKS - 1)
+    out[10] = FIRST[10] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
+    out[11] = FIRST[11] + near * NUM_LENGTHS + length
+    out[12] = FIRST[12] + near * NUM_SHIFTS + shift
+    out[13] = FIRST[13] + near * 8 + crowd_bucket(crowd)
+    out[14] = FIRST[14] + tally(own, crowd) * (NUM_STATES + 1) + (state if depth == 0 else NUM_STATES)
+    out[15] = FIRST[15] + tally(facts.num_longest, facts.all_longest)
+    out[16] = FIRST[16] + rivals(own, facts.rivals)
+    out[17] = FIRST[17] + fine_share(share, crowd)
+    out[18] = FIRST[18] + (before & (NUM_HASHES - 1))
+    out[19] = FIRST[19] + (token & (NUM_HASHES - 1))
+    out[20] = FIRST[20] + hash_of(token, before, 0, NUM_PAIRS)
+    out[21] = FIRST[21] + hash_of(token, before, earlier + 1, NUM_PAIRS)
+    out[22] = FIRST[22] + hash_of(token, source, 0, NUM_HASHES)
+    out[23] = FIRST[23] + hash_of(token, length, 0, NUM_HASHES)

@@ -1,0 +1,261 @@
+"""The drafter: proposed next tokens for a batch of rows, from history, running siblings and each row's own context.
+
+Knows what is kept from one step to the next, and the order of calls. Knows nothing of engines: it never sees noise, and
+a wrong draft costs time only.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import ConfigError, InputError
+from treering.history.budget.controller import Spending
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.acceptance import Acceptance
+from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
+from treering.history.draft.feedback import as_counts, check_latest
+from treering.history.draft.kernel import propose
+from treering.history.draft.lessons import Answers, Lessons
+from treering.history.draft.prior import vote_tables
+from treering.history.draft.reliability import ReliabilityBin, as_bins
+from treering.history.draft.settings import Policy, Shape, check_settings
+from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
+from treering.history.match.source_gate import Looks
+from treering.history.match.state import Searched
+from treering.history.store.snapshot import SnapshotSource
+from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
+from treering.types import PromptId
+
+
+class Drafter:
+    """Proposes tokens that each row may go on with, and learns from what was accepted.
+
+    For each row it looks for places where the row's context occurs: in the prompt's history, in the running rollouts of
+    its group, in the row itself, and in history and running rollouts of other prompts; and where an old rollout that
+    the row followed goes on behind a small edit. Places vote for their next tokens. Of the tree of continuations it
+    takes the tokens that are likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
+
+    A drafter belongs to one engine and so to one thread; a store can serve many drafters.
+
+    Args:
+        store: its newest snapshot is read at each `propose`.
+        max_draft: tokens per row at most, 1 to 64.
+        min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, as long as nothing is
+            known of what passes cost. Tokens behind it must be likelier to be reached and accepted: by 0.036 behind 8
+            others, by 0.23 behind 32. With `use_costs`, the tokens are drafted that pay.
+        policy: whose places count.
+        shape: "tree", or "chain" for engines that verify no trees.
+        sources: which are looked at, at least one.
+        max_live_tokens: newest tokens of a running rollout or prompt that are searched, >= 16.
+        max_other_tokens: tokens of other prompts' history that are searched, >= 0.
+
+    Raises:
+        ConfigError: a value out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> from treering.history.store.store import HistoryStore
+        >>> store = HistoryStore()
+        >>> store.add("q", [np.array([7, 8, 9], np.int32)] * 2, version=0)
+        >>> store.publish()
+        >>> drafter = Drafter(store)
+        >>> count = lambda *values: np.array(values, np.int64)
+        >>> rows = DraftRows(prompt_ids=["q"], groups=count(0), tokens=np.array([[5, 6, 7]], np.int32),
+        ...                  num_tokens=count(3), num_prompt_tokens=count(2), max_drafts=count(4))
+        >>> drafts = drafter.propose(rows)
+        >>> drafts.tokens.tolist(), drafts.parents.tolist()
+        ([8, 9], [-1, 0])
+        >>> drafter.observe(rows, count(2))
+        >>> sum(bin.num_drafted for bin in drafter.reliability())
+        2
+    """
+
+    def __init__(
+        self,
+        store: SnapshotSource,
+        *,
+        max_draft: int = 64,
+        min_acceptance: float = 0.018,
+        policy: Policy = "calibrated",
+        shape: Shape = "tree",
+        sources: tuple[Source, ...] = SOURCES,
+        max_live_tokens: int = 4096,
+        max_other_tokens: int = 1 << 18,
+    ) -> None:
+        check_settings(
+            max_draft=max_draft, min_acceptance=min_acceptance, policy=policy, shape=shape, sources=sources,
+            max_live_tokens=max_live_tokens, max_other_tokens=max_other_tokens,
+        )  # fmt: skip
+        if not isinstance(getattr(store, "snapshot", None), Mapping):
+            raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
+        self._store = store
+        self._max_draft = max_draft
+        self._kind = (get_args(Policy).index(policy), shape == "chain")
+        self._acceptance = Acceptance()
+        self._spending = Spending(float(min_acceptance), self._acceptance.rests)
+        self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._lessons = Lessons(self._acceptance, self._looks)
+        self._votes = tuple(vote_tables().values())
+        self._searched = Searched(
+            rewards="read" if policy == "reward" else "unread",
+            max_live_tokens=max_live_tokens,
+            max_other_tokens=max_other_tokens if "others" in sources else 0,
+        )
+        self._newest = store.snapshot
+        self._leaders, self._worth, self._num_looked = np.zeros(0, np.int64), np.ones(0), 0
+        self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
+        self._latest: tuple[DraftRows, Drafts] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept beside the store: indexes of running prompts, live rows, other prompts, weights."""
+        return self._searched.num_bytes + self._acceptance.num_bytes
+
+    @property
+    def costs(self) -> VerifyCosts | None:
+        """What passes are taken to cost; see `use_costs`."""
+        return self._spending.costs
+
+    def use_costs(self, costs: VerifyCosts | None) -> None:
+        """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`.
+
+        Raises:
+            ConfigError: something else.
+        """
+        if not isinstance(costs, VerifyCosts | None):
+            raise ConfigError(f"costs of a drafter are a VerifyCosts, or None where not known, got {costs!r}; make one")
+        self._spending.use_costs(costs)
+
+    def rests(self) -> bool:
+        """Whether this step makes no drafts, whatever its rows: it is counted then, and needs no `propose`."""
+        newest = self._store.snapshot
+        if newest is not self._newest:
+            self._newest = newest
+            self._spending.note_news()
+        return not self._spending.is_due()
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
+
+        Raises:
+            InputError: no `DraftRows`, or a row's counts contradict each other.
+        """
+        if not isinstance(rows, DraftRows):
+            raise InputError(f"a drafter drafts for a DraftRows record, got {rows!r}; make one of the step's rows")
+        num_rows = len(rows.prompt_ids)
+        # Should this call fail, what is kept of rows is no longer that of the call before.
+        self._latest = None
+        if self.rests():
+            self._latest = (rows, no_drafts(num_rows))
+            return self._latest[1]
+        self._prepare(rows)
+        size = num_rows * self._max_draft
+        offsets = np.empty(num_rows + 1, np.int64)
+        tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
+        acceptance, paths = np.empty(size, np.float32), np.empty(size)
+        bad_row, cutoff, num_grown = propose(
+            rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._searched.live.row_scopes, rows.max_drafts,
+            self._worth, self._leaders, *self._searched.arrays, self._looks.due(), *self._kind, self._max_draft,
+            *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.token_weights,
+            self._acceptance.quiet, *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares,
+            self._features,
+        )  # fmt: skip
+        if bad_row >= 0:
+            raise InputError(contradiction(rows, bad_row))
+        end = int(offsets[-1])
+        if end > 0 or rows.max_drafts.any():
+            self._spending.note_drafts(self._num_looked, end, cutoff, num_grown)
+        drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
+        self._latest = (rows, drafts)
+        return drafts
+
+    def observe(
+        self,
+        rows: DraftRows,
+        accepted: NDArray[np.integer[Any]],
+        ended: NDArray[np.bool_] | None = None,
+        leaves: NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        """Learns from what became of the latest drafts; once per `propose`, and not needed after every one.
+
+        Of drafts without tokens it learns nothing.
+
+        Args:
+            rows: those of the latest `propose`, the very same object.
+            accepted: integers [B], drafted tokens of each row that were accepted; of its leader's draft, where it has
+                one.
+            ended: bool [B], rows that were cut off behind their accepted tokens by something that tokens do not tell,
+                a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
+                comes behind one is worth learning.
+            leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
+                what a draft's branches leave open is learnt at the next `propose`, from the row's new tokens.
+
+        Raises:
+            StateError: other rows, or a second time.
+            InputError: a wrong shape or type, or numbers that do not belong to the drafts; nothing is learnt then.
+        """
+        drafts = check_latest(self._latest, rows)
+        num_drafted, shares, features = drafts.tokens.size, self._shares, self._features
+        if self._num_looked < self._leaders.size and num_drafted > 0:
+            drafts, places = repeat(drafts, self._leaders)
+            shares, features = shares[places], features[places]
+        counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
+        self._latest = None
+        if drafts.tokens.size == 0:
+            return
+        answers = Answers(
+            drafts=drafts, shares=shares, features=features, counts=counts, was_cut=was_cut, leaves=last,
+            slots=self._searched.live_slots, token_s=self._spending.token_s(self._num_looked),
+        )  # fmt: skip
+        self._lessons.take(answers, rows, self._searched.live.threads)
+        # For each row that was looked up, what it and those that it led have gained.
+        num_gained = float(counts.sum()) * self._num_looked / counts.size
+        self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
+
+    def median_tokens(self, prompt_id: PromptId) -> float | None:
+        """Tokens of a prompt's published rollouts in the median; None where there is none."""
+        index = self._store.snapshot.get(prompt_id)
+        return None if index is None or index.text.size == 0 else index.median_tokens
+
+    def reliability(self) -> tuple[ReliabilityBin, ...]:
+        """How often estimates came true, by their size: what `observe` has seen, likeliest last."""
+        self._lessons.flush()
+        return as_bins(self._acceptance.reliability)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """What was learnt, for a checkpoint: copies. The store has its own (`HistoryStore.save`)."""
+        self._lessons.flush()
+        return self._acceptance.state()
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Goes on as a new drafter with this state: running rows and drafts that were not observed are forgotten.
+
+        Raises:
+            InputError: other names, shapes or values; nothing is taken then.
+        """
+        self._acceptance.load_state(state)
+        self._lessons.forget()
+        # What rows that have left leave behind is no part of a state.
+        self._searched.forget()
+        self._latest = None
+        self.use_costs(self.costs)
+
+    def _prepare(self, rows: DraftRows) -> None:
+        """Brings what is searched, learnt and spent up to the rows of this step."""
+        searched = self._searched
+        is_same = rows is searched.rows
+        searched.take(rows, self._store.snapshot)
+        self._lessons.settle(rows, searched.live_slots, searched.live.threads)
+        if not is_same or rows.leaders is not None:
+            num_before = self._num_looked
+            self._leaders, self._worth, self._num_looked = read_leaders(rows)
+            if not is_same or self._num_looked != num_before:
+                self._spending.use_rows(self._num_looked, most_worth(rows, self._num_looked))
+        size = len(rows.prompt_ids) * self._max_draft
+        if self._shares.shape[0] < size:
+            self._shares, self._features = (
+                np.empty((size, NUM_VOTES), np.float32),
+                np.empty((size, NUM_KINDS), np.int32),
+            )

@@ -1,0 +1,109 @@
+"""What a compiled call writes: the drafts of all rows, one after another.
+
+Knows nodes and probabilities. Knows nothing of contexts and of how nodes came to be.
+
+    B rows   D drafted tokens
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
+from treering.history.budget.selection import NUM_BINS, bin_of, choose_bins
+from treering.history.draft.workspace import MAX_NODES, Room
+from treering.history.features import NUM_KINDS, NUM_VOTES
+from treering.history.jit import copy_entries, lean
+
+
+class Output(NamedTuple):
+    """Drafts of all rows, one after another; see `Drafts`."""
+
+    offsets: Int64Array  # [B + 1]
+    tokens: Int32Array  # [D]
+    parents: Int32Array  # [D]
+    estimates: Float32Array  # [D]
+    paths: Float64Array  # [D]
+    shares: Float32Array  # [D, votes]
+    features: Int32Array  # [D, kinds]
+    is_probe: BoolArray  # [B], rows whose one token is drafted although it looks too poor
+
+
+@lean
+def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
+    """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
+    buds, nodes, numbers = room.buds, room.nodes, room.numbers
+    _preorder(room, num_nodes)
+    for node in range(num_nodes):
+        bud, k = buds[np.uintp(nodes[node])], np.uintp(at + numbers[node + 1])
+        output.tokens[k], output.estimates[k], output.paths[k] = bud.token, bud.estimate, bud.path
+        output.parents[k] = numbers[bud.parent + 1]
+        copy_entries(output.shares, k, bud.shares, NUM_VOTES)
+        copy_entries(output.features, k, bud.features, NUM_KINDS)
+
+
+@lean
+def _preorder(room: Room, num_nodes: int) -> None:
+    """Numbers the nodes so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
+
+    Nodes stand by falling probability, so a node's first child is its likeliest.
+    """
+    buds, nodes, numbers, sizes, free = room.buds, room.nodes, room.numbers, room.sizes, room.free
+    for node in range(num_nodes):
+        sizes[np.uintp(node + 1)] = 1
+    for node in range(num_nodes - 1, -1, -1):
+        sizes[np.uintp(buds[np.uintp(nodes[node])].parent + 1)] += sizes[np.uintp(node + 1)]
+    numbers[0], free[0] = -1, 0
+    for node in range(num_nodes):
+        line = np.uintp(buds[np.uintp(nodes[node])].parent + 1)
+        numbers[node + 1] = free[line]
+        free[node + 1] = free[line] + 1
+        free[line] += sizes[node + 1]
+
+
+@njit
+def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
+    """Takes out what does not pay; returns the least probability that stayed.
+
+    Of that it knows nothing, and returns 0, where nothing went or nothing stayed, apart from rows that are probed: what
+    all pays does not say that less likely tokens would not.
+
+    Rows that are worth 0 are led by others: they have no draft, and no token in the pass.
+    """
+    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    num_computed, most = 0, 1.0
+    for b in range(worth.size):
+        num_computed += worth[b] > 0
+        most = max(most, worth[b])
+    for b in range(worth.size):
+        for i in range(output.offsets[b], output.offsets[b + 1]):
+            k = bin_of(output.paths[i] * worth[b] / most)
+            counts[k] += 1
+            gains[k] += output.paths[i] * worth[b]
+    # Of all rows, for each of those that have a token in the pass.
+    num_bins = choose_bins(num_computed, counts, gains * num_computed / worth.size, sizes, seconds)
+    renamed = np.empty(MAX_NODES, np.int32)
+    least, num_out, begin = np.inf, 0, output.offsets[0]
+    has_cut = False
+    for b in range(worth.size):
+        end, num_before = output.offsets[b + 1], num_out
+        for i in range(begin, end):
+            if bin_of(output.paths[i] * worth[b] / most) >= num_bins:
+                has_cut |= not output.is_probe[b]
+                continue
+            if not output.is_probe[b]:
+                least = min(least, output.paths[i])
+            renamed[i - begin] = num_out - num_before
+            parent = output.parents[i]
+            output.tokens[num_out], output.estimates[num_out] = output.tokens[i], output.estimates[i]
+            output.parents[num_out] = renamed[parent] if parent >= 0 else -1
+            output.paths[num_out] = output.paths[i]
+            for j in range(NUM_VOTES):
+                output.shares[num_out, j] = output.shares[i, j]
+            for j in range(NUM_KINDS):
+                output.features[num_out, j] = output.features[i, j]
+            num_out += 1
+        begin = end
+        output.offsets[b + 1] = num_out
+    return least if has_cut and least < np.inf else 0.0

@@ -1,0 +1,59 @@
+"""What a drafter can be set to: policies, shapes, and the limits of numbers.
+
+Knows names and ranges. Knows nothing of what they do.
+"""
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from treering.errors import ConfigError
+from treering.history.draft.workspace import MAX_NODES
+from treering.history.features import SOURCES, Source
+from treering.types import is_count
+
+Policy = Literal["calibrated", "frequency", "reward", "recency"]
+"""Whose places count, and how much. calibrated: all, by what they have been worth; every continuation is a candidate.
+Of the longest matches alone: frequency each one alike, reward by the rollout's reward, recency the newest version; of
+what stands behind them the token with the most votes is followed, at every branch (RhymeRL, section 5.3)."""
+
+Shape = Literal["tree", "chain"]
+
+
+def check_settings(
+    *,
+    max_draft: int,
+    min_acceptance: float,
+    policy: Policy,
+    shape: Shape,
+    sources: tuple[Source, ...],
+    max_live_tokens: int,
+    max_other_tokens: int,
+) -> None:
+    """Raises for what a `Drafter` cannot be set to; see there.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    _check_integer("max_draft", max_draft, 1, MAX_NODES)
+    _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
+    _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
+    if not _is_probability(min_acceptance):
+        raise ConfigError(f"min_acceptance is a probability in (0, 1], got {min_acceptance!r}; 0.018 is usual")
+    for name, value, known in (("policy", policy, Policy), ("shape", shape, Shape)):
+        if value not in get_args(known):
+            raise ConfigError(f"{name} is one of {', '.join(get_args(known))}, got {value!r}; choose one")
+    if not sources or not set(sources) <= set(SOURCES):
+        raise ConfigError(f"sources are some of {SOURCES}, at least one, got {sources!r}; correct them")
+
+
+def _is_probability(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(0 < value <= 1)
+
+
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if not is_count(value, least=least) or value > most:
+        raise ConfigError(
+            f"{name} of a drafter is a whole number from {least} to {most}, got {value!r}; correct it, or use no "
+            "drafter at all"
+        )

@@ -1,0 +1,145 @@
+"""Where the contexts of several rows belong in the orders, looked for side by side.
+
+A search in an order waits for memory at almost every step. Those of one row must wait for each other, those of several
+rows need not. Knows contexts, texts and orders. Knows nothing of what is found there.
+
+    Q searches
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import Int32Array, Int64Array
+from treering.history.jit import lean, prefetch
+from treering.history.match.arena import Histories
+from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, last_with_key
+
+NUM_AHEAD = 16
+"""Rows whose searches go side by side."""
+_NUM_SOON = 8
+_MAX_PREFETCHED = 24
+
+
+class Ahead(NamedTuple):
+    """Room for the searches of some rows."""
+
+    rows: Int64Array  # [Q]
+    ends: Int64Array  # [Q], of the context
+    begins: Int64Array  # [Q], of the rollout in it
+    starts: Int64Array  # [Q], of the index's text
+    sizes: Int64Array  # [Q], entries of the order
+    first_keys: Int64Array  # [Q]
+    keys: Int64Array  # [Q], that are looked for
+    left: Int64Array  # [Q], keys that may still be the first one not below
+    lows: Int64Array  # [Q], least and greatest number of places that may stand before the context; equal in the end
+    highs: Int64Array  # [Q]
+
+
+@njit
+def make_ahead() -> Ahead:
+    """Room for the searches of any rows."""
+    room = np.zeros((10, NUM_AHEAD), np.int64)
+    return Ahead(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
+
+
+@lean
+def ask(
+    ahead: Ahead, q: int, tokens: Int32Array, row: int, end: int, begin: int, start: int, size: int, first_key: int
+) -> None:
+    """Notes what a search looks for, and where."""
+    ahead.rows[q], ahead.ends[q], ahead.begins[q] = row, end, begin
+    ahead.starts[q], ahead.sizes[q], ahead.first_keys[q] = start, size, first_key
+    ahead.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
+    ahead.keys[q] = key_at(tokens[row], end - 1, begin)
+
+
+@lean
+def ask_history(
+    ahead: Ahead, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
+) -> None:
+    """`ask` for a context of a prompt's rollouts."""
+    start, size = history.spans[slot]
+    ask(ahead, q, tokens, row, end, begin, start, size, (start >> KEY_BITS) + slot)
+
+
+@lean
+def search(
+    ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
+    about: Int32Array,
+) -> None:  # fmt: skip
+    """Makes the first `num` searches in one index or arena, each step for all of them.
+
+    How many places stand before each context is in `lows` then.
+    """
+    starts, sizes, lows, highs = ahead.starts, ahead.sizes, ahead.lows, ahead.highs
+    _narrow(ahead, num, keys)
+    for q in range(num):
+        k, from_key, size = lows[q], ahead.first_keys[q], sizes[q]
+        num_keys = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
+        lows[q] = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
+        k = last_with_key(keys, from_key, k, num_keys, ahead.keys[q])
+        highs[q] = min(k << KEY_BITS, size)
+        prefetch(order, starts[q] + lows[q])
+        prefetch(order, starts[q] + highs[q])
+    _halve(ahead, num, tokens, text, order)
+    for q in range(num):
+        for i in range(starts[q] + lows[q], starts[q] + highs[q]):
+            prefetch(text, starts[q] + order[i])
+    for q in range(num):
+        while lows[q] < highs[q]:
+            _step(ahead, q, tokens, text, order)
+        start, right = starts[q], lows[q]
+        for k in range(start + max(right - _NUM_SOON, 0), start + min(right + _NUM_SOON, sizes[q])):
+            prefetch(text, start + order[k])
+            prefetch(about, start + order[k])
+
+
+@lean
+def _halve(ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+    """Narrows the searches that many places are left of: those whose last two tokens are frequent."""
+    starts, lows, highs = ahead.starts, ahead.lows, ahead.highs
+    widest = 0
+    for q in range(num):
+        widest = max(widest, highs[q] - lows[q])
+    while widest > _MAX_PREFETCHED:
+        for q in range(num):
+            prefetch(order, starts[q] + ((lows[q] + highs[q]) >> 1))
+        for q in range(num):
+            if highs[q] - lows[q] > _MAX_PREFETCHED:
+                prefetch(text, starts[q] + order[starts[q] + ((lows[q] + highs[q]) >> 1)])
+        for q in range(num):
+            if highs[q] - lows[q] > _MAX_PREFETCHED:
+                _step(ahead, q, tokens, text, order)
+        widest >>= 1
+
+
+@lean
+def _step(ahead: Ahead, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+    """Halves what is left of a search by a look at the text."""
+    start, middle = ahead.starts[q], (ahead.lows[q] + ahead.highs[q]) >> 1
+    context = tokens[ahead.rows[q], : ahead.ends[q]]
+    if is_before(text, start + order[start + middle], context, ahead.begins[q]):
+        ahead.lows[q] = middle + 1
+    else:
+        ahead.highs[q] = middle
+
+
+@lean
+def _narrow(ahead: Ahead, num: int, keys: Int64Array) -> None:
+    """Writes to `lows` the number of each search's first key that is not below the one looked for."""
+    lows, left, wanted, firsts = ahead.lows, ahead.left, ahead.keys, ahead.first_keys
+    longest = 0
+    for q in range(num):
+        lows[q] = 0
+        longest = max(longest, left[q])
+    last = keys.size - 1
+    while longest > 0:
+        for q in range(num):
+            half, is_open = left[q] >> 1, left[q] > 0
+            # Without a branch, which would be guessed wrong every other time.
+            is_below = is_open & (keys[np.uintp(min(firsts[q] + lows[q] + half, last))] < wanted[q])
+            lows[q] += is_below * (half + 1)
+            left[q] = left[q] - half - 1 if is_below else half
+        longest >>= 1

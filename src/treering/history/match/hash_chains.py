@@ -1,0 +1,134 @@
+"""An append-only text and, for every place, the place before it that ends in the same tokens: a search from the newest.
+
+Knows tokens and scopes. Knows nothing of rows, prompts and drafts. Chains may hold places that have been written over,
+and places of other tokens that have the same head: whoever follows one compares the tokens themselves, so a wrong link
+costs a look and never more.
+
+    C entries of the text   H heads of each kind
+"""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from treering.arrays import Int32Array
+from treering.history.jit import lean, prefetch
+from treering.history.store.prompt_index import MARKER, check_entries
+
+LONG = 3
+"""Tokens that a link of the long chain agrees in; of the short one it is one."""
+
+EVERYWHERE = 0
+"""The scope of links that stay in none; others are above it."""
+
+_LEAST_HEADS = 16
+_SALT_SHORT, _SALT_LONG = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_MIX = np.uint64(0xFF51AFD7ED558CCD)
+
+
+class Chains(NamedTuple):
+    """16 bytes an entry, and 12 for its heads.
+
+    Each kind of link has heads of its own: where a common token and three rare ones had the same head, the newest
+    places would all be those of the common one.
+    """
+
+    tokens: Int32Array  # [C]
+    short: Int32Array  # [C], the place before it with the same token; -1 is none
+    long: Int32Array  # [C], the place before it with the same three tokens
+    wide: Int32Array  # [C], the same, whatever the scope
+    short_heads: Int32Array  # [H], the newest place by hash
+    long_heads: Int32Array  # [H]
+    wide_heads: Int32Array  # [H]
+
+
+def make_chains(num_entries: int) -> Chains:
+    """Room for that many entries, all of them markers.
+
+    Raises:
+        InputError: more than places can count.
+    """
+    check_entries(num_entries, "what is running", "run fewer rows at a time, or lower max_live_tokens")
+    num_heads = max(num_entries, _LEAST_HEADS)
+    sizes = [num_entries] * 4 + [num_heads] * 3
+    # In one piece, which is large enough for large pages where its parts would not be.
+    whole, ends = np.full(sum(sizes), -1, np.int32), accumulate(sizes)
+    tokens, *others = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
+    tokens[:] = MARKER
+    return Chains(tokens, *others)
+
+
+@lean
+def short_head(scope: int, token: int, num_heads: int) -> int:
+    """Where the newest place of a token in a scope stands in the heads."""
+    mixed = (np.uint64(scope) * _SALT_LONG + np.uint64(token + 1)) * _SALT_SHORT
+    found: int = _among(mixed ^ (mixed >> np.uint64(29)), num_heads)
+    return found
+
+
+@lean
+def long_head(scope: int, first: int, second: int, third: int, num_heads: int) -> int:
+    """The same of three tokens, in the order of the text."""
+    mixed = (np.uint64(first + 2) * _SALT_SHORT + np.uint64(second + 3)) * _SALT_LONG + np.uint64(third + 5)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * _SALT_SHORT + np.uint64(scope) * _SALT_LONG
+    found: int = _among(mixed ^ (mixed >> np.uint64(29)), num_heads)
+    return found
+
+
+@lean
+def _among(mixed: np.uint64, num_heads: int) -> int:
+    """A number below the number of heads."""
+    return int((mixed * _MIX >> np.uint64(32)) * np.uint64(num_heads) >> np.uint64(32))
+
+
+@lean
+def newest_of_token(chains: Chains, scope: int, token: int) -> int:
+    """Where to look first for a token in a scope; -1 is nowhere."""
+    return int(chains.short_heads[np.uintp(short_head(scope, token, chains.short_heads.size))])
+
+
+@lean
+def newest_of_three(heads: Int32Array, scope: int, context: Int32Array) -> int:
+    """Where to look first for the last three tokens of a context, by the heads of one kind."""
+    size = context.size
+    head = long_head(scope, context[size - 3], context[size - 2], context[size - 1], heads.size)
+    return int(heads[np.uintp(head)])
+
+
+@lean
+def link(links: Int32Array, heads: Int32Array, head: int, at: int) -> None:
+    """Puts a place before the newest one; the newest itself stays where it is, and never follows itself."""
+    if heads[head] != at:
+        links[at] = heads[head]
+        heads[head] = at
+
+
+@lean
+def link_begin(chains: Chains, at: int, scope: int) -> None:
+    """Links the marker that a text begins with."""
+    link(chains.short, chains.short_heads, short_head(scope, MARKER, chains.short_heads.size), at)
+
+
+@lean
+def append(chains: Chains, at: int, first: int, token: int, scope: int) -> None:
+    """Writes a token at a place whose text began at `first`, links it, and ends the text behind it."""
+    chains.tokens[at] = token
+    chains.tokens[at + 1] = MARKER
+    link(chains.short, chains.short_heads, short_head(scope, token, chains.short_heads.size), at)
+    if at - first >= LONG - 1:
+        earlier, before, num_heads = chains.tokens[at - 2], chains.tokens[at - 1], chains.long_heads.size
+        link(chains.long, chains.long_heads, long_head(scope, earlier, before, token, num_heads), at)
+        link(chains.wide, chains.wide_heads, long_head(EVERYWHERE, earlier, before, token, num_heads), at)
+    else:
+        chains.long[at] = chains.wide[at] = -1
+
+
+@lean
+def ask_to_append(chains: Chains, scope: int, context: Int32Array, i: int) -> None:
+    """Asks for what `append` will read when it writes a context's token, which two others stand before."""
+    num_heads = chains.long_heads.size
+    earlier, before, token = context[i - 2], context[i - 1], context[i]
+    prefetch(chains.short_heads, short_head(scope, token, chains.short_heads.size))
+    prefetch(chains.long_heads, long_head(scope, earlier, before, token, num_heads))
+    prefetch(chains.wide_heads, long_head(EVERYWHERE, earlier, before, token, num_heads))

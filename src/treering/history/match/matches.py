@@ -1,0 +1,100 @@
+"""Places where a row's context occurs, with all that speaks for the token behind each.
+
+Knows what is said of a place. Knows nothing of how places are found and of what becomes of their tokens. A place is a
+match of some tokens, or it stands where an old trajectory goes on behind one edit: a token replaced, added or left out.
+
+    M places
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.history.features import HISTORY, NUM_AGES, NUM_LENGTH_CLASSES, edit_bucket, length_bucket
+from treering.history.jit import lean
+from treering.history.match.arena import SAID_BITS
+
+MAX_PLACES = 64
+IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
+"""The texts that places stand in: history of the row's prompt, what is running, history of other prompts."""
+
+
+PLACE = np.dtype(
+    [
+        ("at", np.int32),  # of the token behind the match
+        ("source", np.int32),
+        ("text", np.int32),  # that it stands in
+        ("length", np.int32),
+        ("edit", np.int32),  # bucket
+        ("shift", np.int32),  # bucket
+        ("note", np.int32),  # of history the arena's note, else rank by newness
+        ("weight", np.float64),  # what it counts apart from its length
+        ("reward", np.float64),
+    ],
+    align=True,
+)
+"""A place. What is known of one lies side by side: one address leads to all of it."""
+
+Places = NDArray[Any]
+"""Room for the places of one row, `PLACE` [M], or of several, [B, M]."""
+
+
+@njit
+def make_places(num_rows: int) -> Places:
+    """Room for the places of so many rows."""
+    return np.empty((num_rows, MAX_PLACES), PLACE)
+
+
+@lean
+def is_known(places: Places, num: int, text: int, at: int) -> bool:
+    """Whether a place of a text is noted already."""
+    found = False
+    for i in range(num):
+        if places[i].at == at and places[i].text == text:
+            found = True
+            break
+    return found
+
+
+@lean
+def put(
+    places: Places, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int, note: int,
+    reward: float,
+) -> int:  # fmt: skip
+    """Notes a place where there is room; returns how many there are then."""
+    if num == MAX_PLACES:
+        return num
+    place = places[np.uintp(num)]
+    place.at, place.text, place.source, place.length = at, text, source, length
+    place.edit, place.shift, place.note = edit_bucket(edit), shift, note
+    place.reward = reward
+    return num + 1
+
+
+@lean
+def longest_of(places: Places, num: int) -> int:
+    """The longest match."""
+    longest = 0
+    for i in range(num):
+        longest = max(longest, places[i].length)
+    return longest
+
+
+@lean
+def newness_of(place: Any) -> int:
+    """How many places or rollouts are newer, 0 to 3."""
+    return int(place.note >> SAID_BITS if place.source == HISTORY else place.note)
+
+
+@lean
+def age_of(place: Any) -> int:
+    """Age in versions, 0 to 3; running rows are of the newest."""
+    return int(place.note & (NUM_AGES - 1) if place.source == HISTORY else 0)
+
+
+@lean
+def vote_bucket(length: int) -> int:
+    """Of the length, as far as it matters beside an edit."""
+    return int(min(length_bucket(length), NUM_LENGTH_CLASSES - 1))

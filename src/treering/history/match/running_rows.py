@@ -1,0 +1,248 @@
+"""What is running: the rollouts so far of every row, and their groups' prompts, searchable as they grow.
+
+Knows rows and groups. Knows nothing of history, of acceptance and of drafts. Only what a step has appended is read; a
+row that leaves gives its room to another. All of it goes when rows come of which none was there before: what is found
+then is what a new one would find.
+
+    B rows   S slots
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from operator import sub
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from treering.arrays import Int64Array
+from treering.history.match.alignment import Threads, make_threads
+from treering.history.match.hash_chains import make_chains
+from treering.history.match.regions import NOWHERE, UNIT, Regions
+from treering.history.match.running import Running
+from treering.history.types import DraftRows, check_counts
+
+_Prompt = tuple[int, int]
+
+_NO_LIMIT = 1 << 40
+
+Turnover = Literal["none", "some", "all"]
+"""How the rows of a step differ from those of the one before. none: they are the same. all: none of them was there."""
+
+
+class _Seat(NamedTuple):
+    """What a row has here."""
+
+    slot: int
+    prompt_slot: int
+    scope: int
+    num_prompt: int
+
+
+class Live:
+    """A slot for each running rollout, and one for each prompt that a group's rows have, with a region for its text.
+
+    A text is a marker, tokens and a marker. A prompt's region is as large as its text; those of rollouts are all of one
+    size, that of the longest and a quarter more, so that few steps move any and who comes takes the room of who left.
+    Of what does not fit into the largest there may be, the newest tokens are kept. Texts of rows that have left are
+    found until their slots or regions are taken.
+
+    Attributes:
+        chains: all texts, linked within groups.
+        threads: what the row of each slot followed at its latest step.
+        row_scopes: int64 [B], scope of each row: its group, by number in the order in which groups came.
+
+    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts. Where one
+    of them has another prompt, as behind a turn that its siblings did not take, that has a slot too.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Keeps at most `max_tokens` of a rollout or prompt."""
+        self._max_size = max_tokens + 2
+        self._rows: DraftRows | None = None
+        self._identity: tuple[object, ...] = ()
+        self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
+        self.chains = make_chains(0)
+        self._empty(num_rows=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        arrays = (*self.chains, *self.threads, self._num_noted, self._first, self._scopes)
+        return self._regions.num_bytes + sum(array.nbytes for array in arrays)
+
+    @property
+    def running(self) -> Running:
+        """What compiled calls read and bring up to date, for the rows that `slots` was called with."""
+        regions = self._regions
+        return Running(
+            self.chains, self._num_noted, self._first, self._scopes, regions.begins, regions.sizes, regions.owners,
+            self._slots, self._prompt_slots,
+        )  # fmt: skip
+
+    def slots(self, rows: DraftRows) -> tuple[Int64Array, Turnover]:
+        """The slots of the rows' rollouts, int64 [B], with room for their texts, and how many of the rows are new.
+
+        What the slots hold is brought up to the contexts by `note_rows`, within the compiled call.
+        """
+        turnover: Turnover = "none" if self.has(rows) else "some"
+        if turnover == "some" or (rows.num_tokens > self._full).any():
+            # Should this fail, no rows are known.
+            self._rows, self._identity = None, ()
+            if self._assign(rows):
+                turnover = "all"
+            self._identity = _identity_of(rows)
+        self._rows = rows
+        return self._slots, turnover
+
+    def has(self, rows: DraftRows) -> bool:
+        """Whether these are the rows of the step before, the same object or another."""
+        return rows is self._rows or _identity_of(rows) == self._identity
+
+    def _empty(self, *, num_rows: int) -> None:
+        """Slots for so many rows and as many prompts, that nobody has."""
+        self._seats = dict[object, _Seat]()
+        # The slot and the scope of each.
+        self._prompts = dict[_Prompt, tuple[int, int]]()
+        self._scope_of = dict[int, int]()
+        self._num_scopes = 0
+        # Slots and the sizes that their regions are to have, until they have them.
+        self._lacking = list[tuple[int, int]]()
+        self._regions = Regions(num_slots=2 * num_rows, max_size=self._max_size)
+        self._width = 0
+        self._num_noted, self._first, self._scopes = np.zeros((3, 1 + 2 * num_rows), np.int64)
+        self.threads = make_threads(1 + 2 * num_rows)
+        self._free = deque(range(1, 1 + num_rows))
+        self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
+
+    def _assign(self, rows: DraftRows) -> bool:
+        """Has a seat with room for every row; whether none of them was there."""
+        check_counts(rows)
+        keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
+        is_fresh = self._seats.keys().isdisjoint(keys)
+        if is_fresh:
+            # As a new one would: what is found must not depend on what ran before.
+            self._empty(num_rows=len(keys))
+        self._leave(set(keys))
+        self._come(rows, keys, num_prompt)
+        longest = max(map(sub, rows.num_tokens.tolist(), num_prompt), default=0)
+        if longest + 2 > self._width < self._max_size:
+            self._widen(longest)
+        if self._lacking:
+            self._give_room()
+        # Also where the call before has failed here.
+        if self._regions.num_entries > self.chains.tokens.size:
+            self._make_chains()
+        table = np.array([self._seats[key] for key in keys], np.int64).reshape(-1, len(_Seat._fields))
+        self._slots, self._prompt_slots, self.row_scopes, sizes = np.ascontiguousarray(table.T)
+        self._full = sizes + (self._width - 2 if self._width < self._max_size else _NO_LIMIT)
+        return is_fresh
+
+    def _leave(self, stays: set[object]) -> None:
+        """Frees the slots of all rows but those that stay."""
+        for key in [key for key in self._seats if key not in stays]:
+            self._free.append(self._seats.pop(key).slot)
+
+    def _come(self, rows: DraftRows, keys: Sequence[object], num_prompt: Sequence[int]) -> None:
+        """Has a seat for every row."""
+        for b, (key, size) in enumerate(zip(keys, num_prompt, strict=True)):
+            seat = self._seats.get(key)
+            if seat is None:
+                prompt = _prompt_of(rows, b)
+                if prompt not in self._prompts:
+                    self._add_prompt(prompt, size, set(rows.groups.tolist()))
+                self._seats[key] = _Seat(self._free_slot(), *self._prompts[prompt], size)
+            elif seat.num_prompt != size:
+                self._seats[key] = seat._replace(num_prompt=size)
+                self._lacking.append((seat.prompt_slot, size + 2))
+
+    def _free_slot(self) -> int:
+        """A rollout's, that is free for longest: what it holds is still found."""
+        if not self._free:
+            self._free.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
+        slot = self._free.popleft()
+        self._num_noted[slot] = self._first[slot] = 0
+        self.threads.num_tokens[slot] = -1
+        if self._regions.begins[slot] == NOWHERE:
+            self._lacking.append((slot, self._width))
+        return slot
+
+    def _scope(self, group: int) -> int:
+        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
+        if group not in self._scope_of:
+            self._num_scopes += 1
+            self._scope_of[group] = self._num_scopes
+        return self._scope_of[group]
+
+    def _add_prompt(self, prompt: _Prompt, size: int, groups: set[int]) -> None:
+        """Has a slot for a prompt that no row had."""
+        self._release_prompts()
+        for group in self._scope_of.keys() - groups:
+            del self._scope_of[group]
+        if not self._free_prompts:
+            self._free_prompts.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
+        slot = self._free_prompts.popleft()
+        self._prompts[prompt] = slot, self._scope(prompt[0])
+        self._lacking.append((slot, size + 2))
+
+    def _release_prompts(self) -> None:
+        """Frees the slots of prompts that no row has any more; until now they were kept for one that might come."""
+        held = {seat.prompt_slot for seat in self._seats.values()}
+        for prompt in [prompt for prompt, (slot, _) in self._prompts.items() if slot not in held]:
+            slot, _ = self._prompts.pop(prompt)
+            self._regions.give_back(slot)
+            self._free_prompts.append(slot)
+
+    def _widen(self, longest: int) -> None:
+        """Has the longest rollout fit, and a quarter more; all rows are noted anew."""
+        self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + UNIT, self._max_size)
+        self._release_prompts()
+        sizes = {seat.slot: self._width for seat in self._seats.values()}
+        for seat in self._seats.values():
+            sizes[seat.prompt_slot] = max(seat.num_prompt + 2, sizes.get(seat.prompt_slot, 0))
+        self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
+        self._lacking = []
+        # Links with them: those that lead to where texts stood before would have to be looked at.
+        self.chains = make_chains(0)
+
+    def _give_room(self) -> None:
+        """Has regions for texts that lack them, which are noted anew."""
+        for slot, size in self._lacking:
+            if self._regions.take(slot, size):
+                self._num_noted[slot] = self._first[slot] = 0
+        self._lacking = []
+
+    def _make_chains(self) -> None:
+        """Chains as long as the regions, in which nothing is noted."""
+        self.chains = make_chains(self._regions.num_entries)
+        self._num_noted[:] = self._first[:] = 0
+
+    def _add_slots(self, num_slots: int) -> range:
+        """So many more; their numbers."""
+        first, none = self._num_noted.size, np.zeros(num_slots, np.int64)
+        self._regions.add_slots(num_slots)
+        self._num_noted, self._first = np.append(self._num_noted, none), np.append(self._first, none)
+        self._scopes = np.append(self._scopes, none)
+        self.threads = Threads(*map(_joined, self.threads, make_threads(num_slots)))
+        return range(first, first + num_slots)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return np.concatenate([first, second])
+
+
+def _prompt_of(rows: DraftRows, b: int) -> _Prompt:
+    """Tells prompts of a group apart; were two of them taken for one, each would be noted anew in every step."""
+    return int(rows.groups[b]), crc32(rows.tokens[b, : rows.num_prompt_tokens[b]].tobytes())
+
+
+def _identity_of(rows: DraftRows) -> tuple[object, ...]:
+    """Equal for equal rows. A copy: what rows hold are views of the engine's own."""
+    row_ids = None if rows.row_ids is None else rows.row_ids.tobytes()
+    return row_ids, rows.groups.tobytes(), rows.num_prompt_tokens.tobytes(), tuple(rows.prompt_ids)
+
+
+def _keys_of(rows: DraftRows) -> list[object]:
+    if rows.row_ids is not None:
+        return list(rows.row_ids.tolist())
+    return list(zip(range(len(rows.prompt_ids)), rows.prompt_ids, rows.groups.tolist(), strict=True))

@@ -1,0 +1,61 @@
+"""The places of an index to both sides of where a context belongs, those that agree most first.
+
+Knows texts and orders. Knows nothing of sources, and of what is noted of a place.
+
+    N entries of an order
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treering.arrays import Int32Array
+from treering.history.jit import lean
+from treering.history.match.suffix_search import MAX_LENGTH, agree
+
+
+class Sides(NamedTuple):
+    """The next place to the left and to the right, and how far each agrees; -1 is not looked at yet."""
+
+    left: int
+    right: int
+    left_length: int
+    right_length: int
+
+
+@lean
+def sides_of(right: int) -> Sides:
+    """The sides of a context that so many places stand before."""
+    return Sides(right - 1, right, -1, -1)
+
+
+@lean
+def next_place(
+    sides: Sides, text: Int32Array, order: Int32Array, start: int, context: Int32Array, begin: int
+) -> tuple[int, int, Sides]:
+    """The place in the text that agrees most of those not given yet, how far, and the sides behind it.
+
+    Where none agrees, that is 0 entries, and the place means nothing. Of two that agree as far the right one comes
+    first, which is as good.
+
+    Args:
+        sides: of the context.
+        text: int32.
+        order: int32 [N], places from `start` of the text on.
+        start: where the index's text begins.
+        context: int32 [n].
+        begin: where the rollout begins in it.
+    """
+    left, right, left_length, right_length = sides
+    last = context.size - 1
+    if left_length < 0:
+        left_length = agree(text, start + order[np.uintp(left)], context, last, begin, MAX_LENGTH) if left >= 0 else 0
+    if right_length < 0:
+        right_length = (
+            agree(text, start + order[np.uintp(right)], context, last, begin, MAX_LENGTH) if right < order.size else 0
+        )
+    if left_length > right_length:
+        return start + order[left], left_length, Sides(left - 1, right, -1, right_length)
+    if right_length == 0:
+        return -1, 0, Sides(left, right, left_length, right_length)
+    return start + order[right], right_length, Sides(left, right + 1, left_length, -1)

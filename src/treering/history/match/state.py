@@ -1,0 +1,84 @@
+"""What a step searches: the history of the prompts that run, what is running, and the history of other prompts.
+
+Knows rows and snapshots, and what of it is to be read anew when either changes. Knows nothing of acceptance and drafts.
+
+    B rows
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from treering.history.match.arena import Arena, Rewards
+from treering.history.match.recent import Recent
+from treering.history.match.running import Running
+from treering.history.match.running_rows import Live, Turnover
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.types import DraftRows
+from treering.types import PromptId
+
+
+class Searched:
+    """Arena, running rollouts and other prompts' history, for the rows of the latest step.
+
+    Attributes:
+        live: what is running.
+        live_slots: int64 [B], where each row's rollout stands there.
+        rows: of the latest step; None before the first one, and where taking them in has failed.
+
+    Example: as long as the same rows run over the same snapshot, a step reads what they have appended and nothing else.
+    """
+
+    def __init__(self, *, rewards: Rewards, max_live_tokens: int, max_other_tokens: int) -> None:
+        """Keeps at most so many of a running rollout's or prompt's tokens, and of other prompts' history."""
+        self._arena = Arena(rewards=rewards)
+        self._recent = Recent(max_other_tokens)
+        self._max_live_tokens = max_live_tokens
+        self._slots, self._own_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        self.forget()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(part.num_bytes for part in (self._arena, self.live, self._recent))
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What a compiled call reads, in the order in which `propose` takes it."""
+        return (
+            self._slots, self._own_spans, *self._arena.arrays, self._arena.generation, *_flat(self.live.running),
+            *self._recent.arrays, *self.live.threads,
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Goes on as a new one: what rows that have left leave behind would be found by those that come."""
+        self.live = Live(self._max_live_tokens)
+        self.live_slots = np.zeros(0, np.int64)
+        self.rows: DraftRows | None = None
+        self._snapshot: Mapping[PromptId, PromptIndex] | None = None
+
+    def take(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex]) -> None:
+        """Finds the rows in what is kept; costs next to nothing where they are those of the step before.
+
+        Raises:
+            InputError: a row's counts contradict each other, or there is more than places can count.
+        """
+        is_read = self.rows is not None and snapshot is self._snapshot
+        # Should what follows fail, they are not known.
+        self.rows = None
+        self.live_slots, turnover = self.live.slots(rows)
+        if turnover != "none" or not is_read:
+            self._read(rows, snapshot, turnover)
+        self.rows, self._snapshot = rows, snapshot
+
+    def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], turnover: Turnover) -> None:
+        if turnover == "all":
+            self._recent.take(snapshot)
+            self._arena.forget()
+        self._slots = self._arena.slots(rows.prompt_ids, snapshot)
+        self._own_spans = self._recent.spans(rows.prompt_ids)
+
+
+def _flat(running: Running) -> tuple[Any, ...]:
+    return (*running.chains, *running[1:])

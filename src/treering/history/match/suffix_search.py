@@ -1,0 +1,132 @@
+"""Where a context belongs among an index's sorted places, and how far it agrees with one.
+
+Knows texts and orders. Knows nothing of rows, sources and votes.
+
+    N entries of a text   K keys
+"""
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import Int32Array, Int64Array
+from treering.history.jit import lean
+from treering.history.store.prompt_index import MARKER
+
+KEY_BITS = 4
+"""Every 16th place of an order has a key."""
+MAX_LENGTH = 48
+"""Tokens that a match is measured by."""
+LONG_ENOUGH = 16
+"""Matches of this length need no edit to speak for them."""
+MAX_EDIT = 16
+_WHOLE = 8
+"""What a match back to the beginning of the rollout counts beyond its tokens: it is the whole context."""
+
+
+@lean
+def _key(last: int, before: int) -> int:
+    return (last << 32) + (before + 1 if last != MARKER else 0)
+
+
+@njit(cache=True, nogil=True)
+def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
+    """The last two entries of every 16th place as one number, in their order: a search is narrowed by them at once.
+
+    A key is the last entry times 2**32, and the one before + 1, or 0 where the last is a marker.
+
+    Args:
+        text: int32 [N], begins with a marker.
+        order: int32 [N].
+        keys: int64 [K], K = ceil(N / 16), written.
+
+    Example: with a text of -1, 7, 5 and the order 0, 2, 1 there is one key, that of the marker: -2**32.
+    """
+    for k in range(keys.size):
+        at = order[k << KEY_BITS]
+        keys[k] = _key(text[at], text[at - 1] if text[at] != MARKER else MARKER)
+
+
+@lean
+def key_at(context: Int32Array, last: int, begin: int) -> int:
+    """The key of a context up to `last`; before `begin` it has a marker."""
+    token = context[last] if last >= begin else MARKER
+    return int(_key(token, context[last - 1] if last > begin else MARKER))
+
+
+@lean
+def last_with_key(keys: Int64Array, first: int, k: int, num_keys: int, key: int) -> int:
+    """How many of the keys from `first` on are not above a key, where `k` of them are below it."""
+    low, step = k, 1
+    while low + step <= num_keys and keys[first + low + step - 1] == key:
+        low += step
+        step <<= 1
+    while step > 0:
+        if low + step <= num_keys and keys[first + low + step - 1] == key:
+            low += step
+        step >>= 1
+    return low
+
+
+@lean
+def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> bool:
+    """Whether what ends at text[at] stands before a context, both read backwards.
+
+    Args:
+        text: int32.
+        at: a place in it.
+        context: int32 [n].
+        begin: where the rollout begins in it; before that it has a marker.
+    """
+    last, count = context.size - 1, 0
+    while True:
+        place = last - count
+        wanted = context[np.uintp(place)] if place >= begin else MARKER
+        found = text[np.uintp(at - count)]
+        if found != wanted or wanted == MARKER or count == MAX_LENGTH:
+            return bool(found < wanted)
+        count += 1
+
+
+@lean
+def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
+    """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
+    if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
+        return 0
+    # A text begins with a marker, which equals no token; the last bound is for contexts with numbers that are none.
+    limit = min(most, last - begin + 1, at + 1)
+    count = 0
+    while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
+        count += 1
+    if count == last - begin + 1 and count < most and count <= at and text[at - count] == MARKER:
+        count += 1
+    return count
+
+
+@lean
+def agree_behind_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
+    """The most that agrees once one token at either end, or at both, is left out."""
+    best = agree(text, at, context, last - 1, begin, MAX_EDIT)
+    # A marker is no token that might be left out: what stands before it is another rollout's.
+    if at >= 0 and text[at] >= 0:
+        best = max(best, agree(text, at - 1, context, last - 1, begin, MAX_EDIT))
+        best = max(best, agree(text, at - 1, context, last, begin, MAX_EDIT))
+    return int(best)
+
+
+@lean
+def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
+    """(length, edit) of the match that ends at text[at]."""
+    num_equal = agree(text, at, context, context.size - 1, begin, MAX_LENGTH)
+    length, edit = with_edit(text, at, context, begin, num_equal)
+    return length, edit
+
+
+@lean
+def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
+    """`measure` where it is known how many entries agree."""
+    last = context.size - 1
+    if length < MAX_LENGTH and last - length == begin - 2:
+        return length + _WHOLE, 0
+    if length >= LONG_ENOUGH:
+        return length, 0
+    return length, agree_behind_edit(text, at - length, context, last - length, begin)

@@ -1,0 +1,1 @@
+"""Earlier rollouts by prompt and version: snapshots in memory, files on disk."""

@@ -1,0 +1,217 @@
+"""Data files: the ready indexes of prompts, each a block with a checksum of its own.
+
+Knows what such a file holds. Knows nothing of folders and of which blocks are alive. A block is checked when it is
+first used: whoever opens a large history pays for the prompts that it asks for, and not for all of them.
+
+    header      number of the file; for each index its prompt, place, versions, entries, rollouts and checksum; for each
+                lot of rollouts that were not yet published its prompt, version, entries, rollouts and checksum
+    blocks      from the next multiple of 64 bytes: text, suffixes, versions, starts, rewards of each index; text and
+                rewards of what was not yet published
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+from treering.errors import InputError
+from treering.history.store.files import Buffer, seal, unseal
+from treering.history.store.layout import (
+    INDEX_ARRAYS,
+    ROLLOUT_ARRAYS,
+    Region,
+    checksum_of,
+    empty,
+    index_sizes,
+    num_bytes_in_file,
+    num_bytes_of,
+    padded,
+    parts_of,
+)
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.rollouts import RolloutKey, Rollouts
+from treering.types import PromptId
+
+MAGIC = b"RINGHIST"
+
+
+class Block:
+    """One prompt's index in a file; checked, and made an index, when it is first asked for.
+
+    Attributes:
+        prompt_id: of the prompt.
+        place: of the prompt in the order of the store, see `Snapshot.place`.
+        versions: of its rollouts, newest first.
+        num_tokens: of its rollouts.
+        num_bytes: of its arrays, as `PromptIndex.num_bytes` says.
+
+    Example: a prompt with [5, 6] at version 3 has versions (3,), 2 tokens, and 3 * 8 + 24 + 4 = 52 bytes, which take
+    5 * 64 in the file.
+    """
+
+    __slots__ = ("_file", "_index", "_lock", "_region", "num_bytes", "num_tokens", "place", "prompt_id", "versions")
+
+    def __init__(
+        self, *, prompt_id: PromptId, place: int, versions: Sequence[int], num_rollouts: int, file: Path, region: Region
+    ) -> None:
+        self.prompt_id = prompt_id
+        self.place = place
+        self.versions = tuple(versions)
+        self.num_tokens = region.sizes["text"] - num_rollouts
+        self.num_bytes = num_bytes_of(region.sizes)
+        self._file = file
+        self._region = region
+        self._index: PromptIndex | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def index(self) -> PromptIndex:
+        """The index, on the memory of the file; a damaged one has no rollouts and costs one warning (law 7)."""
+        if self._index is None:
+            with self._lock:
+                if self._index is None:
+                    self._index = self._read()
+        return self._index
+
+    def copied(self) -> PromptIndex:
+        """The index on memory of its own."""
+        index = self.index
+        return PromptIndex(**{name: getattr(index, name).copy() for name in INDEX_ARRAYS})
+
+    def _read(self) -> PromptIndex:
+        try:
+            return PromptIndex(**self._region.arrays())
+        except InputError as error:
+            warn_of_block(self._file, self.prompt_id, error)
+            return PromptIndex(**empty(index_sizes(0, 0, 0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contents:
+    """What a data file holds.
+
+    Attributes:
+        number: of the file, in the order of writing.
+        digest: of its header, and so of all its checksums.
+        blocks: the indexes.
+        pending: what was added but not yet published; damaged lots are left out.
+    """
+
+    number: int
+    digest: str
+    blocks: Sequence[Block]
+    pending: Mapping[RolloutKey, Rollouts]
+
+
+def encode(
+    number: int,
+    indexes: Iterable[tuple[PromptId, int, PromptIndex]],
+    pending: Mapping[RolloutKey, Rollouts] | None = None,
+) -> tuple[list[Buffer], str]:
+    """The bytes of a data file, in parts, and the digest of its header.
+
+    Args:
+        number: of the file.
+        indexes: prompt_id, place and index each.
+        pending: what was not yet published.
+    """
+    arrays: list[Buffer] = []
+    blocks: list[list[object]] = []
+    lots: list[list[object]] = []
+    for prompt_id, place, index in indexes:
+        parts = parts_of(index, INDEX_ARRAYS)
+        sizes = [index.text.size, index.rewards.size]
+        blocks.append([prompt_id, place, index.versions.tolist(), *sizes, checksum_of(parts)])
+        arrays += parts
+    for (prompt_id, version), rollouts in (pending or {}).items():
+        parts = parts_of(rollouts, ROLLOUT_ARRAYS)
+        lots.append([prompt_id, version, rollouts.text.size, rollouts.rewards.size, checksum_of(parts)])
+        arrays += parts
+    header, digest = seal(MAGIC, {"number": number, "blocks": blocks, "pending": lots})
+    return [header, bytes(padded(len(header)) - len(header)), *arrays], digest
+
+
+def decode(data: Buffer, file: Path) -> Contents:
+    """What `encode` was given; the indexes stay where they are, and are not yet looked at.
+
+    Args:
+        data: bytes, or a map of a file.
+        file: that they came from, for messages.
+
+    Raises:
+        InputError: the header is not as it was written, with the reason in a few words.
+    """
+    header, digest, end = unseal(MAGIC, data)
+    start = padded(end)
+    blocks: list[Block] = []
+    for prompt_id, place, versions, num_entries, num_rollouts, checksum in header["blocks"]:
+        sizes = index_sizes(num_entries, len(versions), num_rollouts)
+        region = Region(source=data, start=start, sizes=sizes, checksum=checksum)
+        start += num_bytes_in_file(sizes)
+        block = Block(
+            prompt_id=prompt_id, place=place, versions=versions, num_rollouts=num_rollouts, file=file, region=region
+        )
+        blocks.append(block)
+    pending = _decode_pending(header["pending"], data, start, file) if header["pending"] else {}
+    return Contents(number=header["number"], digest=digest, blocks=blocks, pending=pending)
+
+
+def map_file(file: Path, number: int, digest: str | None) -> Contents:
+    """The contents of a file on a map of it, which outlives the removal of the file.
+
+    Args:
+        file: to map.
+        number: that it was written with.
+        digest: of its header, where that is known.
+
+    Raises:
+        OSError: the file cannot be opened.
+        InputError: its header is not as it was written, or it is another file than the one that is meant.
+    """
+    with file.open("rb") as stream:
+        if stream.seek(0, os.SEEK_END) == 0:
+            raise InputError("cut off")
+        contents = decode(mmap(stream.fileno(), 0, access=ACCESS_READ), file)
+    if contents.number != number or digest not in (None, contents.digest):
+        raise InputError("another file stands in its place")
+    return contents
+
+
+def warn_of_file(file: Path, error: OSError | InputError) -> None:
+    """Says that a whole file is lost (law 7)."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    try:
+        size = f"the rollouts in its {file.stat().st_size:,} bytes are"
+    except OSError:
+        size = "its rollouts are"
+    warnings.warn(
+        f"{file} is left out: {reason}; {size} lost, which costs speed only; remove what is left of it to end this "
+        "warning",
+        stacklevel=3,
+    )
+
+
+def warn_of_block(file: Path, prompt_id: PromptId, error: InputError) -> None:
+    """Says that one block of a file is lost (law 7)."""
+    warnings.warn(
+        f"the rollouts of prompt {prompt_id!r} in {file} are left out: {error}; they are lost, which costs speed only",
+        stacklevel=3,
+    )
+
+
+def _decode_pending(
+    lots: Iterable[tuple[PromptId, int, int, int, str]], data: Buffer, start: int, file: Path
+) -> dict[RolloutKey, Rollouts]:
+    pending = {}
+    for prompt_id, version, num_entries, num_rollouts, checksum in lots:
+        sizes = {"text": num_entries, "rewards": num_rollouts}
+        region = Region(source=data, start=start, sizes=sizes, checksum=checksum)
+        start += num_bytes_in_file(sizes)
+        try:
+            pending[prompt_id, version] = Rollouts(**region.arrays())
+        except InputError as error:
+            warn_of_block(file, prompt_id, error)
+    return pending

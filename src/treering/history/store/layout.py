@@ -1,0 +1,122 @@
+"""How the arrays of a block lie in a file: one after another, each at a multiple of 64 bytes, under one checksum.
+
+Knows names, types and sizes of arrays. Knows nothing of what they mean. Everything is little-endian, so that a process
+uses the arrays where they lie.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.history.store.files import Buffer
+from treering.history.store.prompt_index import PromptIndex
+
+ALIGNMENT = 64
+INDEX_ARRAYS = tuple(field.name for field in fields(PromptIndex))
+ROLLOUT_ARRAYS = ("text", "rewards")
+_OTHER_DTYPES = {"versions": "<i8", "starts": "<i8", "rewards": "<f4"}
+_ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in _OTHER_DTYPES.items()}
+_DIGEST_BYTES = 16
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def padded(num_bytes: int) -> int:
+    """The next multiple of 64.
+
+    Example: 65 gives 128.
+    """
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def index_sizes(num_entries: int, num_versions: int, num_rollouts: int) -> dict[str, int]:
+    """Entries of each array of an index.
+
+    Example: one rollout of two tokens has 3 entries of text, one version, two starts and one reward.
+    """
+    others = {"versions": num_versions, "starts": num_versions + 1, "rewards": num_rollouts}
+    return {name: others.get(name, num_entries) for name in INDEX_ARRAYS}
+
+
+def num_bytes_of(sizes: Mapping[str, int]) -> int:
+    """Bytes of arrays in memory."""
+    return sum(_num_bytes(name, size) for name, size in sizes.items())
+
+
+def num_bytes_in_file(sizes: Mapping[str, int]) -> int:
+    """Bytes of arrays in a file, what lies between them included."""
+    return sum(padded(_num_bytes(name, size)) for name, size in sizes.items())
+
+
+def empty(sizes: Mapping[str, int]) -> Arrays:
+    """Arrays of zeros."""
+    return {name: np.zeros(size, _dtype(name)) for name, size in sizes.items()}
+
+
+def parts_of(record: object, names: Iterable[str]) -> list[Buffer]:
+    """The bytes of a record's arrays as they lie in a file, in parts; large arrays are not copied."""
+    parts: list[Buffer] = []
+    for name in names:
+        array = np.ascontiguousarray(getattr(record, name), _dtype(name))
+        parts += [array.view(np.uint8), bytes(padded(array.nbytes) - array.nbytes)]
+    return parts
+
+
+def checksum_of(parts: Iterable[Buffer]) -> str:
+    """BLAKE2b of the bytes of parts, 32 hexadecimal digits."""
+    checksum = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        checksum.update(part)
+    return checksum.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Region:
+    """Where the arrays of a block lie.
+
+    Attributes:
+        source: a map of a file, or bytes that were read.
+        start: of the block in the source, in bytes.
+        sizes: entries of each array, in the order in which they lie there.
+        checksum: of the block.
+    """
+
+    source: Buffer
+    start: int
+    sizes: Mapping[str, int]
+    checksum: str
+
+    def arrays(self) -> Arrays:
+        """The arrays, as views that cannot be written.
+
+        Raises:
+            InputError: a byte is not as it was written, with the reason in a few words.
+        """
+        end = self.start + num_bytes_in_file(self.sizes)
+        # A map keeps the size with which it was made; reading behind the end of a file that was cut since is fatal.
+        num_there = self.source.size() if isinstance(self.source, mmap) else len(self.source)
+        if end > min(num_there, len(self.source)):
+            raise InputError("cut off")
+        if checksum_of([memoryview(self.source)[self.start : end]]) != self.checksum:
+            raise InputError("damaged: the checksum differs")
+        found, start = {}, self.start
+        for name, size in self.sizes.items():
+            array = np.frombuffer(self.source, _dtype(name), size, start)
+            # A copy only where the machine is not little-endian.
+            found[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+            start += padded(_num_bytes(name, size))
+        return found
+
+
+def _dtype(name: str) -> str:
+    return _OTHER_DTYPES.get(name, "<i4")
+
+
+def _num_bytes(name: str, size: int) -> int:
+    return _ITEM_BYTES.get(name, 4) * size

@@ -1,0 +1,110 @@
+"""The account of a folder: which data file holds each prompt, and which files are worth folding into the next one.
+
+Knows numbers, bytes and prompts. Knows nothing of what is in a file, and touches none.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from treering.history.store.manifest import Listed
+from treering.types import PromptId
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _File:
+    digest: str
+    bits: bytearray  # one for each block that is alive
+    alive: dict[PromptId, tuple[int, int]]  # number of its block, and bytes
+    num_bytes: int
+    num_alive: int
+
+
+class Ledger:
+    """What of every data file is alive.
+
+    Example: file 0 with q1 of 100 bytes and q2 of 60, then file 1 with another q1 of 80: of file 0's 160 bytes 60 are
+    alive, which is less than half, so it is thin.
+    """
+
+    def __init__(self) -> None:
+        """No file."""
+        self._files: dict[int, _File] = {}
+        self._homes: dict[PromptId, int] = {}
+
+    def take_in(self, number: int, digest: str, blocks: Sequence[tuple[PromptId, int]], alive: bytes | None) -> None:
+        """Notes a data file; what it holds alive replaces what earlier ones hold of the same prompts.
+
+        Args:
+            number: larger than those of the files before.
+            digest: of its header.
+            blocks: prompt and bytes of each.
+            alive: a bit for each, as `Listed` has them; None where all are.
+        """
+        bits = bytearray(alive if alive is not None else all_alive(len(blocks)))
+        held = {prompt: (i, size) for i, (prompt, size) in enumerate(blocks) if bits[i // 8] & 128 >> i % 8}
+        for prompt_id in held:
+            self.forget(prompt_id)
+            self._homes[prompt_id] = number
+        num_alive = sum(size for _, size in held.values())
+        num_bytes = sum(size for _, size in blocks)
+        self._files[number] = _File(digest=digest, bits=bits, alive=held, num_bytes=num_bytes, num_alive=num_alive)
+
+    def forget(self, prompt_id: PromptId) -> bool:
+        """Notes that what is written of a prompt is no longer wanted; whether anything was."""
+        number = self._homes.pop(prompt_id, None)
+        if number is None:
+            return False
+        file = self._files[number]
+        block, size = file.alive.pop(prompt_id)
+        file.bits[block // 8] &= ~(128 >> block % 8)
+        file.num_alive -= size
+        return True
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Notes that data files are gone, with what is alive in them."""
+        for number in numbers:
+            for prompt_id in self._files.pop(number).alive:
+                if self._homes[prompt_id] == number:
+                    del self._homes[prompt_id]
+
+    def prompts(self, numbers: Collection[int]) -> list[PromptId]:
+        """What is alive in some files."""
+        return [prompt_id for number in numbers for prompt_id in self._files[number].alive]
+
+    def foldable(self, num_bytes: int, file_bytes: int) -> list[int]:
+        """Files whose rest should be written again together with so many other bytes, ascending.
+
+        These are the thin ones, which are less than half alive, and small ones: no larger than what is written
+        anyway, so that a rollout is rewritten for this about once per doubling of its file.
+
+        Args:
+            num_bytes: that are written.
+            file_bytes: about how large a file becomes; one that is half as large is not small.
+        """
+        folded = [number for number, file in self._files.items() if 2 * file.num_alive < file.num_bytes]
+        num_bytes += sum(self._files[number].num_alive for number in folded)
+        others = self._files.keys() - folded
+        for number in sorted(others, key=lambda number: (self._files[number].num_alive, number)):
+            num_alive = self._files[number].num_alive
+            if num_alive > num_bytes or 2 * num_alive >= file_bytes:
+                break
+            folded.append(number)
+            num_bytes += num_alive
+        return sorted(folded)
+
+    def listed(self, without: Collection[int]) -> list[Listed]:
+        """The files for a manifest."""
+        return [
+            Listed(number=number, digest=file.digest, alive=bytes(file.bits))
+            for number, file in self._files.items()
+            if number not in without
+        ]
+
+
+def all_alive(num_blocks: int) -> bytes:
+    """The bits of a file of which nothing is dead.
+
+    Example: 3 gives the bits 111 and five zeros, 0xe0.
+    """
+    whole, rest = divmod(num_blocks, 8)
+    return b"\xff" * whole + (bytes([0xFF00 >> rest & 0xFF]) if rest else b"")

@@ -1,0 +1,91 @@
+"""The manifest of a folder: which blocks of which data files are the published state.
+
+Knows files by number and blocks by their places in them. Knows nothing of prompts. It is replaced whole, so whoever
+reads it sees one published state, and it pins every byte of it: a file's digest covers the checksums of its blocks.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treering.errors import InputError
+from treering.history.store.files import seal, unseal
+
+MAGIC = b"RINGLIST"
+NAME = "manifest.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A data file of the published state.
+
+    Attributes:
+        number: of the file.
+        digest: of its header.
+        alive: a bit for each of its blocks, most significant first, one where it is alive.
+
+    Example: `bytes([0xA0])` says that blocks 0 and 2 are.
+    """
+
+    number: int
+    digest: str
+    alive: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A published state.
+
+    Attributes:
+        next_number: of the next data file; no file has it or a larger one.
+        files: in the order in which they were written.
+    """
+
+    next_number: int
+    files: Sequence[Listed]
+
+
+def data_file(folder: Path, number: int) -> Path:
+    """Where the data file of a number lies.
+
+    Example: 7 gives `history-00000007.bin`.
+    """
+    return folder / f"history-{number:08d}.bin"
+
+
+def read(file: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        InputError: it is not as it was written.
+    """
+    return decode(file.read_bytes())
+
+
+def warn(file: Path, error: OSError | InputError, consequence: str) -> None:
+    """Says that a manifest cannot be used (law 7), and what that means."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    warnings.warn(f"{file} cannot be used: {reason}; {consequence}", stacklevel=3)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of a manifest."""
+    files = [[listed.number, listed.digest, listed.alive.hex()] for listed in manifest.files]
+    return seal(MAGIC, {"next_number": manifest.next_number, "files": files})[0]
+
+
+def decode(data: bytes) -> Manifest:
+    """What `encode` was given.
+
+    Raises:
+        InputError: other bytes, with the reason in a few words.
+    """
+    header, _, end = unseal(MAGIC, data)
+    if end != len(data):
+        raise InputError("damaged: bytes stand behind its end")
+    files = [
+        Listed(number=number, digest=digest, alive=bytes.fromhex(alive)) for number, digest, alive in header["files"]
+    ]
+    return Manifest(next_number=header["next_number"], files=files)

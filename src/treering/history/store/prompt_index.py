@@ -1,0 +1,245 @@
+"""The index of one prompt: its kept rollouts as one text, newest version first, and its places sorted by context.
+
+Knows tokens and versions. Knows nothing of files, of budgets and of how drafts are chosen. A rollout stands in the text
+as a marker and its tokens; the marker is where the response begins, which is the same place in every rollout of a
+prompt, so it stands for the whole prompt.
+
+    N entries of the text, markers included   E versions (epochs)   R rollouts
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from statistics import median
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import Float32Array, Int32Array, Int64Array
+from treering.errors import InputError
+from treering.types import TokenIds
+
+MARKER = -1
+"""Entry of a text where a response begins; below every token id."""
+
+SORT_DEPTH = 64
+"""Places are sorted by this many entries before them; longer matches are told apart by reading the text."""
+
+
+MAX_ENTRIES = 2**31 - 1
+"""Of one text: its places are kept as int32."""
+
+
+def check_entries(num_entries: int, text: str, fix: str) -> None:
+    """Raises where a text would be so long that its places no longer fit their type.
+
+    Raises:
+        InputError: more than `MAX_ENTRIES`.
+
+    Example: `check_entries(2**31, "a prompt's history", "keep fewer versions of it")` raises.
+    """
+    if num_entries > MAX_ENTRIES:
+        raise InputError(f"{text} has at most {MAX_ENTRIES} entries, got {num_entries}; {fix}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptIndex:
+    """The rollouts of one prompt; arrays are read-only, 8 bytes a token and 4 a rollout.
+
+    Attributes:
+        text: int32 [N], for each rollout a marker and its tokens.
+        order: int32 [N], places of the text sorted by the entries from there back to the beginning of their rollout
+            (the nearest 64 of them), so that contexts with equal ends stand side by side, what agrees most nearest;
+            equal ones by place, so newest first.
+        versions: int64 [E], descending.
+        starts: int64 [E + 1], where each version begins in the text, and N.
+        rewards: float32 [R], of each rollout in the order of the text; NaN where it is not known.
+
+    Example:
+        >>> import numpy as np
+        >>> index = PromptIndex.build({3: np.array([-1, 7, 5], np.int32), 4: np.array([-1, 5], np.int32)})
+        >>> index.text.tolist(), index.versions.tolist(), index.starts.tolist()
+        ([-1, 5, -1, 7, 5], [4, 3], [0, 2, 5])
+        >>> index.order.tolist()  # read backwards: -1; -1; 5 -1; 5 7 -1; 7 -1
+        [0, 2, 1, 4, 3]
+    """
+
+    text: Int32Array
+    order: Int32Array
+    versions: Int64Array
+    starts: Int64Array
+    rewards: Float32Array
+
+    def __post_init__(self) -> None:
+        assert self.text.size == self.order.size == self.starts[-1]
+        assert self.starts.size == self.versions.size + 1
+        for field in fields(self):
+            getattr(self, field.name).flags.writeable = False
+
+    @classmethod
+    def build(cls, texts: Mapping[int, Int32Array], rewards: Mapping[int, Float32Array] | None = None) -> "PromptIndex":
+        """The index of version -> rollouts as `as_text` gives them, at least one version.
+
+        Args:
+            texts: int32 each, with a marker before every rollout.
+            rewards: version -> float32, one per rollout; versions that are left out have unknown ones.
+
+        Raises:
+            InputError: more than `MAX_ENTRIES`.
+        """
+        check_entries(
+            sum(text.size for text in texts.values()), "the history of a prompt", "add fewer rollouts of it, or keep "
+            "fewer versions (max_epochs)",
+        )  # fmt: skip
+        versions = sorted(texts, reverse=True)
+        text = np.concatenate([texts[version] for version in versions])
+        starts = np.zeros(len(versions) + 1, np.int64)
+        np.cumsum([texts[version].size for version in versions], out=starts[1:])
+        order = sort_contexts(text, np.argsort(text, kind="stable"))
+        return cls(
+            text=text,
+            order=order,
+            versions=np.array(versions, np.int64),
+            starts=starts,
+            rewards=np.concatenate([_rewards_of(texts[version], (rewards or {}).get(version)) for version in versions]),
+        )
+
+    def without_oldest(self) -> "PromptIndex | None":
+        """The index without its oldest version; None where nothing is left."""
+        if self.versions.size <= 1:
+            return None
+        size = int(self.starts[-2])
+        # The oldest rollouts stand last, and no context reads beyond its own rollout: the order of the rest stays.
+        kept = self.order[self.order < size]
+        # Copies: a view would keep what is dropped in memory.
+        return PromptIndex(
+            text=self.text[:size].copy(),
+            order=kept,
+            versions=self.versions[:-1].copy(),
+            starts=self.starts[:-1].copy(),
+            rewards=self.rewards[: _num_rollouts(self.text[:size])].copy(),
+        )
+
+    def texts(self) -> dict[int, Int32Array]:
+        """Version -> its rollouts in the text, newest first; views."""
+        bounds = zip(self.starts[:-1], self.starts[1:], strict=True)
+        return {int(version): self.text[a:b] for version, (a, b) in zip(self.versions, bounds, strict=True)}
+
+    def rewards_by_version(self) -> dict[int, Float32Array]:
+        """Version -> the rewards of its rollouts, newest first; views.
+
+        Example: two rollouts of version 4 and one of version 3 with rewards 1, 0 and unknown: {4: [1, 0], 3: [nan]}.
+        """
+        ends = np.cumsum([0, *(_num_rollouts(text) for text in self.texts().values())])
+        return {int(self.versions[e]): self.rewards[ends[e] : ends[e + 1]] for e in range(self.versions.size)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(int(getattr(self, field.name).nbytes) for field in fields(self))
+
+    @property
+    def median_tokens(self) -> float:
+        """Tokens of the rollouts in the median; those without tokens are not kept, so it is at least 1.
+
+        Example: rollouts of 2, 3 and 7 tokens give 3.0, and those of 2 and 7 give 4.5.
+        """
+        markers = np.flatnonzero(self.text == MARKER)
+        return float(median((np.diff(markers, append=self.text.size) - 1).tolist()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rollouts."""
+        return int(np.count_nonzero(self.text != MARKER))
+
+
+def _num_rollouts(text: Int32Array) -> int:
+    return int(np.count_nonzero(text == MARKER))
+
+
+def _rewards_of(text: Int32Array, rewards: Float32Array | None) -> Float32Array:
+    known = np.full(_num_rollouts(text), np.nan, np.float32) if rewards is None else rewards
+    assert known.size == _num_rollouts(text)
+    return known
+
+
+def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
+    """Rollouts one after another, each behind a marker.
+
+    Example: [5, 6] and [7] give [-1, 5, 6, -1, 7].
+    """
+    marker = np.array([MARKER], np.int32)
+    parts = [part for rollout in rollouts for part in (marker, rollout)]
+    return np.concatenate([np.empty(0, np.int32), *parts], dtype=np.int32)
+
+
+@njit
+def _rollout_starts(text: Int32Array) -> Int64Array:
+    """For every place the marker of its rollout."""
+    starts = np.empty(text.size, np.int64)
+    start = 0
+    for place in range(text.size):
+        if text[place] == MARKER:
+            start = place
+        starts[place] = start
+    return starts
+
+
+@njit
+def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> bool:
+    """Whether two places agree in twice the width by which they are ranked."""
+    if rank[a] != rank[b]:
+        return False
+    second_a = rank[a - width] if a - width >= starts[a] else -1
+    second_b = rank[b - width] if b - width >= starts[b] else -1
+    return bool(second_a == second_b)
+
+
+@njit(cache=True, nogil=True)
+def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
+    """Places sorted by what stands there and before, back to the marker, by prefix doubling; equal ones ascending.
+
+    Args:
+        text: int32 [N].
+        order: int64 [N], places sorted stably by their own entry.
+    """
+    size = text.size
+    starts = _rollout_starts(text)
+    rank = np.zeros(size, np.int64)
+    first = np.zeros(size + 1, np.int64)  # by rank: where its places begin in the order
+    num_ranks = 0
+    for i in range(size):
+        if i > 0 and text[order[i]] != text[order[i - 1]]:
+            num_ranks += 1
+            first[num_ranks] = i
+        rank[order[i]] = num_ranks
+    num_ranks += 1
+    by_second = np.empty(size, np.int64)
+    new_rank = np.empty(size, np.int64)
+    width = 1
+    while width < SORT_DEPTH and num_ranks < size:
+        num_done = 0
+        for place in range(size):
+            if place - width < starts[place]:
+                by_second[num_done] = place
+                num_done += 1
+        for i in range(size):
+            place = order[i] + width
+            if place < size and order[i] >= starts[place]:
+                by_second[num_done] = place
+                num_done += 1
+        for i in range(size):
+            place = by_second[i]
+            order[first[rank[place]]] = place
+            first[rank[place]] += 1
+        before = num_ranks
+        num_ranks = 0
+        for i in range(size):
+            if i == 0 or not _same(rank, starts, width, order[i - 1], order[i]):
+                first[num_ranks] = i
+                num_ranks += 1
+            new_rank[order[i]] = num_ranks - 1
+        rank, new_rank = new_rank, rank
+        if num_ranks == before:
+            break
+        width *= 2
+    return order.astype(np.int32)

@@ -1,0 +1,152 @@
+"""The reading side of a store's folder: the published state on mapped memory, in any number of processes.
+
+Knows how to follow what a writer publishes. Knows nothing of how it is written, and changes nothing: no lock, no file.
+History is only a hint (law 7): what cannot be read costs a warning and speed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from treering.errors import InputError, StateError
+from treering.history.store import manifest
+from treering.history.store.blocks import Block, Contents, map_file, warn_of_file
+from treering.history.store.manifest import Listed, Manifest, data_file
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.snapshot import Snapshot
+from treering.types import PromptId
+
+_NUM_TRIES = 16
+
+_FileKey: TypeAlias = tuple[int, str]  # number and digest, so that a folder that was made anew is told apart
+_Files: TypeAlias = dict[_FileKey, tuple[Contents | None, Listed]]
+
+
+class HistoryReader:
+    """What a `HistoryStore` publishes in a folder, for other processes: rollout workers read what a trainer writes.
+
+    Nothing is copied or built: indexes lie in the page cache, once for all processes of a machine, and a prompt's is
+    checked when it is first used. A reader never waits for the writer nor disturbs it, and sees whole publishes only.
+    What it has seen stays valid when the writer removes files, or dies.
+
+    Args:
+        path: the folder; it may appear later.
+
+    Raises:
+        StateError: the path is a file.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from treering.history.store.store import HistoryStore
+        >>> folder = tempfile.mkdtemp()
+        >>> store, reader = HistoryStore(folder), HistoryReader(folder)
+        >>> store.add("q", [np.array([5, 6], np.int32)], version=3)
+        >>> store.publish()
+        >>> list(reader.snapshot), reader.refresh(), reader.snapshot["q"].text.tolist()
+        ([], True, [-1, 5, 6])
+        >>> store.close()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder = Path(path)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise StateError(f"a history is read from a folder, and {path} is a file; give the folder of its store")
+        self._snapshot = Snapshot()
+        self._manifest: bytes | None = None
+        self._files: _Files = {}
+        self._problem = ""
+        self.refresh()
+
+    @property
+    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
+        """What was published at the last `refresh`, by prompt; never changes."""
+        return self._snapshot
+
+    def refresh(self) -> bool:
+        """Looks for a newer publish; whether there was one, which is then in `snapshot`.
+
+        Costs microseconds where nothing is new, and otherwise what changed. A publish that cannot be read leaves the
+        snapshot as it is, with one warning.
+        """
+        # Files that vanish while they are opened belong to a publish that was replaced meanwhile.
+        for _ in range(_NUM_TRIES):
+            data = self._read()
+            if data is None or data == self._manifest:
+                return False
+            listed = self._decode(data)
+            if listed is None:
+                return False
+            files = self._open(listed, data)
+            if files is not None:
+                changes = _changes(self._files, files)
+                self._snapshot = self._snapshot.placed(changes)
+                self._files, self._manifest = files, data
+                return bool(changes)
+        return False
+
+    def _read(self) -> bytes | None:
+        """The manifest as it is now; None where there is none."""
+        file = self._folder / manifest.NAME
+        try:
+            return file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self._warn(file, error)
+            return None
+
+    def _decode(self, data: bytes) -> Manifest | None:
+        try:
+            return manifest.decode(data)
+        except InputError as error:
+            self._warn(self._folder / manifest.NAME, error)
+            return None
+
+    def _warn(self, file: Path, error: OSError | InputError) -> None:
+        """Once for every problem, however often it is met."""
+        if str(error) != self._problem:
+            self._problem = str(error)
+            manifest.warn(file, error, "what was read before is used, until the next publish")
+
+    def _open(self, listed: Manifest, data: bytes) -> _Files | None:
+        """The files of a state; None where it has been replaced meanwhile."""
+        files: _Files = {}
+        for each in listed.files:
+            key = each.number, each.digest
+            if key in self._files:
+                files[key] = self._files[key][0], each
+                continue
+            file = data_file(self._folder, each.number)
+            try:
+                files[key] = map_file(file, each.number, each.digest), each
+            except (OSError, InputError) as error:
+                if self._read() != data:
+                    return None
+                warn_of_file(file, error)
+                files[key] = None, each
+        return files
+
+
+def _changes(before: _Files, after: _Files) -> dict[PromptId, tuple[int, Block] | None]:
+    """What turns the snapshot of some files into that of others: prompts that go, then those that come."""
+    changes: dict[PromptId, tuple[int, Block] | None] = {}
+    for key, (contents, listed) in before.items():
+        for block in _blocks(contents, listed, other=after.get(key)):
+            changes[block.prompt_id] = None
+    for key, (contents, listed) in after.items():
+        for block in _blocks(contents, listed, other=before.get(key)):
+            changes[block.prompt_id] = block.place, block
+    return changes
+
+
+def _blocks(contents: Contents | None, listed: Listed, *, other: tuple[Contents | None, Listed] | None) -> list[Block]:
+    """Blocks of a file that are alive in one state and not in the other."""
+    if contents is None:
+        return []
+    bits = np.frombuffer(listed.alive, np.uint8)
+    if other is not None:
+        bits = bits & ~np.frombuffer(other[1].alive, np.uint8)
+    return [contents.blocks[number] for number in np.flatnonzero(np.unpackbits(bits)).tolist()]

@@ -1,0 +1,242 @@
+"""The store: earlier rollouts by prompt and version, within a byte budget, published as immutable snapshots.
+
+Knows which rollouts are kept. Knows nothing of how they are matched, and of how files hold them. History is only a hint
+(law 7): whatever is lost costs speed, and what is read back is what was added.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from treering.errors import ConfigError, StateError
+from treering.history.store.background import Background
+from treering.history.store.eviction import Eviction
+from treering.history.store.export import read_saved, write_saved
+from treering.history.store.journal import Journal
+from treering.history.store.merging import with_newest, with_rollouts
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.rollouts import RolloutKey, Rollouts, key_of
+from treering.history.store.snapshot import Snapshot, Stored
+from treering.types import PromptId, TokenIds, is_count
+
+_MIN_FILE_BYTES = 1 << 20
+_MAX_FILES = 64
+"""About; data files are as large as that makes them, so one publish writes a small part of a large history."""
+
+
+class HistoryStore:
+    """Rollouts of earlier epochs, 8 bytes a token with their index.
+
+    What is added becomes visible with `publish`, in a new `snapshot`; whoever holds an older one keeps it as it was.
+    One thread adds and publishes; any thread may read snapshots, and other processes read them with `HistoryReader`.
+
+    Args:
+        path: folder to keep it in, read if there is something; one store at a time writes it. None keeps it in memory.
+        max_bytes: of the published indexes, >= 1; beyond it the oldest versions go, whichever prompts they belong to.
+        max_epochs: versions of a prompt that are kept, >= 1.
+
+    Raises:
+        ConfigError: a limit below 1.
+        StateError: the path is no folder, or cannot be read or made, or another store writes there.
+
+    Example:
+        >>> import numpy as np
+        >>> store = HistoryStore(max_epochs=1)
+        >>> store.add("q", [np.array([5, 6], np.int32)], version=3, rewards=[1.0])
+        >>> store.publish()
+        >>> store.snapshot["q"].text.tolist(), store.snapshot["q"].rewards.tolist(), store.num_tokens
+        ([-1, 5, 6], [1.0], 2)
+        >>> store.add("q", [np.array([5, 7, 8], np.int32)], version=4)
+        >>> store.publish()
+        >>> store.snapshot["q"].text.tolist()
+        [-1, 5, 7, 8]
+    """
+
+    def __init__(self, path: Path | None = None, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> None:
+        for name, value in (("max_bytes", max_bytes), ("max_epochs", max_epochs)):
+            if not is_count(value, least=1):
+                raise ConfigError(
+                    f"{name} of a history is a whole number, at least 1, got {value!r}; correct it, or use no history "
+                    "at all"
+                )
+        self._max_bytes, self._max_epochs = int(max_bytes), int(max_epochs)
+        self._snapshot = Snapshot()
+        self._eviction = Eviction()
+        self._background = Background()
+        self._num_bytes = 0
+        self._is_closed = False
+        self._pending: dict[RolloutKey, list[Rollouts]] = {}
+        self._publishing: dict[RolloutKey, list[Rollouts]] = {}
+        self._journal: Journal | None = None
+        if path is not None:
+            self._journal = Journal(Path(path), file_bytes=max(_MIN_FILE_BYTES, max_bytes // _MAX_FILES))
+            self._open(self._journal.read())
+
+    @property
+    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
+        """What is published, by prompt; never changes, and prompts that did not change share their arrays."""
+        return self._snapshot
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the published indexes; at most `max_bytes`."""
+        return self._num_bytes
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with published rollouts."""
+        return len(self._snapshot)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the published rollouts."""
+        snapshot = self._snapshot
+        return sum(snapshot.stored(prompt_id).num_tokens for prompt_id in snapshot)
+
+    def add(
+        self,
+        prompt_id: PromptId,
+        rollouts: Sequence[TokenIds],
+        version: int,
+        rewards: Sequence[float] | None = None,
+    ) -> None:
+        """Notes rollouts of a prompt for the next `publish`, behind others of the same prompt and version.
+
+        Args:
+            prompt_id: a string or an integer.
+            rollouts: one-dimensional integers in [0, 2**31) each, without the prompt, or an engine's `Rollout`
+                records; they are copied, and those without tokens are left out.
+            version: of the policy that sampled them, >= 0.
+            rewards: one finite number per rollout; None where they are not known.
+
+        Raises:
+            InputError: any of these rules is broken; nothing is added then.
+            StateError: the store is closed.
+        """
+        self._check_open()
+        key = key_of(prompt_id, version)
+        checked = Rollouts.of(prompt_id, rollouts, rewards)
+        if checked.text.size:
+            self._pending.setdefault(key, []).append(checked)
+
+    def publish(self) -> None:
+        """Makes what was added visible, lets the oldest go, and writes what changed to the folder.
+
+        A folder that cannot be written costs one warning; the next publish tries again.
+
+        Raises:
+            StateError: the store is closed, or this is a forked copy of the process that opened it.
+        """
+        self._begin()
+        self._background.run(self._publish)
+        self.wait()
+
+    def publish_in_background(self) -> None:
+        """`publish` in a thread of its own: returns at once, readers see the old snapshot until the new one is ready.
+
+        What is added meanwhile belongs to the next publish, which waits for this one. An error is raised by the next
+        call of `wait`, `publish`, `publish_in_background`, `save` or `close`, and what was to be published is then
+        pending again. Where decisions must not depend on a clock, `wait` before the next draft.
+
+        Raises:
+            StateError: as `publish`.
+        """
+        self._begin()
+        self._background.start(self._publish)
+
+    def wait(self) -> None:
+        """Returns when nothing is being published any more, and raises the error of what was."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Ends a publish that is under way, and gives the folder free for another store. What is pending is lost.
+
+        Snapshots stay valid. Leaving a `with` block closes too.
+        """
+        self._is_closed = True
+        try:
+            self.wait()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(self, file: Path) -> None:
+        """Writes the whole store, what is not yet published included, as one checksummed file.
+
+        Raises:
+            StateError: the file cannot be written; an older one of that name is as it was.
+        """
+        self.wait()
+        pending = {key: Rollouts.joined(added) for key, added in self._unpublished().items()}
+        write_saved(Path(file), self._snapshot, pending)
+
+    @classmethod
+    def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
+        """A store in memory with what `save` wrote: with the same limits the same snapshot, array for array.
+
+        A missing or damaged file costs one warning and gives an empty store; a damaged prompt costs one, and is left
+        out (law 7).
+        """
+        store = cls(max_bytes=max_bytes, max_epochs=max_epochs)
+        found, pending = read_saved(Path(file))
+        store._open(found)
+        store._pending = {key: [rollouts] for key, rollouts in pending.items()}
+        return store
+
+    def _open(self, found: Mapping[PromptId, tuple[int, Stored]]) -> None:
+        """Takes in what files hold, as far as it is within the limits."""
+        snapshot = Snapshot().placed(found)
+        self._num_bytes = snapshot.num_bytes_of(found)
+        self._eviction.note(found, snapshot)
+        deep = [prompt_id for prompt_id, (_, stored) in found.items() if len(stored.versions) > self._max_epochs]
+        self._install(snapshot, {prompt_id: with_newest(snapshot[prompt_id], self._max_epochs) for prompt_id in deep})
+
+    def _begin(self) -> None:
+        self._check_open()
+        self.wait()
+        if self._journal is not None:
+            self._journal.check()
+        self._publishing, self._pending = self._unpublished(), {}
+
+    def _unpublished(self) -> dict[RolloutKey, list[Rollouts]]:
+        """What is pending, behind what an earlier publish has failed with."""
+        keys = dict.fromkeys([*self._publishing, *self._pending])
+        return {key: [*self._publishing.get(key, ()), *self._pending.get(key, ())] for key in keys}
+
+    def _publish(self) -> None:
+        added: dict[PromptId, dict[int, Rollouts]] = {prompt_id: {} for prompt_id, _ in self._publishing}
+        for (prompt_id, version), parts in self._publishing.items():
+            added[prompt_id][version] = Rollouts.joined(parts)
+        self._install(
+            self._snapshot,
+            {
+                prompt_id: with_rollouts(self._snapshot.get(prompt_id), new, self._max_epochs)
+                for prompt_id, new in added.items()
+            },
+        )
+
+    def _install(self, before: Snapshot, changes: Mapping[PromptId, PromptIndex | None]) -> None:
+        """Makes a snapshot with changes the published one, within the budget, and writes it."""
+        grown = before.changed(changes)
+        self._eviction.note((prompt_id for prompt_id in changes if prompt_id in grown), grown)
+        num_bytes = self._num_bytes + grown.num_bytes_of(changes) - before.num_bytes_of(changes)
+        left = self._eviction.evict(grown, num_bytes - self._max_bytes)
+        snapshot = grown.changed(left)
+        self._num_bytes = num_bytes + snapshot.num_bytes_of(left) - grown.num_bytes_of(left)
+        self._snapshot = snapshot
+        # From here on nothing is left to try again: an error of the disk is the journal's.
+        self._publishing = {}
+        if self._journal is not None:
+            touched = {*changes, *left}
+            changed = [prompt_id for prompt_id in touched if prompt_id in snapshot]
+            self._journal.commit(changed, touched.difference(changed), snapshot)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError("this history is closed; open it again, or close it later")

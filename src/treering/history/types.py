@@ -1,0 +1,188 @@
+"""What goes between an engine and a drafter in one step: rows there, drafts back.
+
+Knows shapes. Knows nothing of how drafts are found or verified.
+
+    B rows   L columns   D drafted tokens of all rows
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from treering.errors import InputError
+from treering.history.jit import lean
+from treering.types import PromptId
+
+_NAMES = (str, int, np.integer)
+_LISTS = (list, tuple)
+_OPTIONAL = ("row_ids", "leaders")
+_COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRows:
+    """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
+
+    Lists become arrays; those of `tokens` may be of different lengths.
+
+    Attributes:
+        prompt_ids: B ids; one that history does not know is fine.
+        groups: int64 [B], equal numbers are siblings; a group keeps its number for as long as any of its rows runs.
+        tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; what stands behind is not read.
+            Fastest where rows are contiguous.
+        num_tokens: int64 [B], tokens of each context.
+        num_prompt_tokens: int64 [B], how many of them are the prompt.
+        max_drafts: int64 [B], the most that each row may get; 0 is none.
+        row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has; without it, a row is
+            taken to go on in its line as long as its prompt, group and newest tokens do.
+        worth: float64 [B] or None, > 0: what a token of each row is worth beside one of the others; None is 1 for all.
+        leaders: int64 [B] or None, the row whose draft each row is verified along: itself, or an earlier one with the
+            same tokens, which leads itself. A row that another one leads gets no draft. None: all lead themselves.
+
+    Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
+    num_prompt_tokens [2].
+    """
+
+    prompt_ids: Sequence[PromptId]
+    groups: Int64Array
+    tokens: Int32Array
+    num_tokens: Int64Array
+    num_prompt_tokens: Int64Array
+    max_drafts: Int64Array
+    row_ids: Int64Array | None = None
+    worth: Float64Array | None = None
+    leaders: Int64Array | None = None
+
+    def __post_init__(self) -> None:
+        self._convert_lists()
+        shape = (len(self.prompt_ids),)
+        if not all(issubclass(kind, _NAMES) for kind in set(map(type, self.prompt_ids))):
+            raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
+        if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
+            raise InputError(
+                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows, or a list with the tokens of each"
+            )
+        for name in _COUNTS:
+            values = getattr(self, name)
+            if name in _OPTIONAL and values is None:
+                continue
+            if _kind_of(values) != np.int64 or values.shape != shape:
+                raise InputError(
+                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
+                    f"{np.shape(values)}; convert it"
+                )
+        worth = self.worth
+        if worth is not None and (_kind_of(worth) != np.float64 or worth.shape != shape or not (worth > 0).all()):
+            raise InputError(
+                f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
+                "other values; leave it out where all rows are alike"
+            )
+
+    def _convert_lists(self) -> None:
+        for name in ("tokens", "worth", *_COUNTS):
+            values = getattr(self, name)
+            if not isinstance(values, _LISTS):
+                continue
+            dtype = np.float64 if name == "worth" else np.int64
+            array = _padded(values) if name == "tokens" else _as_array(name, values, dtype)
+            object.__setattr__(self, name, array)
+
+
+def check_counts(rows: DraftRows) -> None:
+    """Refuses contexts that begin or end outside of their lines.
+
+    Raises:
+        InputError: the first row whose counts contradict each other.
+    """
+    bad: int = _first_bad(rows.num_prompt_tokens, rows.num_tokens, rows.tokens.shape[1])
+    if bad >= 0:
+        raise InputError(contradiction(rows, bad))
+
+
+@njit(cache=True)
+def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
+    for b in range(num_tokens.size):
+        if not fits_line(num_prompt[b], num_tokens[b], num_columns):
+            return b
+    return -1
+
+
+@lean
+def fits_line(num_prompt: int, num_tokens: int, num_columns: int) -> bool:
+    """Whether a row's prompt lies within its context, and the context within its line."""
+    return bool(0 <= num_prompt <= num_tokens <= num_columns)
+
+
+def contradiction(rows: DraftRows, b: int) -> str:
+    """What is wrong with a row's counts."""
+    return (
+        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
+        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
+        + ("" if rows.leaders is None else f", or its leader {rows.leaders[b]}, an earlier row with as many tokens")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafts:
+    """Drafted tokens of all rows, one row after another; row b has those of `offsets[b]:offsets[b + 1]`.
+
+    Attributes:
+        tokens: int32 [D].
+        offsets: int64 [B + 1].
+        parents: int32 [D], number within the row's draft of the token before it; -1 is the context's last token. A
+            parent stands before its children, the likeliest child right behind it, and children of one parent differ.
+        acceptance: float32 [D], estimated probability that it is accepted, given that those before it are.
+
+    Example: row 0 may go on with 8 9 or with 7, and row 1 has no draft: tokens [8, 9, 7], offsets [0, 3, 3], parents
+    [-1, 0, -1].
+    """
+
+    tokens: Int32Array
+    offsets: Int64Array
+    parents: Int32Array
+    acceptance: Float32Array
+
+    def __post_init__(self) -> None:
+        assert self.tokens.size == self.parents.size == self.acceptance.size == self.offsets[-1]
+
+
+def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
+    """Lists of token ids as one array [B, L], zeros behind the shorter ones."""
+    rows = [_as_array("tokens", line, np.int32) for line in lines]
+    width = max((row.size for row in rows), default=0)
+    if any(row.ndim != 1 for row in rows):
+        raise InputError("tokens are a list with the token ids of each row, got lists within them; flatten each row")
+    return np.array([np.pad(row, (0, width - row.size)) for row in rows], np.int32).reshape(len(rows), width)
+
+
+def _as_array(name: str, values: object, dtype: type[np.generic]) -> NDArray[Any]:
+    """A list's numbers as an array, exactly."""
+    try:
+        found = np.array(values)
+        if found.size == 0 or (found.dtype.kind in ("iu", "iuf")[dtype is np.float64] and _fits(found, dtype)):
+            return found.astype(dtype)
+    except ValueError as error:
+        raise InputError(f"{name} of rows holds lists of different lengths, got {values!r}; flatten it") from error
+    raise InputError(f"{name} of rows holds {np.dtype(dtype)} numbers, got {values!r}; correct it")
+
+
+def _fits(values: NDArray[Any], dtype: type[np.generic]) -> bool:
+    return bool((values.astype(dtype) == values).all())
+
+
+def _kind_of(values: object) -> np.dtype[Any] | str:
+    return values.dtype if isinstance(values, np.ndarray) else type(values).__name__
+
+
+def no_drafts(num_rows: int) -> Drafts:
+    """Empty drafts for so many rows."""
+    nothing = np.zeros(0, np.int32)
+    return Drafts(
+        tokens=nothing, offsets=np.zeros(num_rows + 1, np.int64), parents=nothing, acceptance=np.zeros(0, np.float32)
+    )

@@ -1,0 +1,209 @@
+"""Prompts from a JSONL file: questions as text or chat messages, with a reward on the text of the response.
+
+Knows lines, forms of a prompt and where a response ends. Knows nothing of how a reward judges.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from treering.data.formats.codec import decode
+from treering.data.formats.files import numbered_lines
+from treering.data.rendering.script import TURN_END, join_scripts, message_script, raw_script
+from treering.data.rendering.template import ChatTemplate
+from treering.data.trajectory import Message
+from treering.engine.rollout import Rollout
+from treering.errors import ConfigError, InputError
+from treering.rl.tasks.rewards import check_answer, find_reward
+from treering.rl.tasks.task import Prompt, Task, prompt_id_of
+from treering.rl.tasks.text_tokens import TextTokens
+from treering.types import PromptId, TokenIds
+
+PromptTemplate = Literal["plain", "hf", "raw"]
+"""plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text as it is, a base model's way."""
+
+_ID_KEYS = ("prompt_id", "task_id", "id")
+_PLACEHOLDER = Message(role="assistant", content="x")
+
+
+class PromptsFile(Task):
+    """The prompts of a JSONL file, plain or .gz; one object a line.
+
+    `prompt` is text or a list of OpenAI messages, or `question` is text; `answer` is optional text or a number;
+    `prompt_id`, `task_id` or `id` names the prompt, else its tokens do. Other fields are ignored.
+
+    Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" is the tokens of "2+2?", and a
+    response "It is 4" gets 1.0 from the reward "exact_answer".
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokenizer: Path,
+        reward: str,
+        template: PromptTemplate = "plain",
+        max_prompts: int | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """Reads the file.
+
+        Args:
+            path: the file.
+            tokenizer: a Hugging Face tokenizer folder.
+            reward: "exact_answer", "contains_answer" or "package.module:function" of (prompt, text).
+            template: how a prompt becomes text; see `PromptTemplate`.
+            max_prompts: prompts that are kept, from the first on; None is all.
+            max_prompt_tokens: longer prompts are left out and counted; None keeps all.
+
+        Raises:
+            ConfigError: an unknown reward or template, a folder that is no tokenizer, a limit below 1.
+            InputError: a bad line, as "FILE:LINE: rule, value, fix"; a file without a prompt that fits.
+        """
+        if template not in get_args(PromptTemplate):
+            raise ConfigError(
+                f"a template is one of {', '.join(get_args(PromptTemplate))}, got {template!r}; choose one"
+            )
+        for name, limit in (("max_prompts", max_prompts), ("max_prompt_tokens", max_prompt_tokens)):
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
+        self._reward = find_reward(reward)
+        self._template: PromptTemplate = template
+        self._tokens = TextTokens(tokenizer)
+        self._chat = ChatTemplate(tokenizer) if template == "hf" else None
+        self.num_overlong = 0
+        """Prompts left out for their length."""
+        self.num_duplicates = 0
+        """Prompts without a name left out because an earlier one has the same tokens."""
+        self._prompts = self._read(path, reward, max_prompts, max_prompt_tokens)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """In file order."""
+        return self._prompts
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the tokenizer, added tokens included."""
+        return self._tokens.vocab_size
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """<|im_end|> and the tokenizer's end of text, as far as it has them."""
+        return self._tokens.end_tokens
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """<|im_end|> in the plain form where the tokenizer spells it in several tokens, else nothing."""
+        return (TURN_END,) if self._template == "plain" and not self._tokens.has_turn_end else ()
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        """What the reward function says of the response's text, without special tokens and closing stop strings."""
+        text = self._tokens.decode(rollout.tokens)
+        for stop in self.stop_strings:
+            text = text.removesuffix(stop)
+        return self._reward(prompt, text)
+
+    def _read(
+        self, path: Path, reward: str, max_prompts: int | None, max_prompt_tokens: int | None
+    ) -> tuple[Prompt, ...]:
+        kept: dict[PromptId, Prompt] = {}
+        for where, line in _parsed_lines(path):
+            if max_prompts is not None and len(kept) == max_prompts:
+                break
+            try:
+                prompt = self._prompt(line, reward)
+                self._keep(prompt, line, kept, max_prompt_tokens)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+        if not kept:
+            raise InputError(
+                f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of more "
+                f"than max_prompt_tokens={max_prompt_tokens}; check the file, or raise the limit"
+            )
+        return tuple(kept.values())
+
+    def _prompt(self, line: "_Line", reward: str) -> Prompt:
+        check_answer(reward, line.answer)
+        tokens = self._encode(line.messages)
+        prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
+        return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer)
+
+    def _keep(self, prompt: Prompt, line: "_Line", kept: dict[PromptId, Prompt], limit: int | None) -> None:
+        if limit is not None and prompt.tokens.size > limit:
+            self.num_overlong += 1
+        elif prompt.prompt_id not in kept:
+            kept[prompt.prompt_id] = prompt
+        elif line.prompt_id is None:
+            self.num_duplicates += 1
+        else:
+            raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
+
+    def _encode(self, messages: tuple[Message, ...]) -> TokenIds:
+        """Everything before a next answer: the text up to the first character that the policy would write."""
+        conversation = [*messages, _PLACEHOLDER]
+        if self._chat is not None:
+            script = self._chat.script(conversation)
+        elif self._template == "raw":
+            script = raw_script(conversation)
+        else:
+            script = join_scripts(message_script(message) for message in conversation)
+        return self._tokens.encode(script.text[: script.spans[-1].start])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """What a line says; `prompt_id` is None where it names nothing."""
+
+    messages: tuple[Message, ...]
+    answer: str | None
+    prompt_id: PromptId | None
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
+    for number, raw in numbered_lines(path):
+        where = f"{path}:{number}"
+        try:
+            yield where, _line(json.loads(raw))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: a line must be UTF-8, got {error}; convert the file") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: a line must be one JSON object ({error}); repair the line") from error
+
+
+def _line(record: object) -> _Line:
+    if not isinstance(record, dict):
+        raise InputError(f"a line is a JSON object, got {type(record).__name__}; write one object per line")
+    key = "question" if record.get("prompt") is None else "prompt"
+    value = record.get(key)
+    if value is None:
+        raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; add one")
+    messages = value if isinstance(value, list) and key == "prompt" else [{"role": "user", "content": value}]
+    # The reader of trajectories knows every spelling of a message.
+    decoded = decode({"task_id": "prompt", "messages": messages}).messages
+    assert decoded is not None, "messages were given"
+    if decoded[-1].is_trained:
+        raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
+    if not any(message.content for message in decoded):
+        raise InputError(f"a prompt holds text, got {value!r}; drop the line")
+    return _Line(messages=decoded, answer=_answer(record.get("answer")), prompt_id=_prompt_id(record))
+
+
+def _answer(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+    return str(value)
+
+
+def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
+    key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
+    value = None if key is None else record[key]
+    if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
+        return value
+    raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")

@@ -1,0 +1,1 @@
+"""Child processes, their messages, and memory that they share."""

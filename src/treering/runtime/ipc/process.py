@@ -1,0 +1,184 @@
+"""The controller's side of a process: a seat that a child fills, and fills again when it dies.
+
+Knows how a child is started, heard and buried. Knows nothing of what children do.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Any, TypeAlias
+
+import torch
+
+from treering.errors import StateError
+from treering.runtime.ipc.child import Failed, Ready, Role, Start, main
+from treering.runtime.ipc.shared_memory import SharedMemory
+
+MAX_DEATHS = 5
+"""Deaths in a row, without anything done in between, after which a seat is given up."""
+
+_CLOSE_S = 5.0
+_PRELOADED = (
+    "treering.engine.torch_engine",
+    "treering.runtime.workers.reward_worker",
+    "treering.runtime.workers.trainer_worker",
+    "treering.runtime.workers.rollout_worker",
+    "transformers.modeling_utils",
+)
+
+
+Context: TypeAlias = ForkServerContext | SpawnContext
+
+
+def start_method(recipe: object) -> Context:
+    """How children are started: forked from a server that has imported everything, which takes a tenth of a second.
+
+    The server is started once in a process and has run nothing but imports. Where there is a CUDA device even these may
+    have touched its driver, which no forked process can use; there every child imports for itself.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *_PRELOADED, type(recipe).__module__])
+    _start_server()
+    return context
+
+
+def _start_server() -> None:
+    """Starts the server, if there is none, where it finds the modules that this process finds."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+class Seat:
+    """One child at a time, under one name.
+
+    Example: a child killed by SIGKILL gives what it had sent, then `has_died`; `fill` starts the next one.
+    """
+
+    def __init__(self, name: str, role: Role, memory: SharedMemory, context: Context) -> None:
+        """`name`: in errors; `context`: of `start_method`."""
+        self.name = name
+        self._context = context
+        self._role = role
+        self._memory = memory
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+        self.num_deaths = 0
+        """In a row, without anything done in between."""
+        self.is_ready = False
+
+    @property
+    def connection(self) -> Connection:
+        """What to wait for; only while the seat is filled."""
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is a child, as far as is known."""
+        return self._connection is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None where the seat is empty."""
+        return None if self._process is None else self._process.pid
+
+    def fill(self, settings: object) -> None:
+        """Starts a child with the settings of its role."""
+        ours, theirs = self._context.Pipe()
+        # The kernel watches the thread that has started a process: that of the server, or this one, which may end soon.
+        is_forked = isinstance(self._context, ForkServerContext)
+        dies_with_parent = is_forked or threading.current_thread() is threading.main_thread()
+        self._process = self._context.Process(
+            target=main, args=(theirs, self._memory, dies_with_parent), name=f"treering {self.name}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._connection = ours
+        self.is_ready = False
+        self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
+
+    def send(self, message: object) -> None:
+        """Sends a message; to a child that has died it goes nowhere, and `receive` will tell."""
+        try:
+            self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            return
+
+    def receive(self) -> tuple[list[Any], bool]:
+        """What the child has sent, and whether it has died: what it sent before stands all the same.
+
+        Raises:
+            Exception: the one that ended the child.
+        """
+        messages: list[Any] = []
+        has_died = False
+        try:
+            # A grandchild may hold the other end open, so the end of the process is asked for as well.
+            is_gone = self._process is None or not self._process.is_alive()
+            while self.connection.poll():
+                messages.append(pickle.loads(self.connection.recv_bytes()))
+            has_died = is_gone
+        except (EOFError, OSError):
+            has_died = True
+        for message in messages:
+            if isinstance(message, Failed):
+                raise message.error
+        self.is_ready = self.is_ready or any(isinstance(message, Ready) for message in messages)
+        return [message for message in messages if not isinstance(message, Ready)], has_died
+
+    def bury(self) -> None:
+        """Takes a dead child out.
+
+        Raises:
+            StateError: it is the `MAX_DEATHS`-th in a row.
+        """
+        status = self.empty()
+        self.num_deaths += 1
+        if self.num_deaths >= MAX_DEATHS:
+            raise StateError(
+                f"a process that dies is started again, and the {self.name} died {self.num_deaths} times in a row "
+                f"without having done anything, last with {_words(status)}; free memory, or look at what it printed"
+            )
+
+    def note_progress(self) -> None:
+        """Deaths are counted anew from here."""
+        self.num_deaths = 0
+
+    def empty(self) -> int | None:
+        """Ends the child, if there is one, and returns its exit status."""
+        if self._process is None:
+            return None
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(_CLOSE_S)
+        status = self._process.exitcode
+        if status is not None:
+            self._process.close()
+        self.connection.close()
+        self._process = self._connection = None
+        return status
+
+
+def _words(status: int | None) -> str:
+    """An exit status for people: "signal SIGKILL", "exit status 1"."""
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"

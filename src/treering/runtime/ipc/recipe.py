@@ -1,0 +1,32 @@
+"""What a child needs to build its part of a run by itself.
+
+Knows the questions only. Whoever starts a runtime answers them with an object that pickle can send to a new process.
+"""
+
+from typing import Protocol
+
+from torch import nn
+
+from treering.engine.protocol import Engine
+from treering.history.draft.drafter import Drafter
+from treering.rl.tasks.task import Task
+
+
+class Recipe(Protocol):
+    """A model, a task and engines, the same in every process that asks.
+
+    Weights that a model comes with are of no account: each process takes the run's own before it uses them.
+    """
+
+    @property
+    def max_batch(self) -> int:
+        """Rollouts that an engine of `make_engine` runs at one time."""
+
+    def make_model(self) -> nn.Module:
+        """The model, with whatever weights."""
+
+    def make_task(self) -> Task:
+        """Prompts and rewards."""
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
+        """An engine whose weights, the model's present ones, are of a version."""

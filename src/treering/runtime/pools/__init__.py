@@ -1,0 +1,1 @@
+"""The controller's side of rollout workers, reward workers and the trainer."""

@@ -1,0 +1,57 @@
+"""The trainer's process: model and optimiser, and the weights of every step into shared memory.
+
+Knows steps in their order. Knows nothing of rollout workers, of rewards and of who reads the weights.
+"""
+
+import io
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from treering.rl.trainer import Trainer
+from treering.runtime.ipc.child import Port, Ready
+from treering.runtime.ipc.messages import Save, Saved, Train, TrainedStep, TrainerSettings
+from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc.weight_ring import BASE, WeightRing
+from treering.train.loop.checkpoint import random_state, set_random_state
+
+
+def train(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
+    """The role of the trainer."""
+    model = settings.recipe.make_model()
+    ring = WeightRing(model, settings.num_slots, memory)
+    ring.read(settings.version, model, BASE)
+    trainer = Trainer(model, settings.optim, settings.options)
+    state = unpacked(settings.state)
+    if state["optimizer"] is not None:
+        trainer.load_state(state["optimizer"])
+    # Last, because building a model draws from it.
+    set_random_state(state["random"])
+    port.send(Ready())
+    while True:
+        message = port.take()
+        if isinstance(message, Save):
+            port.send(Saved(state=packed(trainer.state())))
+        elif isinstance(message, Train):
+            started = time.perf_counter()
+            trained = trainer.train(message.step, message.groups)
+            ended = time.perf_counter()
+            if message.is_new:
+                ring.write(message.step, model)
+            update_s = time.perf_counter() - ended
+            port.send(TrainedStep(step=message.step, trained=trained, train_s=ended - started, update_s=update_s))
+
+
+def packed(optimizer: Mapping[str, Any] | None) -> bytes:
+    """An optimiser's state, None before the first step, with this process's random state."""
+    stream = io.BytesIO()
+    torch.save({"optimizer": optimizer, "random": random_state()}, stream)
+    return stream.getvalue()
+
+
+def unpacked(state: bytes) -> dict[str, Any]:
+    """What `packed` was given: "optimizer" and "random"."""
+    found: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+    return found

@@ -1,0 +1,1 @@
+"""Plans of where rollouts run: HistoPipe, its search, and baselines."""

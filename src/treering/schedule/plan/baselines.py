@@ -1,0 +1,57 @@
+"""Policies that HistoPipe is judged against.
+
+Knows what others do. None of them corrects a prediction or looks beyond its step.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from treering.schedule.plan.plans import Plan, place
+from treering.schedule.policy import Assignment, Outlook, Policy, Stealing
+
+
+class Fifo(Policy):
+    """Random shards of equal size, each in the order of the prompts: no prediction has a part in it.
+
+    Example: 6 rollouts on 2 workers: 3 each, drawn anew in every step from the seed.
+    """
+
+    def __init__(self, *, stealing: Stealing = "off", seed: int = 0) -> None:
+        """`stealing` "queued" makes it work stealing: whoever has nothing left takes from the longest queue."""
+        self._stealing = stealing
+        self._seed = seed
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return "fifo" if self._stealing == "off" else "work_stealing"
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        """A shard for each worker."""
+        num_rollouts = outlook.forecasts[0].num_rollouts
+        stealing: Stealing = "off" if outlook.cluster.rebalancing == "none" else self._stealing
+        random = np.random.default_rng((self._seed, outlook.step))
+        shards = random.permutation(np.arange(num_rollouts) % outlook.cluster.num_workers)
+        return Assignment(workers=shards, order=np.arange(num_rollouts), stealing=stealing)
+
+
+class PlanPolicy(Policy):
+    """One plan for all steps, with forecasts taken as they are.
+
+    Example: `PlanPolicy(Plan(name="halves", num_turns=2))` runs odd and even steps on different workers.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return self._plan.name
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        """The plan's share of the step, in no more turns than there are workers."""
+        forecast, cluster = outlook.forecasts[0], outlook.cluster
+        plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))
+        return place(plan, forecast.lengths, forecast.prompts, step=outlook.step, cluster=cluster)

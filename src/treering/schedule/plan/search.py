@@ -1,0 +1,222 @@
+"""The search for a plan: every candidate is run by the simulator on lengths that could come true.
+
+Knows forecasts, beliefs and candidates. Knows nothing of clocks: two planners that are told the same choose the same.
+
+    R rollouts of a step, W workers
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.schedule.cluster import Cluster
+from treering.schedule.plan.baselines import PlanPolicy
+from treering.schedule.plan.plans import Plan
+from treering.schedule.policy import Forecast, Outlook
+from treering.schedule.predict.calibrated_lengths import Beliefs
+from treering.schedule.simulator.bounds import bound_s, with_training
+from treering.schedule.simulator.run import simulate
+from treering.schedule.traces.trace import Trace, TraceStep
+
+_MAX_WORKERS = 32
+_MIN_WORKERS = 8
+_MAX_ROLLOUTS = 4096
+"""Larger clusters and steps are planned for by a sample: fewer workers, with their share of the rollouts."""
+
+_STEPS_PER_TURN = 4
+"""Steps that candidates are judged on, for each that runs at one time: with fewer, start and end count too much."""
+
+_NUM_DRAWS = 5
+"""Lengths that could come true are drawn so many times: once to choose among candidates, then to judge the best, which
+do too well on what they were chosen by."""
+
+_NUM_FINALISTS = 5
+
+_USUAL_TRAINING = 0.07
+"""What an update is taken to last where no time of any is known, as a share of a step's work: about as in RhymeRL
+(section 3). With updates that take no time at all, steps that run side by side would seem to cost nothing."""
+
+_CLEARLY = 1.005
+"""A present plan stays where it is predicted to take no more than this many times the best, or less on any draw: a
+change costs a step, and predictions are not certain."""
+
+_CLOSE = 0.98
+"""Share of the lower bound that is good enough to look no further."""
+
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.45)
+"""Shares of long rollouts to begin with."""
+
+_LANES = (0.3, 0.45, 0.55, 0.65, 0.8)
+"""Shares of workers for them to begin with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Question:
+    """What candidates are judged on: a cluster, small enough, and lengths that could come true there."""
+
+    cluster: Cluster
+    traces: tuple[Trace, ...]
+
+
+def ask(outlook: Outlook, beliefs: Beliefs, *, seed: int) -> Question:
+    """The question of an outlook: its forecasts, repeated to some steps for each turn, believed and made uncertain.
+
+    A latency whose updates take no time is taken not to know it.
+    """
+    cluster = outlook.cluster
+    num_workers = _num_planned(cluster.num_workers, outlook.forecasts[0].num_rollouts)
+    small = replace(cluster, num_workers=num_workers)
+    num_steps = _STEPS_PER_TURN * (cluster.staleness + 1)
+    ahead = [outlook.forecasts[i % len(outlook.forecasts)] for i in range(num_steps)]
+    sampled = [_sampled(forecast, num_workers / cluster.num_workers) for forecast in ahead]
+    random = np.random.default_rng(seed)
+    traces = [_drawn(sampled, beliefs, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
+    if small.latency.training_s == 0:
+        small = with_training(small, traces[0], _USUAL_TRAINING)
+    return Question(cluster=small, traces=tuple(traces))
+
+
+def _num_planned(num_workers: int, num_rollouts: int) -> int:
+    enough = max(round(num_workers * _MAX_ROLLOUTS / num_rollouts), _MIN_WORKERS)
+    return min(num_workers, enough, _MAX_WORKERS)
+
+
+def search(question: Question, present: Plan | None = None) -> Plan:
+    """The plan with the least predicted makespan; the present one, unless another is clearly better.
+
+    First the plain ones and, unless one of these comes close to the lower bound, a coarse grid of workers for the
+    longest rollouts and what lies around the best of it, judged on one draw; then the best few on the others. Earlier
+    candidates win ties.
+    """
+    judge = _Judge(question)
+    judge.add([] if present is None else [present])
+    judge.add(plain_plans(question.cluster))
+    if judge.of_bound() < _CLOSE:
+        judge.add(_grid(question.cluster))
+        for width in (2, 1):
+            judge.add(_around(judge.best_with_lanes(), question.cluster, width))
+    return judge.winner(present)
+
+
+def plain_plans(cluster: Cluster) -> list[Plan]:
+    """The family without workers for the longest rollouts, simplest first."""
+    turns = range(1, min(cluster.staleness + 1, cluster.num_workers) + 1)
+    found = [Plan(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
+    if cluster.staleness == 0:
+        return found
+    groups = Plan(name="equal groups", placing="equal_counts")
+    found += [groups, Plan(name="equal work", placing="equal_sums"), Plan(name="two tiers", placing="two_tier")]
+    if cluster.rebalancing == "running":
+        found.append(replace(found[0], name="longest first, tails gathered", moving="gathering"))
+        found.append(replace(groups, name="equal groups, moves", moving="freeing"))
+    return found
+
+
+class _Judge:
+    """Candidates and their predicted makespans."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._first: dict[Plan, float] = {}
+
+    def add(self, plans: Iterable[Plan]) -> None:
+        for plan in plans:
+            if plan not in self._first:
+                self._first[plan] = self._makespan(plan, self._question.traces[0])
+
+    def of_bound(self) -> float:
+        """Lower bound over the least makespan so far, on the first draw."""
+        return bound_s(self._question.traces[0], self._question.cluster) / min(self._first.values())
+
+    def best_with_lanes(self) -> Plan | None:
+        lanes = [plan for plan in self._first if plan.num_long_workers]
+        return min(lanes, key=self._first.__getitem__, default=None)
+
+    def winner(self, present: Plan | None) -> Plan:
+        finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
+        finalists += [present] if present is not None and present not in finalists else []
+        judged = {plan: self._judged(plan) for plan in finalists}
+        best = min(judged, key=lambda plan: sum(judged[plan]))
+        if present is None or _is_clearly_less(judged[best], judged[present]):
+            return best
+        return present
+
+    def _judged(self, plan: Plan) -> list[float]:
+        return [self._makespan(plan, trace) for trace in self._question.traces[1:]]
+
+    def _makespan(self, plan: Plan, trace: Trace) -> float:
+        return simulate(PlanPolicy(plan), trace, workers=self._question.cluster).makespan_s
+
+
+def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether makespans are shorter on every draw, and by more than a little together."""
+    return all(one < other for one, other in zip(some, others, strict=True)) and _CLEARLY * sum(some) < sum(others)
+
+
+def _name(base: str, num_turns: int) -> str:
+    return base if num_turns == 1 else f"{base}, {num_turns} turns"
+
+
+def _grid(cluster: Cluster) -> list[Plan]:
+    turns = min(cluster.staleness + 1, cluster.num_workers)
+    return [
+        plan
+        for share in _SHARES
+        for lanes in _LANES
+        for plan in _with_lanes(cluster, turns, share, round(lanes * (cluster.num_workers // turns)))
+    ]
+
+
+def _with_lanes(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[Plan]:
+    """The plan, or none where long or other rollouts would have no worker."""
+    num_workers = cluster.num_workers // num_turns
+    if not (1 <= num_long < num_workers and 0 < share < 1):
+        return []
+    name = _name(f"{num_long / num_workers:.0%} of workers for the longest {share:.0%}", num_turns)
+    return [Plan(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
+
+
+def _around(best: Plan | None, cluster: Cluster, width: int) -> list[Plan]:
+    if best is None:
+        return []
+    shares = [round(best.long_share * (1 + 0.15 * change), 4) for change in (-width, 0, width)]
+    counts = [best.num_long_workers + change for change in (-width, 0, width)]
+    around = [_with_lanes(cluster, best.num_turns, share, count) for share in shares for count in counts]
+    variants = []
+    if best.stealing == "off":
+        variants.append(replace(best, name=f"{best.name}, stealing", stealing="queued"))
+    if best.moving == "off" and cluster.rebalancing == "running":
+        variants.append(replace(best, name=f"{best.name}, moves", moving="faster"))
+    return [*chain.from_iterable(around), *variants]
+
+
+def rescaled(plan: Plan, num_workers: int, planned_for: int) -> Plan:
+    """The plan for a cluster of another size: as large a share of the workers for the longest rollouts."""
+    if num_workers == planned_for or not plan.num_long_workers:
+        return plan
+    mine, planned = num_workers // plan.num_turns, planned_for // plan.num_turns
+    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * mine / planned), 1), mine - 1))
+
+
+def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
+    """float64: a share of the predictions, evenly spaced in rank; all of them, in their order, where it is 1."""
+    if share == 1:
+        return forecast.lengths
+    num = max(round(share * forecast.num_rollouts), 1)
+    ranks = ((np.arange(num) + 0.5) * forecast.num_rollouts / num).astype(np.int64)
+    return np.sort(forecast.lengths)[ranks]
+
+
+def _drawn(
+    ahead: Sequence[NDArray[np.float64]], beliefs: Beliefs, max_tokens: int, random: np.random.Generator
+) -> Trace:
+    steps = []
+    for predicted in ahead:
+        believed = beliefs.lengths(predicted, max_tokens)
+        lengths = np.rint(beliefs.draw(predicted, max_tokens, random)).astype(np.int64)
+        forecast = Forecast(lengths=believed, prompts=np.arange(believed.size))
+        steps.append(TraceStep(lengths=lengths, forecast=forecast))
+    return Trace(steps=tuple(steps), max_tokens=max_tokens)

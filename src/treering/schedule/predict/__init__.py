@@ -1,0 +1,1 @@
+"""How long rollouts will become, and how good such predictions were."""

@@ -1,0 +1,110 @@
+"""What to believe of predictions, after seeing how earlier ones came out.
+
+Knows pairs of predicted and real lengths. Knows nothing of prompts, of policies or of where predictions come from.
+
+    R rollouts of a step
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.schedule.policy import NUM_LEARNT
+from treering.schedule.predict.errors import Misses
+
+Pairs = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+PRIOR_SIGMA = 0.25
+"""Sigma of log(length / prediction) until something was seen."""
+
+PRIOR_SPREAD = 0.7
+"""Sigma of the logarithm of lengths within a step until something was seen: where predictions vary less, they leave the
+rest unexplained."""
+
+_PRIOR_ROLLOUTS = 16
+"""The prior counts as many rollouts; it vouches for predictions as they are."""
+
+_MAX_ROLLOUTS = 4096
+"""Rollouts that are remembered of one step, evenly spaced ones."""
+
+
+class Beliefs:
+    """A line through log lengths against log predictions, and how far rollouts are off it.
+
+    Predictions that are too long by a factor are corrected, reversed ones turned round, and worthless ones become one
+    length for all.
+
+    Example: after a step with predictions [100, 200, 400] and lengths [50, 100, 200], many times each, a prediction of
+    300 is believed as 150.
+    """
+
+    def __init__(self, sigma: float = PRIOR_SIGMA) -> None:
+        """`sigma`: of log(length / prediction), before anything was seen."""
+        self._prior = sigma
+        self._seen: deque[Pairs] = deque(maxlen=NUM_LEARNT)
+        self._slope, self._offset, self._sigma = 1.0, 0.0, sigma
+        self._misses: tuple[int, Misses] | None = None
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether any step was learnt."""
+        return bool(self._seen)
+
+    def learn(self, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        """Takes what a step's rollouts were, float64 and int64 [R]."""
+        chosen = np.unique(np.linspace(0, lengths.size - 1, _MAX_ROLLOUTS).astype(np.int64))
+        self._seen.append((np.log(predicted[chosen]), np.log(lengths[chosen])))
+        told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
+        self._fit(told, real)
+        self._misses = None
+
+    def lengths(self, predicted: NDArray[np.float64], max_tokens: int) -> NDArray[np.float64]:
+        """float64 [R]: the likeliest lengths, at least 1 and at most `max_tokens`."""
+        return np.clip(np.exp(self._line(np.log(predicted))), 1.0, max_tokens)
+
+    def draw(self, predicted: NDArray[np.float64], max_tokens: int, random: np.random.Generator) -> NDArray[np.float64]:
+        """float64 [R]: lengths that could come true, at least 1 and at most `max_tokens`.
+
+        Off the line as rollouts were that were predicted about alike (see `Misses`); normally in the logarithm until
+        something was seen, and later as often as the prior still counts.
+
+        Example: where of rollouts that were predicted 1,000 a fifth ended at 300, a fifth of the next ones does.
+        """
+        told = np.log(predicted)
+        errors = self.sigma(predicted) * random.standard_normal(told.size)
+        if self.has_seen:
+            num_seen = sum(pair[0].size for pair in self._seen)
+            is_prior = random.random(told.size) * (num_seen + _PRIOR_ROLLOUTS) < _PRIOR_ROLLOUTS
+            errors = np.where(is_prior, errors, self._misses_with(max_tokens).draw(told, random))
+        return np.clip(np.exp(self._line(told) + errors), 1.0, max_tokens)
+
+    def sigma(self, predicted: NDArray[np.float64]) -> float:
+        """Of the logarithm of what these rollouts will be, around what is believed of them."""
+        if self.has_seen:
+            return self._sigma
+        unexplained = PRIOR_SPREAD**2 - float(np.log(predicted).var())
+        return max(self._prior, float(np.sqrt(max(unexplained, 0.0))))
+
+    def _misses_with(self, max_tokens: int) -> Misses:
+        """Of what was seen; rollouts of `max_tokens` might have become longer."""
+        if self._misses is None or self._misses[0] != max_tokens:
+            told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
+            errors = np.where(real < np.log(max_tokens), real - self._line(told), np.inf)
+            self._misses = max_tokens, Misses(told, errors)
+        return self._misses[1]
+
+    def _line(self, told: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = self._offset + self._slope * told
+        return found
+
+    def _fit(self, told: NDArray[np.float64], real: NDArray[np.float64]) -> None:
+        """Least squares, with the prior as so many rollouts on the line of slope 1 through the means."""
+        mean_told, mean_real = told.mean(), real.mean()
+        x, y = told - mean_told, real - mean_real
+        # Without any spread, seen or expected, every slope is as good; this one keeps predictions apart as they are.
+        weight = _PRIOR_ROLLOUTS * (max(float(x.var()), self._prior**2) or 1.0)
+        self._slope = (float(x @ y) + weight) / (float(x @ x) + weight)
+        self._offset = float(mean_real - self._slope * mean_told)
+        rest = y - self._slope * x
+        self._sigma = float(np.sqrt((rest @ rest + _PRIOR_ROLLOUTS * self._prior**2) / (rest.size + _PRIOR_ROLLOUTS)))

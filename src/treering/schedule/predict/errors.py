@@ -1,0 +1,67 @@
+"""How far predictions were off, by what was predicted: the law that errors are drawn from.
+
+Knows pairs of predictions and errors, both as logarithms. Knows nothing of rollouts, steps and plans.
+
+    N errors that were seen, B bins, R that are asked for
+"""
+
+from itertools import pairwise
+
+import numpy as np
+
+from treering.arrays import Float64Array, Int64Array
+
+_NUM_BINS = 32
+_LEAST_IN_BIN = 64
+
+_SIGMA_OF_MEDIAN = 1.4826
+"""Standard deviations in the median distance from the median, for the normal law."""
+
+_UNUSUAL = 3.0
+"""An error that is so many spreads from the middle is none of the normal law."""
+
+
+class Misses:
+    """Errors by bins of alike predictions, in each a normal law, and those far from it as they were.
+
+    Errors are seldom the same for long and short predictions, and seldom even on both sides: many of the longest end at
+    the limit, and rollouts that end early end far below. To draw nothing but errors that were seen would be no better:
+    plans would be made for the very rollouts that came out longest, of which there are few.
+
+    Example: of errors [0.1, -0.1] * 40 + [-2.0] * 20 a fifth of what is drawn is -2.0, the rest is normal around -0.1
+    with a spread of 0.3.
+    """
+
+    def __init__(self, told: Float64Array, errors: Float64Array) -> None:
+        """`told` and `errors`: float64 [N], N >= 1, of each other; infinite errors are of rollouts at the limit."""
+        order = np.argsort(told, kind="stable")
+        self._told, self._errors = told[order], errors[order]
+        num_bins = min(max(told.size // _LEAST_IN_BIN, 1), _NUM_BINS)
+        self._firsts = np.arange(num_bins + 1) * told.size // num_bins
+        bins = [self._errors[first:behind] for first, behind in pairwise(self._firsts)]
+        self._middles, self._spreads = np.array([_middle_and_spread(each) for each in bins]).T
+
+    def draw(self, told: Float64Array, random: np.random.Generator) -> Float64Array:
+        """float64 [R]: an error for each prediction, float64 [R]; infinite for one that reaches the limit."""
+        bins = self._bins_of(told, random)
+        middles, spreads = self._middles[bins], self._spreads[bins]
+        seen = self._errors[random.integers(self._firsts[bins], self._firsts[bins + 1])]
+        usual = middles + spreads * random.standard_normal(told.size)
+        return np.where(np.abs(seen - middles) <= _UNUSUAL * spreads, usual, seen)
+
+    def _bins_of(self, told: Float64Array, random: np.random.Generator) -> Int64Array:
+        """int64 [R]: where equal predictions fill several bins, any of these."""
+        first = np.searchsorted(self._told, told, side="left")
+        behind = np.searchsorted(self._told, told, side="right")
+        places = random.integers(first, np.maximum(behind, first + 1))
+        found: Int64Array = np.searchsorted(self._firsts[1:-1], places, side="right")
+        return found
+
+
+def _middle_and_spread(errors: Float64Array) -> tuple[float, float]:
+    """Of those below the limit: a median, and the standard deviation that their distances from it speak for."""
+    below = errors[np.isfinite(errors)]
+    if below.size == 0:
+        return 0.0, 0.0
+    middle = float(np.median(below))
+    return middle, _SIGMA_OF_MEDIAN * float(np.median(np.abs(below - middle)))

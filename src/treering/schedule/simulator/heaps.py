@@ -1,0 +1,73 @@
+"""Binary heaps in slices of flat arrays, for compiled loops: the least key first, the lower number where keys tie.
+
+Knows keys and numbers. Knows nothing of what they stand for.
+"""
+
+from numba import njit
+
+from treering.arrays import Float64Array, Int64Array
+
+
+@njit(cache=True)
+def push(keys: Float64Array, numbers: Int64Array, base: int, size: int, key: float, number: int) -> None:
+    """Adds an entry to the heap of `size` entries that starts at `base`; it has one more afterwards."""
+    at = size
+    while at > 0:
+        above = (at - 1) >> 1
+        if not _is_before(key, number, keys[base + above], numbers[base + above]):
+            break
+        keys[base + at] = keys[base + above]
+        numbers[base + at] = numbers[base + above]
+        at = above
+    keys[base + at] = key
+    numbers[base + at] = number
+
+
+@njit(cache=True)
+def pop(keys: Float64Array, numbers: Int64Array, base: int, size: int) -> None:
+    """Takes the first entry, the one at `base`, out of a heap of `size` >= 1; it has one less afterwards."""
+    keys[base], numbers[base] = keys[base + size - 1], numbers[base + size - 1]
+    sink(keys, numbers, base, size - 1, 0)
+
+
+@njit(cache=True)
+def remove(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
+    """Takes the entry at `base + place` out of a heap of `size`; it has one less afterwards."""
+    key, number = keys[base + size - 1], numbers[base + size - 1]
+    if place == size - 1:
+        return
+    if _is_before(key, number, keys[base + place], numbers[base + place]):
+        push(keys, numbers, base, place, key, number)
+        return
+    keys[base + place], numbers[base + place] = key, number
+    sink(keys, numbers, base, size - 1, place)
+
+
+@njit(cache=True)
+def sink(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
+    """Moves the entry at `base + place` down to where those below it come later."""
+    if place >= size:
+        return
+    key, number = keys[base + place], numbers[base + place]
+    at = place
+    while True:
+        below = 2 * at + 1
+        if below >= size:
+            break
+        if below + 1 < size and _comes_first(keys, numbers, base + below + 1, base + below):
+            below += 1
+        if not _is_before(keys[base + below], numbers[base + below], key, number):
+            break
+        keys[base + at], numbers[base + at] = keys[base + below], numbers[base + below]
+        at = below
+    keys[base + at], numbers[base + at] = key, number
+
+
+@njit(cache=True)
+def _comes_first(keys: Float64Array, numbers: Int64Array, one: int, other: int) -> bool:
+    return bool(_is_before(keys[one], numbers[one], keys[other], numbers[other]))
+
+
+@njit(cache=True)
+def _is_before(key: float, number: int, other_key: float, other_number: int) -> bool:
+    return bool(key < other_key or (key == other_key and number < other_number))

@@ -1,0 +1,110 @@
+"""Moves of running rollouts within one simulated step: outliers, and tails that free a worker.
+
+Knows workers and what is likely. Knows nothing of policies; `Moving` says which of it happens.
+
+    W workers, S slots a worker
+"""
+
+from numba import njit
+
+from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, outlier_goes_to
+from treering.schedule.simulator.heaps import remove
+from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
+from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepState, Work, add, announce
+
+_NUM_CHECKS = 32
+"""How many times a worker looks for outliers while a rollout of the greatest length runs."""
+
+
+@njit(cache=True)
+def is_check_due(state: StepState, rules: Rules, worker: int) -> bool:
+    """Whether a worker has come far enough to look for outliers again; it counts as having done so."""
+    if state.running[worker] == 0 or state.clock[worker] < state.checked[worker] + rules.max_tokens / _NUM_CHECKS:
+        return False
+    state.checked[worker] = state.clock[worker]
+    return True
+
+
+@njit(cache=True)
+def move_outliers(state: StepState, work: Work, rules: Rules, worker: int, time: float) -> None:
+    """Moves what has outgrown its worker's share to workers of longer ones, as far as that pays."""
+    base = worker * (rules.token_s.size - 1)
+    at = 0
+    while at < state.running[worker]:
+        rollout = state.numbers[base + at]
+        num_left = state.keys[base + at] - state.clock[worker]
+        generated = work.lengths[rollout] - num_left
+        other = -1
+        if state.moves[rollout] < MAX_MOVES and generated >= LATE * state.reach[worker]:
+            context = generated + work.num_prompt_tokens[rollout]
+            other = outlier_goes_to(_loads(state, work), _prices(rules), rules.moving, worker, generated, context)
+        if other < 0:
+            at += 1
+            continue
+        _move(state, work, rules, worker, at, other, time)
+        announce(state, rules, other)
+        # Another entry has taken a place that was seen already.
+        at = 0
+
+
+@njit(cache=True)
+def give_tail(state: StepState, work: Work, rules: Rules, worker: int, time: float) -> None:
+    """Moves all that a worker has left, once that is little, to the worker that runs the most of what is left."""
+    can_steal = rules.stealing and state.totals[QUEUED] > 0
+    if can_steal or not has_tail(_loads(state, work), worker):
+        return
+    other = fullest_tail(_loads(state, work), worker, rules.token_s.size - 1)
+    if other < 0 or not _pays_to_give(state, work, rules, worker, other):
+        return
+    for _ in range(state.running[worker]):
+        _move(state, work, rules, worker, 0, other, time)
+    announce(state, rules, other)
+
+
+@njit(cache=True)
+def _loads(state: StepState, work: Work) -> Loads:
+    return Loads(state.running, state.reach, work.offsets[:-1], state.heads, work.offsets[1:])
+
+
+@njit(cache=True)
+def _prices(rules: Rules) -> Prices:
+    return Prices(rules.token_s, rules.prefill_s, rules.max_tokens)
+
+
+@njit(cache=True)
+def _pays_to_give(state: StepState, work: Work, rules: Rules, worker: int, other: int) -> bool:
+    """Whether the time that a worker gets free is worth prefill and slower steps where its rollouts go."""
+    base, num_running = worker * (rules.token_s.size - 1), state.running[worker]
+    num_context, longest = 0.0, 0.0
+    for at in range(num_running):
+        rollout = state.numbers[base + at]
+        if state.moves[rollout] == MAX_MOVES:
+            return False
+        generated = work.lengths[rollout] - (state.keys[base + at] - state.clock[worker])
+        num_context += generated + work.num_prompt_tokens[rollout]
+        longest = max(longest, likely_left(generated, work.beliefs[rollout], rules.max_tokens))
+    rows_there = state.running[other]
+    return bool(freed_s(longest, num_running, rows_there, rules.token_s, rules.prefill_s, num_context) > 0)
+
+
+@njit(cache=True)
+def _move(state: StepState, work: Work, rules: Rules, worker: int, at: int, other: int, time: float) -> None:
+    """Moves the rollout at a place of a worker's heap; the other worker's next event is the caller's to announce."""
+    base = worker * (rules.token_s.size - 1)
+    rollout, num_left = state.numbers[base + at], state.keys[base + at] - state.clock[worker]
+    remove(state.keys, state.numbers, base, state.running[worker], at)
+    state.running[worker] -= 1
+    state.moves[rollout] += 1
+    state.totals[MOVED] += 1
+    _advance(state, rules, other, time)
+    generated = work.lengths[rollout] - num_left
+    state.now[other] += rules.prefill_s * (generated + work.num_prompt_tokens[rollout])
+    add(state, rules, other, rollout, num_left)
+
+
+@njit(cache=True)
+def _advance(state: StepState, rules: Rules, worker: int, time: float) -> None:
+    """Lets a worker gain tokens until now; one that prefills is ahead of the time, and stays there."""
+    if time > state.now[worker]:
+        state.clock[worker] += (time - state.now[worker]) / rules.token_s[state.running[worker]]
+        state.now[worker] = time

@@ -1,0 +1,166 @@
+"""The workers of one simulated step: who runs what, how far each one is, and what happens next.
+
+All running rollouts of a worker gain a token in the same decode step, so each worker has a clock that counts tokens: a
+rollout that starts at token c ends at token c + length, and n running rollouts take `token_s[n]` a token.
+
+Knows slots, clocks and expected events. Knows nothing of what an event does.
+
+    W workers, S slots a worker, R rollouts of the step
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from treering.arrays import Float64Array, Int64Array
+from treering.schedule.simulator.destinations import STAYS
+from treering.schedule.simulator.heaps import push
+from treering.schedule.simulator.migration import MAX_MOVES
+
+EVENTS, QUEUED, STOLEN, MOVED = 0, 1, 2, 3
+"""Places of `StepState.totals`: expected events, queued rollouts, stolen ones, moves."""
+
+
+class Work(NamedTuple):
+    """A step's rollouts, and whose they are."""
+
+    offsets: Int64Array
+    """int64 [W + 1]: worker w has the queue `queued[offsets[w]:offsets[w + 1]]`; one without never starts."""
+    queued: Int64Array
+    """int64 [R]: rollouts."""
+    lengths: Int64Array
+    """int64 [R]."""
+    beliefs: Float64Array
+    """float64 [R]: predicted lengths, by which the longest queue and outliers are found."""
+    num_prompt_tokens: Int64Array
+    """int64 [R]: tokens to prefill; a worker decodes nothing meanwhile."""
+
+
+class Rules(NamedTuple):
+    """Times, and what may happen."""
+
+    token_s: Float64Array
+    """float64 [S + 1]: seconds a token by running rollouts."""
+    prefill_s: float
+    """Per prefilled token."""
+    max_tokens: float
+    """No rollout is longer."""
+    stealing: bool
+    """Whether a worker without a queue takes from the longest one."""
+    moving: int
+    """`destinations.STAYS`, `FASTER`, `FREEING` or `GATHERING`."""
+
+
+class Outcome(NamedTuple):
+    """How a step went."""
+
+    ends: Float64Array
+    """float64 [W]: when a worker ended its last rollout; its start where it had none."""
+    counts: Int64Array
+    """int64 [W]: rollouts that ended there."""
+    finished: Float64Array
+    """float64 [R]: when each one ended."""
+    num_stolen: int
+    """Rollouts that started elsewhere than queued."""
+    num_moved: int
+    """Moves of running ones."""
+
+
+class StepState(NamedTuple):
+    """Everything that changes."""
+
+    now: Float64Array
+    """float64 [W]: time that a worker has come to."""
+    clock: Float64Array
+    """float64 [W]: tokens that a rollout would have that ran there from the beginning."""
+    running: Int64Array
+    """int64 [W]: rollouts that run."""
+    heads: Int64Array
+    """int64 [W]: place of the next rollout in `Work.queued`."""
+    left: Float64Array
+    """float64 [W]: believed tokens of the queue."""
+    reach: Float64Array
+    """float64 [W]: longest believed length of the share."""
+    keys: Float64Array
+    """float64 [W S]: a heap for each worker: clocks at which its rollouts end."""
+    numbers: Int64Array
+    """int64 [W S]: these rollouts."""
+    counts: Int64Array
+    """int64 [W]: rollouts that have ended."""
+    finished: Float64Array
+    """float64 [R]: when each one ended."""
+    due: Float64Array
+    """float64 [W]: time of a worker's next event; infinite where it has none."""
+    checked: Float64Array
+    """float64 [W]: clock at which it last looked for outliers."""
+    moves: Int64Array
+    """int64 [R]: moves of each rollout."""
+    event_keys: Float64Array
+    """float64: a heap of events: their times."""
+    event_workers: Int64Array
+    """int64: whose they are."""
+    totals: Int64Array
+    """int64 [4]: see `EVENTS`."""
+
+
+@njit(cache=True)
+def begin(starts: Float64Array, work: Work, rules: Rules) -> StepState:
+    """Nothing has happened: worker w has its queue, and an event at `starts[w]` where that is not empty."""
+    num_workers, num_rollouts = starts.size, work.lengths.size
+    num_entries = num_workers * (rules.token_s.size - 1)
+    num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != STAYS else 0)
+    state = StepState(
+        now=starts.copy(),
+        clock=np.zeros(num_workers),
+        running=np.zeros(num_workers, np.int64),
+        heads=work.offsets[:-1].copy(),
+        left=np.zeros(num_workers),
+        reach=np.zeros(num_workers),
+        keys=np.empty(num_entries),
+        numbers=np.empty(num_entries, np.int64),
+        counts=np.zeros(num_workers, np.int64),
+        finished=np.zeros(num_rollouts),
+        due=np.full(num_workers, np.inf),
+        checked=np.zeros(num_workers),
+        moves=np.zeros(num_rollouts, np.int64),
+        event_keys=np.empty(num_events),
+        event_workers=np.empty(num_events, np.int64),
+        totals=np.zeros(4, np.int64),
+    )
+    state.totals[QUEUED] = work.queued.size
+    for worker in range(num_workers):
+        for at in range(work.offsets[worker], work.offsets[worker + 1]):
+            belief = work.beliefs[work.queued[at]]
+            state.left[worker] += belief
+            state.reach[worker] = max(state.reach[worker], belief)
+        if work.offsets[worker + 1] > work.offsets[worker]:
+            expect(state, worker, state.now[worker])
+    return state
+
+
+@njit(cache=True)
+def expect(state: StepState, worker: int, time: float) -> None:
+    """Puts a worker's next event into the queue; one that is there already is void from now on."""
+    state.due[worker] = time
+    push(state.event_keys, state.event_workers, 0, state.totals[EVENTS], time, worker)
+    state.totals[EVENTS] += 1
+
+
+@njit(cache=True)
+def announce(state: StepState, rules: Rules, worker: int) -> None:
+    """Expects the end of the worker's next rollout."""
+    num_running = state.running[worker]
+    if num_running == 0:
+        state.due[worker] = np.inf
+        return
+    tokens = state.keys[worker * (rules.token_s.size - 1)] - state.clock[worker]
+    expect(state, worker, state.now[worker] + rules.token_s[num_running] * tokens)
+
+
+@njit(cache=True)
+def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: float) -> None:
+    """Starts a rollout that has so many tokens to go."""
+    base = worker * (rules.token_s.size - 1)
+    push(state.keys, state.numbers, base, state.running[worker], state.clock[worker] + num_left, rollout)
+    state.running[worker] += 1

@@ -1,0 +1,1 @@
+"""Traces to simulate: logged, replayed or drawn at random."""

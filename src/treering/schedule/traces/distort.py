@@ -1,0 +1,46 @@
+"""Traces with predictions that are wrong on purpose: controls for policies that trust them.
+
+Knows the predictions of a trace. Leaves its lengths as they are.
+"""
+
+from dataclasses import replace
+from typing import Literal, TypeAlias, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.schedule.traces.trace import Trace
+
+Distortion: TypeAlias = Literal["reversed", "constant", "random"]
+"""The longest predicted as the shortest and so on, all predicted alike, or predictions dealt out by chance."""
+
+
+def distort(trace: Trace, how: Distortion, seed: int) -> Trace:
+    """The same rollouts with other predictions: each step has its own in another order, or their median for all.
+
+    Args:
+        trace: left as it is.
+        how: see `Distortion`.
+        seed: of the order that is "random"; the others need none.
+
+    Example: predictions [10, 30, 20] become [30, 10, 20] reversed, and [20, 20, 20] constant.
+    """
+    random = np.random.default_rng(seed)
+    steps = []
+    for step in trace.steps:
+        forecast = replace(step.forecast, lengths=_distorted(step.forecast.lengths, how, random))
+        steps.append(replace(step, forecast=forecast))
+    return replace(trace, steps=tuple(steps))
+
+
+def _distorted(lengths: NDArray[np.float64], how: Distortion, random: np.random.Generator) -> NDArray[np.float64]:
+    if how == "reversed":
+        order = np.argsort(lengths, kind="stable")
+        distorted = np.empty_like(lengths)
+        distorted[order] = lengths[order[::-1]]
+        return distorted
+    if how == "constant":
+        return np.full_like(lengths, np.median(lengths))
+    if how == "random":
+        return random.permutation(lengths)
+    assert_never(how)

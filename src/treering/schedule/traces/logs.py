@@ -1,0 +1,161 @@
+"""Logs of rollouts as steps of prompts and lengths: what `treering simulate FILE` replays.
+
+Knows two forms of a line, and which lines make a step. Predictions are made in `treering.schedule.traces.replay`.
+
+    R rollouts of a step, prompts in order of their first line, then samples
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.data.formats.files import numbered_lines
+from treering.errors import InputError
+from treering.types import PromptId, is_count
+
+EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
+"""A line of the shorter form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoggedStep:
+    """What a step's rollouts were."""
+
+    prompts: tuple[PromptId, ...]
+    """Of each rollout: R; those of one prompt stand together."""
+    lengths: NDArray[np.int64]
+    """int64 [R] >= 1: sampled tokens."""
+    num_prompt_tokens: NDArray[np.int64]
+    """int64 [R] >= 0: tokens before the first sampled one; 0 where the log does not say."""
+
+
+def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -> list[LoggedStep]:
+    """The steps of a log, earliest first.
+
+    A line, plain or in a .gz, is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` where they are known,
+    or a trajectory of a Treering run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are
+    where the mask is true. Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
+    steps in file order, and a prompt's rollouts stay together.
+
+    Args:
+        path: a file, a folder with files `epoch-*.jsonl`, or a run's folder with such files in `rollouts`.
+        num_rollouts: rollouts of a step where lines name none: as many prompts as have at least so many; None takes an
+            epoch as one step.
+
+    Raises:
+        InputError: as "FILE:LINE: rule, value, fix" for a bad line, and for a path without rollouts.
+
+    Example: four lines of prompts "a", "b", "c" and "a" again, of epoch 0, with `num_rollouts=2` make the steps
+    a, a and b, c.
+    """
+    rows = [row for file in _files(Path(path)) for row in _rows(file)]
+    if not rows:
+        raise InputError(f"{path}: a log holds at least one rollout of a token or more, got none; check the file")
+    with_step = sum(row.step is not None for row in rows)
+    if 0 < with_step < len(rows):
+        raise InputError(
+            f"{path}: either all lines have a step or none has, got it in {with_step} of {len(rows)}; add it or drop it"
+        )
+    parts: dict[tuple[int, int], list[_Row]] = {}
+    for row in rows:
+        parts.setdefault((row.epoch, row.step or 0), []).append(row)
+    limit = None if with_step else num_rollouts
+    return [_as_step(groups) for key in sorted(parts) for groups in _cut(parts[key], limit)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    prompt: PromptId
+    epoch: int
+    step: int | None
+    length: int
+    num_prompt_tokens: int
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+    files = sorted([*folder.glob("epoch-*.jsonl"), *folder.glob("epoch-*.jsonl.gz")])
+    if not files:
+        raise InputError(f"{path}: a run keeps its rollouts in rollouts/epoch-*.jsonl, found none; name a run or file")
+    return files
+
+
+def _rows(file: Path) -> Iterator[_Row]:
+    for number, line in numbered_lines(file):
+        try:
+            row = _row(line)
+        except InputError as error:
+            raise InputError(f"{file}:{number}: {error}") from error
+        # A rollout that ended without a token took no time.
+        if row.length:
+            yield row
+
+
+def _row(line: bytes) -> _Row:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"a line is a JSON object ({error}); write it like {EXAMPLE}") from error
+    if not isinstance(record, dict) or not ("task_id" in record or "prompt" in record):
+        raise InputError(f"a line names its prompt, or its task_id beside tokens; write it like {EXAMPLE}")
+    if "prompt" in record:
+        prompt, length, before = record["prompt"], _count(record, "length"), _count(record, "prompt_tokens", default=0)
+    else:
+        prompt, (length, before) = record["task_id"], _sampled(record)
+    if isinstance(prompt, bool) or not isinstance(prompt, str | int):
+        raise InputError(f"a prompt is text or an integer, got {prompt!r}; name it by its key")
+    step = _count(record, "step") if record.get("step") is not None else None
+    return _Row(prompt=prompt, epoch=_count(record, "epoch"), step=step, length=length, num_prompt_tokens=before)
+
+
+def _count(record: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if record.get(key) is None else record[key]
+    if not isinstance(value, int) or not is_count(value, least=0):
+        raise InputError(f"{key} is a whole number from 0 on, got {value!r}; correct the line, such as {EXAMPLE}")
+    return value
+
+
+def _sampled(record: Mapping[str, Any]) -> tuple[int, int]:
+    """Sampled tokens of a trajectory, and tokens before the first of them."""
+    tokens, mask = record.get("tokens"), record.get("loss_mask")
+    if not isinstance(tokens, list):
+        raise InputError("a trajectory has tokens, of which lengths are counted, got messages only; log token ids")
+    if mask is None:
+        return len(tokens), 0
+    if not isinstance(mask, list) or len(mask) != len(tokens) or not all(entry in (0, 1) for entry in mask):
+        raise InputError(f"loss_mask has 0, 1, true or false for each of {len(tokens)} tokens, got others; repair it")
+    return int(sum(mask)), mask.index(1) if 1 in mask else len(mask)
+
+
+def _cut(rows: list[_Row], num_rollouts: int | None) -> Iterator[list[list[_Row]]]:
+    """Groups of rows of one prompt, in steps that are closed once they have enough rollouts."""
+    groups: dict[PromptId, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(row.prompt, []).append(row)
+    step: list[list[_Row]] = []
+    size = 0
+    for group in groups.values():
+        step.append(group)
+        size += len(group)
+        if num_rollouts is not None and size >= num_rollouts:
+            yield step
+            step, size = [], 0
+    if step:
+        yield step
+
+
+def _as_step(groups: list[list[_Row]]) -> LoggedStep:
+    rows = [row for group in groups for row in group]
+    return LoggedStep(
+        prompts=tuple(row.prompt for row in rows),
+        lengths=np.array([row.length for row in rows], np.int64),
+        num_prompt_tokens=np.array([row.num_prompt_tokens for row in rows], np.int64),
+    )

@@ -1,0 +1,87 @@
+"""Logged steps as a trace: each predicted from the steps before it, as a run would have.
+
+Knows when a run has heard of which step. Knows nothing of files, and nothing of how lengths are predicted.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.schedule.policy import Forecast
+from treering.schedule.predict.lengths import LengthPredictor
+from treering.schedule.traces.logs import LoggedStep, read_log
+from treering.schedule.traces.trace import Trace, TraceStep
+from treering.types import PromptId
+
+
+def read_trace(
+    path: str | os.PathLike[str],
+    predictor: Callable[[int], LengthPredictor],
+    *,
+    num_rollouts: int | None = None,
+    staleness: int = 0,
+) -> Trace:
+    """A log with predictions; the longest rollout is the trace's `max_tokens`.
+
+    Args:
+        path: as `treering.schedule.traces.logs.read_log` reads it.
+        predictor: makes a new predictor, given the most tokens of a rollout.
+        num_rollouts: of a step, where the log names no steps; see `read_log`.
+        staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is planned.
+
+    Raises:
+        InputError: what `read_log` refuses.
+
+    Example: `read_trace("runs/a", lambda limit: make_predictor("median", max_tokens=limit), staleness=1)` is the trace
+    of a run's own rollouts.
+    """
+    steps = read_log(path, num_rollouts=num_rollouts)
+    longest = max(int(step.lengths.max()) for step in steps)
+    return Trace(steps=predicted_steps(steps, predictor(longest), staleness=staleness), max_tokens=longest)
+
+
+def predicted_steps(
+    steps: Sequence[LoggedStep], predictor: LengthPredictor, *, staleness: int = 0
+) -> tuple[TraceStep, ...]:
+    """The steps with what a predictor says of each before it has seen it; it has seen all but the latest afterwards.
+
+    Example: a prompt with lengths 100, 200 and 300 in three steps is predicted by the median at `guess`, 100 and 200,
+    and with a staleness of 1 at `guess`, `guess` and 100.
+    """
+    numbers: dict[PromptId, int] = {}
+    predicted = []
+    for at, step in enumerate(steps):
+        known = at - 1 - staleness
+        if known >= 0:
+            _observe(steps[known], predictor)
+        lengths = np.concatenate(
+            [predictor.predict([prompt], span.stop - span.start) for prompt, span in _groups(step)]
+        )
+        prompts = [numbers.setdefault(prompt, len(numbers)) for prompt in step.prompts]
+        forecast = Forecast(lengths=lengths, prompts=np.array(prompts, np.int64))
+        predicted.append(
+            TraceStep(lengths=step.lengths, forecast=forecast, num_prompt_tokens=_prefilled(step.num_prompt_tokens))
+        )
+    return tuple(predicted)
+
+
+def _groups(step: LoggedStep) -> list[tuple[PromptId, slice]]:
+    """Each prompt of a step with the place of its rollouts."""
+    groups, start = [], 0
+    for prompt, members in groupby(step.prompts):
+        stop = start + sum(1 for _ in members)
+        groups.append((prompt, slice(start, stop)))
+        start = stop
+    return groups
+
+
+def _observe(step: LoggedStep, predictor: LengthPredictor) -> None:
+    for prompt, span in _groups(step):
+        predictor.observe(prompt, step.lengths[span])
+
+
+def _prefilled(num_prompt_tokens: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    return num_prompt_tokens if num_prompt_tokens.any() else None

@@ -1,0 +1,1 @@
+"""The exact tree step: forests in, gradients of all branches out."""

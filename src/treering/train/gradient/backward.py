@@ -1,0 +1,225 @@
+"""The tree step: one optimizer batch of forests in, exact gradients of its branches out.
+
+Joins plan, model and objective. Log-probs are gathered along each branch, so a loss written for flat sequences works
+unchanged, and autograd's scatter-add through the gather restores the gradients of shared tokens. An objective that must
+see a whole branch or pair, where that is not computed at one time, is split in two: a pass without gradients gives its
+gradient with respect to every log-prob, and the model's own backward takes these vectors.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from treering.arrays import Float64Array
+from treering.errors import InputError
+from treering.model.context import is_active, tree_attention
+from treering.model.families import find_parts
+from treering.model.routers import listening
+from treering.train.gradient.activation_policy import ParentsChoice, ParentsOption, check_parents
+from treering.train.gradient.checks import check_inputs, routers_of
+from treering.train.gradient.flat_batch import flatten_batch
+from treering.train.gradient.router_losses import RouterLosses, Routing
+from treering.train.gradient.run import StepRun
+from treering.train.gradient.scoring import Scorer
+from treering.train.loss_weights import SumOverRanks
+from treering.train.objectives import Objective
+from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
+from treering.tree.plan.plan import Plan, plan_batch
+
+FILL_TOKENS = MappingProxyType({"cpu": 2048})
+"""Tokens that are computed at one time under a larger `max_tokens`, by device: small trees are put together up to it,
+and larger ones cut into partitions where that costs nothing. A CPU is busy long before, and larger tensors come from
+fresh pages each time: 8,192 tokens took 6 to 25 % longer each than 2,048 (8 layers of 512)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BackwardResult:
+    """What a tree step computed.
+
+    Attributes:
+        loss: the objective over the whole batch (this rank's share, if ranks share denominators), router losses added.
+        num_trained_tokens: entries that were trained, counted by branches; under `once` a shared one counts once.
+        averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo); with router losses
+            also `router_balance`, `router_z` and `expert_load_max`, of all ranks (see `Routing.metrics`).
+        plan: the micro-batches and partitioned trees that were run.
+        parents: what became of partitions' activations while others ran, and why; None if no tree was partitioned.
+        num_recomputed_tokens: tokens that went through the model a second time for that.
+        num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives and balance losses may
+            need.
+        scoring_s: seconds of that pass.
+    """
+
+    loss: float
+    num_trained_tokens: float
+    averages: dict[str, float]
+    plan: Plan
+    parents: ParentsChoice | None = None
+    num_recomputed_tokens: int = 0
+    num_scoring_tokens: int = 0
+    scoring_s: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All figures for a log: the averages, token counts, `sharing` as achieved, `num_micro_batches`."""
+        flat = self.plan.num_branch_tokens
+        computed = self.plan.num_tokens + self.num_recomputed_tokens
+        return {
+            **self.averages,
+            "num_trained_tokens": self.num_trained_tokens,
+            "num_recomputed_tokens": float(self.num_recomputed_tokens),
+            "num_scoring_tokens": float(self.num_scoring_tokens),
+            "sharing": 1.0 - computed / flat if flat else 0.0,
+            "num_micro_batches": float(self.plan.num_micro_batches),
+        }
+
+
+def backward(
+    model: nn.Module,
+    forests: Forest | Iterable[Forest],
+    objective: Objective,
+    max_tokens: int | None = None,
+    *,
+    temperature: float = 1.0,
+    value_head: nn.Module | None = None,
+    parents: ParentsOption = "auto",
+    max_bytes: int | None = None,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
+    backend: str = "auto",
+    sum_over_ranks: SumOverRanks | None = None,
+    router_losses: RouterLosses | None = None,
+) -> BackwardResult:
+    """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
+
+    Enters `tree_attention` unless the caller is already inside it. Denominators cover the whole batch, so `max_tokens`
+    changes memory and rounding, never the gradient. A tree over the budget runs in partitions.
+
+    Args:
+        model: a supported Hugging Face causal language model, or a PEFT model of one.
+        forests: the optimizer batch. Per-branch values of the objective follow their order: forests, then sequences.
+        objective: from `treering.objectives`.
+        max_tokens: distinct tokens per micro-batch and per partition, at most; fewer where that is faster
+            (`FILL_TOKENS`). None runs everything at one time.
+        temperature: divides the logits, as at sampling time.
+        value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
+        parents: of partitions below others: "keep" their activations (nothing is computed twice), "recompute" or
+            "offload" them, or "auto": the first of keep, offload, recompute that fits. See `result.parents`.
+        max_bytes: room for activations that "auto" may fill; None for most of what is free.
+        costs: skips sharing in trees that it would slow down; None shares wherever it can.
+        min_micro_batches: run at least that many, empty ones if need be, so that ranks of a sharded model keep step.
+        backend: attention backend; ignored inside `tree_attention`.
+        sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; gradients
+            are then to be summed, not averaged, over ranks. None on one rank.
+        router_losses: losses on a mixture of experts' routers that are added to the objective's; None adds none.
+
+    Raises:
+        InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
+            the objective trains none, or none where it does. No gradient has been added then.
+        ConfigError: options that contradict each other.
+        StateError: gradients are switched off, or no parameter takes any.
+        UnsupportedError: a model that would not be exact, by name; router losses of a model without routers, or under
+            reentrant gradient checkpointing.
+
+    An error from elsewhere, such as a lack of memory, may leave part of the gradients: clear them before going on.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+        >>> result = backward(model, forest, sft())                # doctest: +SKIP
+        >>> result.plan.num_tokens, result.metrics["sharing"]      # doctest: +SKIP
+        (4, 0.333)
+    """
+    if not isinstance(forests, Iterable | Forest):
+        raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
+    forests = [forests] if isinstance(forests, Forest) else list(forests)
+    # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
+    parts = find_parts(model)
+    check_inputs(model, parts, forests, objective, temperature, value_head)
+    scorer = Scorer(
+        parts=parts,
+        temperature=temperature,
+        entropy_of="all" if "entropy" in objective.needs else "none",
+        value_head=value_head,
+    )
+    check_parents(parents, scorer.device, max_bytes)
+    routers = routers_of(router_losses, parts)
+    plan = plan_step(
+        forests,
+        objective,
+        max_tokens,
+        device=scorer.device,
+        costs=costs,
+        min_micro_batches=min_micro_batches,
+        router_losses=router_losses,
+    )
+    sum_over_ranks = sum_over_ranks or _on_one_rank
+    with nullcontext() if is_active(parts) else tree_attention(model, backend), listening(routers):
+        batch = flatten_batch(forests, objective, sum_over_ranks)
+        routing = None
+        if router_losses is not None and routers is not None:
+            routing = Routing(router_losses, routers, plan.num_branch_tokens, sum_over_ranks)
+        run = StepRun(
+            plan,
+            objective,
+            batch,
+            scorer,
+            parents=parents,
+            max_bytes=max_bytes,
+            min_micro_batches=min_micro_batches,
+            routing=routing,
+        )
+        run.backward()
+    num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
+    return BackwardResult(
+        loss=run.totals.loss + (0.0 if routing is None else routing.total),
+        num_trained_tokens=batch.num_trained,
+        averages=run.totals.averages(num_terms) | ({} if routing is None else routing.metrics()),
+        plan=plan,
+        parents=run.parents,
+        num_recomputed_tokens=run.num_recomputed_tokens,
+        num_scoring_tokens=run.num_scoring_tokens,
+        scoring_s=run.scoring_s,
+    )
+
+
+def plan_step(
+    forests: Sequence[Forest],
+    objective: Objective,
+    max_tokens: int | None,
+    *,
+    device: torch.device,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
+    router_losses: RouterLosses | None = None,
+) -> Plan:
+    """The plan that `backward` follows: `plan_batch` with the number of tokens that the device likes best.
+
+    Ranks that keep step plan by `max_tokens` alone, as `share_among_ranks` does for them. So is a batch with a balance
+    loss planned that fits into one forward, where it needs no pass before.
+
+    Raises:
+        InputError: see `plan_batch`.
+
+    Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, and whole for gspo, whose
+    partitions would take a pass without gradients.
+    """
+    fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(device.type)
+    num_tokens = sum(forest.num_tokens for forest in forests)
+    if router_losses is not None and router_losses.balance and num_tokens <= (max_tokens or 0):
+        fill_tokens = None
+    return plan_batch(
+        forests,
+        max_tokens,
+        fill_tokens=fill_tokens,
+        cut_tokens=fill_tokens if objective.scope == "entry" else None,
+        costs=costs,
+        min_micro_batches=min_micro_batches,
+    )
+
+
+def _on_one_rank(values: Float64Array) -> Float64Array:
+    return values

@@ -1,0 +1,57 @@
+"""Boundaries: which recurrent states a partition continues, and which it leaves for those below.
+
+From packed indices of a tree to places in partitions. Knows no layers and computes no states.
+
+    M tokens of a partition
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.attention.states import Boundary, StateGateway
+from treering.tree.forest import Forest
+from treering.tree.plan.partition import Partition
+
+
+def boundary_of(
+    forest: Forest, partitions: Sequence[Partition], number: int, children: Sequence[int], above: Boundary | None
+) -> Boundary:
+    """The boundary of one partition of a tree.
+
+    Args:
+        forest: the whole tree.
+        partitions: all of them.
+        number: of the partition.
+        children: numbers of those below it that will run.
+        above: boundary of the partition that it hangs off; None for the top one.
+
+    Example: the chain 5, 6, 7 cut after 6: the first partition leaves the state behind its token 1, the second starts
+    its token 0 from it.
+    """
+    tokens = partitions[number].tokens
+    parent = forest.parent[tokens]
+    below = [forest.parent[partitions[child].tokens] for child in children]
+    hung_off = np.unique(np.concatenate([*below, np.empty(0, np.int32)]))
+    left = _places(tokens, hung_off[np.isin(hung_off, tokens)])
+    start = np.full(tokens.size, -1)
+    slots = np.empty(0, np.int64)
+    if above is not None:
+        is_root = ~np.isin(parent, tokens)
+        continued, start[is_root] = np.unique(parent[is_root], return_inverse=True)
+        slots = _places(partitions[partitions[number].parent].tokens[above.left], continued)
+    return Boundary(
+        above=None if above is None else above.gateway,
+        slots=slots,
+        start=start,
+        left=left,
+        gateway=StateGateway() if left.size else None,
+    )
+
+
+def _places(tokens: NDArray[np.int32], wanted: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where each of some tokens stands among others, ascending both."""
+    places = np.searchsorted(tokens, wanted).astype(np.int64)
+    assert (tokens[places] == wanted).all(), "a partition hangs off tokens that its parent does not leave"
+    return places

@@ -1,0 +1,143 @@
+"""The optimizer batch as flat entries: what each token of each branch counts for, weighs and carries.
+
+Made once per step, before any forward, so that micro-batches and partitions change nothing. Knows no models.
+
+    K branches through all forests   F flat entries: every token of every branch, branches one after another
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treering.arrays import BoolArray, Float64Array, Int64Array
+from treering.errors import InputError
+from treering.train.loss_weights import SumOverRanks, entry_counts, entry_weights
+from treering.train.objectives import Objective
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatBatch:
+    """Per-entry data of all branches; branch i owns entries offsets[i] to offsets[i + 1].
+
+    Attributes:
+        offsets: int64 [K + 1].
+        counts: [F] what an entry counts for in averages, 0 where it is not trained.
+        weights: [F] factor of an entry's term in the loss.
+        values: [F] each, the objective's own data.
+        pairs: int64 [P, 2] branches that are compared, None for objectives without pairs.
+        pair_weight: factor of a pair's term in the loss: 1 / pairs of all ranks.
+    """
+
+    offsets: Int64Array
+    counts: Float64Array
+    weights: Float64Array
+    values: Mapping[str, Float64Array]
+    pairs: Int64Array | None
+    pair_weight: float
+
+    @property
+    def num_trained(self) -> float:
+        """What all entries count for."""
+        return float(self.counts.sum())
+
+    def select(self, forest: Forest, branches: Int64Array) -> "Selection":
+        """The trained entries of some branches, which are all those of `forest`, in its order."""
+        edges, _ = forest.paths()
+        spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in branches]
+        entries = np.concatenate([np.zeros(0, np.int64), *spans])
+        branch = np.repeat(np.arange(branches.size), np.diff(self.offsets)[branches])
+        trained = self.counts[entries] > 0
+        return Selection(
+            branches=branches, edges=edges[trained].astype(np.int64), entries=entries[trained], branch=branch[trained]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selection:
+    """Trained entries of some branches.
+
+    Attributes:
+        branches: int64 [B] their numbers in the batch.
+        edges: int64 [E] packed index of each entry's token in the forest of these branches.
+        entries: int64 [E] numbers of the entries in the batch.
+        branch: int64 [E] place of each entry's branch in `branches`, ascending.
+    """
+
+    branches: Int64Array
+    edges: Int64Array
+    entries: Int64Array
+    branch: Int64Array
+
+    def only(self, chosen: BoolArray | Int64Array) -> "Selection":
+        """Some of the entries, of the same branches."""
+        return Selection(
+            branches=self.branches,
+            edges=self.edges[chosen],
+            entries=self.entries[chosen],
+            branch=self.branch[chosen],
+        )
+
+    def split(self, owner: Int64Array, num_owners: int) -> "list[Selection]":
+        """The entries by owner, int64 [E]: a partition, say."""
+        order = np.argsort(owner, kind="stable")
+        bounds = np.searchsorted(owner[order], np.arange(1, num_owners))
+        return [self.only(chosen) for chosen in np.split(order, bounds)]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Selection"], num_edges: Sequence[int]) -> "Selection":
+        """Selections of several forests as one; edges count on through forests of `num_edges` tokens each."""
+        first_edge = np.cumsum([0, *num_edges])
+        first_branch = np.cumsum([0, *(part.branches.size for part in parts)])
+        nothing = np.zeros(0, np.int64)
+        return cls(
+            branches=np.concatenate([nothing, *(part.branches for part in parts)]),
+            edges=np.concatenate([nothing, *(p.edges + first for p, first in zip(parts, first_edge, strict=False))]),
+            entries=np.concatenate([nothing, *(part.entries for part in parts)]),
+            branch=np.concatenate(
+                [nothing, *(p.branch + first for p, first in zip(parts, first_branch, strict=False))]
+            ),
+        )
+
+
+def flatten_batch(forests: Sequence[Forest], objective: Objective, sum_over_ranks: SumOverRanks) -> FlatBatch:
+    """The flat batch of an objective over forests; denominators cover all ranks.
+
+    Raises:
+        InputError: per-branch values or pairs that do not fit the branches.
+    """
+    empty = np.zeros(0, np.int64)
+    branch_length = np.concatenate([empty, *(forest.branch_length for forest in forests)])
+    tree_offsets = np.cumsum([0, *(forest.num_trees for forest in forests)])
+    branch_tree = [forest.branch_tree + first for forest, first in zip(forests, tree_offsets, strict=False)]
+    _check_pairs(objective, branch_length.size)
+    counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
+    values = objective.flat_values(branch_length, trained=counts > 0)
+    weights = entry_weights(
+        counts,
+        branch_length=branch_length,
+        branch_tree=np.concatenate([empty, *branch_tree]),
+        weighting=objective.weighting,
+        sum_over_ranks=sum_over_ranks,
+    )
+    num_pairs = 0.0 if objective.pairs is None else float(sum_over_ranks(np.array([len(objective.pairs)], float))[0])
+    return FlatBatch(
+        offsets=np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64),
+        counts=counts,
+        weights=weights,
+        values=values,
+        pairs=objective.pairs,
+        pair_weight=1.0 / max(num_pairs, 1.0),
+    )
+
+
+def _check_pairs(objective: Objective, num_branches: int) -> None:
+    pairs = objective.pairs
+    if pairs is None or pairs.size == 0 or pairs.max() < num_branches:
+        return
+    at = int(np.flatnonzero((pairs >= num_branches).any(1))[0])
+    raise InputError(
+        f"pair {at} of {objective.name} names branch {int(pairs[at].max())}, and there are {num_branches} branches, "
+        "numbered from 0, forests in order, then sequences"
+    )

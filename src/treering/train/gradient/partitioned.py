@@ -1,0 +1,210 @@
+"""One tree in partitions: each is computed behind its ancestors' gateways; gradients are those of the whole tree.
+
+Depth-first over the partitions: a partition runs forward, then everything below it forward and backward, then its own
+backward, which picks up the gradients that came back through its gateway. What happens to its activations meanwhile is
+the caller's choice of `Parents`. The loss of an edge is taken where its parent token is, so it needs no gateway; and it
+is taken right before the backward, so that no logits wait.
+
+    N tokens of the tree   M tokens of a partition
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treering.arrays import BoolArray, Int64Array
+from treering.attention import TreeLayout
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import Gateway
+from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
+from treering.model.forward import hidden_states
+from treering.train.gradient.activation_policy import Parents
+from treering.train.gradient.boundaries import boundary_of
+from treering.train.gradient.edge_vectors import put_scores
+from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
+from treering.train.gradient.saved_tensors import saved_on_host
+from treering.train.gradient.scoring import Scorer
+from treering.tree.forest import Forest
+from treering.tree.plan.fragment import sight_of, take_fragment
+from treering.tree.plan.partition import PartitionedTree
+
+Event = tuple[Literal["enter", "leave"], int]
+
+LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
+"""The loss that a partition's edges add, a scalar: given its number, its edges and their scores."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Live:
+    """A partition between its two events."""
+
+    fragment: Forest
+    layout: TreeLayout
+    branches: Int64Array
+    hidden: Tensor | None = None
+    router_loss: Tensor | None = None
+
+
+class PartitionedStep:
+    """The forwards and backwards of one partitioned tree.
+
+    Attributes:
+        tables: the scored edges of each partition.
+        num_passes: forwards with a backward so far.
+        num_recomputed: tokens that were computed a second time so far.
+    """
+
+    def __init__(
+        self,
+        tree: PartitionedTree,
+        wanted: BoolArray,
+        scorer: Scorer,
+        parents: Parents,
+        routing: Routing | None = None,
+    ) -> None:
+        """`wanted`: bool [N], the tokens whose edges are scored; partitions above none of these are left out.
+
+        With `routing`, whose losses every token has, none is left out.
+        """
+        self._tree = tree
+        self._scorer = scorer
+        self._parents = parents
+        self.num_passes = 0
+        self.num_recomputed = 0
+        owner, place = np.empty((2, tree.forest.num_tokens), np.int64)
+        for i, partition in enumerate(tree.partitions):
+            owner[partition.tokens], place[partition.tokens] = i, np.arange(partition.tokens.size)
+        table = edge_table(tree.forest, wanted)
+        self.tables = split_table(table, owner, place, len(tree.partitions))
+        self.owner_of_edge = np.full(tree.forest.num_tokens, -1, np.int64)
+        self.place_of_edge = np.full(tree.forest.num_tokens, -1, np.int64)
+        for i, part in enumerate(self.tables):
+            self.owner_of_edge[part.edges], self.place_of_edge[part.edges] = i, np.arange(part.edges.size)
+        self._routing = routing
+        self._branches = branches_through(tree.forest)
+        self._children = self._needed_children()
+        self._live: dict[int, _Live] = {}
+
+    def backward(self, loss_of: LossOf) -> None:
+        """Adds the gradients of the losses of all partitions to `.grad`."""
+        for event, number in self._events():
+            if event == "enter":
+                self._enter(number)
+            else:
+                self._leave(number, loss_of)
+
+    def score(self) -> EdgeScores:
+        """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
+
+        On the way, the routing counts all tokens' routes.
+        """
+        everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
+        with torch.no_grad():
+            for event, number in self._events():
+                if event == "leave":
+                    del self._live[number]
+                    continue
+                live = self._live[number] = self._open(number)
+                table = self.tables[number]
+                with recorded_by(self._routing) as routes:
+                    hidden = self._hidden(live)
+                if self._routing is not None:
+                    self._routing.count(routes, live.branches)
+                scores = self._scorer.scores(hidden, self._tree.forest, table)
+                put_scores(everywhere, scores, table)
+        return everywhere
+
+    def _enter(self, number: int) -> None:
+        live = self._live[number] = self._open(number)
+        has_children = bool(self._children[number])
+        if has_children and self._parents == "recompute":
+            with torch.no_grad():
+                self._hidden(live)
+            self.num_recomputed += live.fragment.num_tokens
+            return
+        with saved_on_host(self._scorer.parts) if has_children and self._parents == "offload" else nullcontext():
+            self._compute(live)
+
+    def _leave(self, number: int, loss_of: LossOf) -> None:
+        self.num_passes += 1
+        live = self._live.pop(number)
+        live.layout.close()
+        if live.hidden is None:
+            self._compute(live)
+        hidden = live.hidden
+        assert hidden is not None
+        # Gradients come back through the gateways even where the partition itself trains nothing.
+        loss = 0.0 * hidden[0, 0]
+        if live.router_loss is not None:
+            loss = loss + live.router_loss.to(loss.device)
+        table = self.tables[number]
+        if table.edges.size:
+            loss = loss + loss_of(number, table, self._scorer.scores(hidden, self._tree.forest, table))
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _compute(self, live: _Live) -> None:
+        """The forward that the backward will follow, with what its routers add to the loss."""
+        with recorded_by(self._routing) as routes:
+            live.hidden = self._hidden(live)
+        if self._routing is not None:
+            live.router_loss = self._routing.loss(routes, live.branches)
+
+    def _hidden(self, live: _Live) -> Tensor:
+        return hidden_states(self._scorer.parts, live.fragment, live.layout)
+
+    def _open(self, number: int) -> _Live:
+        """A partition's tokens, with the gateways of its ancestors that they look through."""
+        partitions, forest = self._tree.partitions, self._tree.forest
+        tokens = partitions[number].tokens
+        fragment = take_fragment(forest, tokens)
+        ancestors: list[Ancestor] = []
+        above = partitions[number].parent
+        while above >= 0:
+            sight = sight_of(forest, partitions[above].tokens, tokens)
+            gateway = self._live[above].layout.gateway
+            assert gateway is not None
+            if (sight.first < sight.stop).any():
+                ancestors.append(Ancestor.seen_through(gateway, sight))
+            above = partitions[above].parent
+        gateway = Gateway() if self._children[number] else None
+        parent = partitions[number].parent
+        boundary = boundary_of(
+            forest,
+            partitions,
+            number,
+            self._children[number],
+            above=self._live[parent].layout.boundary if parent >= 0 else None,
+        )
+        layout = TreeLayout(
+            fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway, boundary=boundary
+        )
+        return _Live(fragment=fragment, layout=layout, branches=self._branches[tokens])
+
+    def _needed_children(self) -> list[list[int]]:
+        """Children of each partition that have scored edges in them or below; all of them with a routing."""
+        children: list[list[int]] = [[] for _ in self._tree.partitions]
+        for number in range(len(children) - 1, 0, -1):
+            if children[number] or self._has_loss(number):
+                children[self._tree.partitions[number].parent].append(number)
+        # Found from the last to the first; run in packed order.
+        return [numbers[::-1] for numbers in children]
+
+    def _has_loss(self, number: int) -> bool:
+        return self._routing is not None or self.tables[number].edges.size > 0
+
+    def _events(self) -> Iterator[Event]:
+        """Depth-first: each partition is entered before and left after all that is below it."""
+        stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self._has_loss(0) else []
+        while stack:
+            event, number = stack.pop()
+            yield event, number
+            if event == "enter":
+                stack += [
+                    step for child in reversed(self._children[number]) for step in (("leave", child), ("enter", child))
+                ]

@@ -1,0 +1,196 @@
+"""Losses on the routers of a mixture of experts: load balance, and the size of their logits.
+
+Both are means over every token of every branch of the optimizer batch and over all layers with experts, so a shared
+token weighs as much as the branches through it. The balance loss is a product of two such means. One of them, the
+routed shares, has no gradient: once it is known for the whole batch, the loss is a sum over tokens, and so any
+micro-batch, partition or rank adds its part. Knows routers and forests; knows no objectives and no plans.
+
+    N tokens   E experts   k experts per token   L layers with experts
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from treering.arrays import Float64Array, Int64Array
+from treering.errors import ConfigError
+from treering.model.families import find_parts
+from treering.model.routers import Routers, Routes, find_routers, recorded_routes
+from treering.train.loss_weights import SumOverRanks
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """Coefficients of the losses that are added to an objective; with 0 both are measured only.
+
+    Attributes:
+        balance: of `E * sum_e(share_e * probability_e)`: the share of routed slots, k slots a token, and the mean
+            probability of each expert. It is k where both are even; Hugging Face calls it `router_aux_loss_coef`.
+        z: of the mean of `logsumexp(logits) ** 2`, which keeps logits small.
+
+    Raises:
+        ConfigError: a coefficient that is no number of at least 0.
+
+    Example: `RouterLosses(balance=0.001, z=0.0001)`.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("balance", "z"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+            if not (is_number and 0 <= value < np.inf):
+                raise ConfigError(f"{name} of router losses is a number of at least 0, got {value!r}; 0 leaves it out")
+
+
+def branches_through(forest: Forest) -> Int64Array:
+    """Number of branches that run through each token: int64 [N].
+
+    Example: in the forest of 5, 6 and 5, 7 and 5 there are 3 through the token 5, 1 through each other.
+    """
+    ends = np.zeros(forest.num_tokens + 1, np.int64)
+    np.cumsum(np.bincount(forest.branch_end, minlength=forest.num_tokens), out=ends[1:])
+    return ends[forest.subtree_end] - ends[:-1]
+
+
+class Routing:
+    """The router losses of one optimizer batch, forward by forward.
+
+    Every token is counted once: by `count`, or by its `loss` where nobody has. Then the counts become those of all
+    ranks (`share_load`): before the first `loss` if there is a balance loss, and before `total` and `metrics` in any
+    case. Every rank calls what sums over ranks equally often.
+
+    Attributes:
+        routers: of the model.
+        losses: the coefficients.
+    """
+
+    def __init__(
+        self, losses: RouterLosses, routers: Routers, num_branch_tokens: int, sum_over_ranks: SumOverRanks
+    ) -> None:
+        """`num_branch_tokens`: of this rank's batch."""
+        self.routers = routers
+        self.losses = losses
+        self._sum_over_ranks = sum_over_ranks
+        total = float(sum_over_ranks(np.array([num_branch_tokens], np.float64))[0])
+        self._num_rows = max(total, 1.0) * len(routers.modules)
+        self._counts = np.zeros((len(routers.modules), routers.num_experts), np.float64)
+        self._probabilities = np.zeros(routers.num_experts, np.float64)
+        self._z = 0.0
+        self._has_load = False
+
+    @property
+    def has_load(self) -> bool:
+        """Whether the load of the whole batch is known."""
+        return self._has_load
+
+    def count(self, routes: Sequence[Routes], branches: Int64Array) -> None:
+        """Adds the experts that the N tokens of a forward went to; `branches` is how many run through each of them."""
+        assert not self._has_load, "counted after the counts were shared"
+        num_experts = self.routers.num_experts
+        self._counts += _to_host([_num_routed(route.chosen, branches, num_experts) for route in routes])
+
+    def share_load(self) -> None:
+        """Makes the counts those of all ranks."""
+        summed = self._sum_over_ranks(self._counts.ravel())
+        self._counts = np.asarray(summed, np.float64).reshape(self._counts.shape)
+        self._has_load = True
+
+    def loss(self, routes: Sequence[Routes], branches: Int64Array) -> Tensor:
+        """What the N tokens of a forward add to the loss, a differentiable scalar; call it once for each."""
+        assert self._has_load or self.losses.balance == 0, "a balance loss before the load is known"
+        if not self._has_load:
+            self.count(routes, branches)
+        weights = branches / self._num_rows
+        probabilities = [_mean_probabilities(route.logits, weights) for route in routes]
+        squares = [_mean_square(route.logits, weights) for route in routes]
+        self._probabilities += _to_host(probabilities).sum(0)
+        self._z += float(_to_host(squares).sum())
+        total = torch.zeros_like(squares[0])
+        if self.losses.balance:
+            factor = self.losses.balance * self.routers.num_experts * self._shares
+            for mean in probabilities:
+                total = total + (torch.from_numpy(factor).to(mean) * mean).sum().to(total)
+        if self.losses.z:
+            for square in squares:
+                total = total + self.losses.z * square.to(total)
+        return total
+
+    @property
+    def total(self) -> float:
+        """What this rank's tokens have added to the loss."""
+        balance = self.routers.num_experts * float((self._shares * self._probabilities).sum())
+        return self.losses.balance * balance + self.losses.z * self._z
+
+    def metrics(self) -> dict[str, float]:
+        """Of all ranks: `router_balance` and `router_z` without coefficients, and `expert_load_max`.
+
+        The last is the largest load of any expert in any layer, over the mean: 1 is even, E / k is one expert for all.
+        """
+        own = np.array([self._z, *self._probabilities], np.float64)
+        z, *probabilities = np.asarray(self._sum_over_ranks(own), np.float64).tolist()
+        mean_load = self._counts.mean() if self._counts.any() else 1.0
+        return {
+            "router_balance": float(self.routers.num_experts * (self._shares * np.array(probabilities)).sum()),
+            "router_z": float(z),
+            "expert_load_max": float(self._counts.max() / mean_load),
+        }
+
+    @property
+    def _shares(self) -> Float64Array:
+        """Share of tokens that each expert gets, over all layers: [E], summing to k."""
+        shares: Float64Array = self._counts.sum(0) / self._num_rows
+        return shares
+
+
+def check_routers(model: nn.Module, losses: RouterLosses | None) -> None:
+    """Refuses router losses of a model without routers.
+
+    Raises:
+        UnsupportedError: with the model's type.
+    """
+    if losses is not None:
+        find_routers(find_parts(model))
+
+
+def recorded_by(routing: Routing | None) -> AbstractContextManager[list[Routes]]:
+    """A block around one forward, see `recorded_routes`; without router losses its list stays empty."""
+    return nullcontext([]) if routing is None else recorded_routes(routing.routers)
+
+
+def _num_routed(chosen: Int[Tensor, "N k"], branches: Int64Array, num_experts: int) -> Int[Tensor, " E"]:
+    # In whole numbers, so that the order of additions, which a GPU does not fix, changes nothing.
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    weights = torch.from_numpy(branches).to(chosen.device).repeat_interleave(chosen.shape[1])
+    return counts.index_add_(0, chosen.reshape(-1).long(), weights)
+
+
+def _mean_probabilities(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, " E"]:
+    """This layer's part of each expert's mean probability, float32 or wider."""
+    logits = _wide(logits)
+    return (torch.from_numpy(weights).to(logits)[:, None] * logits.softmax(-1)).sum(0)
+
+
+def _mean_square(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, ""]:
+    """This layer's part of the mean square of the log-sum-exp, float32 or wider."""
+    logits = _wide(logits)
+    return (torch.from_numpy(weights).to(logits) * logits.logsumexp(-1) ** 2).sum()
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _to_host(parts: Sequence[Tensor]) -> Float64Array:
+    """Tensors of one shape, of layers on any devices, as float64 [L, ...], in one transfer."""
+    stacked = torch.stack([part.detach().to(parts[0].device) for part in parts])
+    values: Float64Array = stacked.cpu().double().numpy()
+    return values

@@ -1,0 +1,255 @@
+"""The run of one step: each micro-batch and each partitioned tree of a plan forward and backward, in order.
+
+Knows which of them must know the objective's gradient before their own forward: those that hold a branch or a pair
+only in part. Knows when the load of routers is known. Owns the sums that a step reports.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treering.arrays import BoolArray, Int64Array
+from treering.model.edges import EdgeScores, EdgeTable, edge_table
+from treering.model.forward import hidden_states
+from treering.model.routers import Routes
+from treering.train.gradient.activation_policy import Memory, ParentsChoice, ParentsOption, choose_parents, free_memory
+from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
+from treering.train.gradient.evaluation import Totals, evaluate
+from treering.train.gradient.flat_batch import FlatBatch, Selection
+from treering.train.gradient.partitioned import PartitionedStep
+from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
+from treering.train.gradient.saved_tensors import bytes_per_token
+from treering.train.gradient.scoring import Scorer
+from treering.train.objectives import Objective
+from treering.tree.forest import Forest
+from treering.tree.plan.partition import PartitionedTree
+from treering.tree.plan.plan import MicroBatch, Plan
+
+Unit = MicroBatch | PartitionedTree
+
+
+class StepRun:
+    """Forward and backward of everything in a plan.
+
+    Attributes:
+        totals: loss and metrics so far.
+        parents: what becomes of parents' activations; None if no tree is partitioned.
+        num_recomputed_tokens: see `BackwardResult`, as are the next two.
+        num_scoring_tokens: tokens of the pass without gradients.
+        scoring_s: its seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        objective: Objective,
+        batch: FlatBatch,
+        scorer: Scorer,
+        *,
+        parents: ParentsOption,
+        max_bytes: int | None,
+        min_micro_batches: int,
+        routing: Routing | None = None,
+    ) -> None:
+        """`scorer` is that of the model, and so is `routing`, if any; the caller is inside `tree_attention`."""
+        self._min_passes = min_micro_batches
+        self._routing = routing
+        self._num_passes = 0
+        self.totals = Totals()
+        self.num_recomputed_tokens = 0
+        self.num_scoring_tokens = 0
+        self.scoring_s = 0.0
+        self._objective = objective
+        self._batch = batch
+        self._scorer = scorer
+        self._units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
+        self._selected = [batch.select(unit.forest, unit.branches) for unit in self._units]
+        self.parents = self._choose(plan, parents, max_bytes) if plan.partitioned else None
+
+    def backward(self) -> None:
+        """Adds all gradients to `.grad`."""
+        crossing = self._crossing()
+        load_first = self._load_first()
+        vectors = self._vectors(crossing, load_first)
+        if load_first is not None:
+            self._find_load(load_first, already=crossing)
+        for number, unit in enumerate(self._units):
+            if isinstance(unit, MicroBatch):
+                self._run_whole(unit, self._selected[number], vectors.get(number))
+            else:
+                self._run_partitioned(unit, self._selected[number], vectors.get(number))
+        for _ in range(self._num_passes, self._min_passes):
+            self._run_nothing()
+        if self._routing is not None and not self._routing.has_load:
+            self._routing.share_load()
+
+    def _run_whole(self, unit: MicroBatch, selected: Selection, vectors: EdgeScores | None) -> None:
+        if selected.entries.size == 0:
+            self._evaluate_nothing(selected, vectors)
+        if unit.forest.num_tokens == 0 or (selected.entries.size == 0 and self._routing is None):
+            return
+        self._num_passes += 1
+        with recorded_by(self._routing) as routes:
+            hidden = hidden_states(self._scorer.parts, unit.forest)
+        losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors)] if selected.entries.size else []
+        if self._routing is not None:
+            losses.append(_router_loss(self._routing, routes, unit.forest).to(hidden.device))
+        loss = sum(losses[1:], start=losses[0])
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _loss_of_hidden(
+        self, hidden: Tensor, forest: Forest, selected: Selection, vectors: EdgeScores | None
+    ) -> Tensor:
+        table = edge_table(forest, _wanted(forest, selected))
+        scores = self._scorer.scores(hidden, forest, table)
+        if vectors is not None:
+            return vector_product(scores, vectors, table)
+        places = _places(table, forest.num_tokens)[selected.edges]
+        return self._loss(scores, places, selected)
+
+    def _evaluate_nothing(self, selected: Selection, vectors: EdgeScores | None) -> None:
+        """Pairs of branches without a trained token have a loss, if no gradient."""
+        if self._objective.scope == "pair" and vectors is None:
+            none = self._scorer.no_scores(0)
+            self._loss(none, np.zeros(0, np.int64), selected)
+
+    def _run_nothing(self) -> None:
+        """A forward and backward of one token that adds zeros: what a rank without work owes the others."""
+        hidden = hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
+        if hidden.requires_grad:
+            (0.0 * hidden[0, 0]).backward()  # type: ignore[no-untyped-call]
+
+    def _run_partitioned(self, unit: PartitionedTree, selected: Selection, vectors: EdgeScores | None) -> None:
+        assert self.parents is not None
+        wanted = _wanted(unit.forest, selected)
+        step = PartitionedStep(unit, wanted, self._scorer, self.parents.parents, self._routing)
+        parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
+
+        def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
+            if vectors is not None:
+                return vector_product(scores, vectors, table)
+            own = parts[number]
+            places = step.place_of_edge[own.edges]
+            return self._loss(scores, places, own)
+
+        step.backward(loss_of)
+        self._num_passes += step.num_passes
+        self.num_recomputed_tokens += step.num_recomputed
+
+    def _loss(self, scores: EdgeScores, places: Int64Array, selected: Selection) -> Tensor:
+        """The loss of some entries, which the totals gain."""
+        evaluation = evaluate(self._objective, self._batch, scores, places, selected)
+        self.totals.add(evaluation)
+        return evaluation.loss
+
+    def _crossing(self) -> list[int]:
+        """Units that hold a branch, or a pair, of which the objective needs more than is computed at one time."""
+        if self._objective.scope == "entry":
+            return []
+        crossing = {i for i, unit in enumerate(self._units) if isinstance(unit, PartitionedTree)}
+        if self._batch.pairs is not None:
+            unit_of = np.full(self._batch.offsets.size - 1, -1, np.int64)
+            for number, unit in enumerate(self._units):
+                unit_of[unit.branches] = number
+            sides = unit_of[self._batch.pairs]
+            crossing |= set(sides[sides[:, 0] != sides[:, 1]].ravel().tolist())
+            # A unit that shares a pair with a crossing one crosses too, and both sides of its own pairs are in it.
+        return sorted(crossing)
+
+    def _load_first(self) -> Routing | None:
+        """The routing, if its load must be found in a pass of its own: of more than one forward, or of many ranks'."""
+        if self._routing is None or self._routing.losses.balance == 0:
+            return None
+        is_cut = any(isinstance(unit, PartitionedTree) for unit in self._units)
+        is_one_forward = not is_cut and sum(map(_num_forwards, self._units)) == 1
+        return None if is_one_forward and self._min_passes == 0 else self._routing
+
+    def _find_load(self, routing: Routing, already: Sequence[int]) -> None:
+        """Counts the routes of all units but some, in a pass without gradients, and sums over ranks."""
+        started = time.perf_counter()
+        for number, unit in enumerate(self._units):
+            if number not in already and _num_forwards(unit) > 0:
+                self._score(unit, self._selected[number].only(np.zeros(0, np.int64)), routing)
+        num_passes = sum(_num_forwards(unit) for unit in self._units)
+        with torch.no_grad():
+            for _ in range(num_passes, self._min_passes):
+                hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
+        routing.share_load()
+        self.scoring_s += time.perf_counter() - started
+
+    def _vectors(self, numbers: Sequence[int], routing: Routing | None) -> dict[int, EdgeScores]:
+        """The loss's gradient with respect to every score of the given units: [N] each, by unit.
+
+        On the way, `routing` counts their routes.
+        """
+        if not numbers:
+            return {}
+        started = time.perf_counter()
+        units = [self._units[i] for i in numbers]
+        scores = [self._score(unit, self._selected[i], routing) for i, unit in zip(numbers, units, strict=True)]
+        leaves = joined_leaves(scores)
+        sizes = [unit.forest.num_tokens for unit in units]
+        selected = Selection.joined([self._selected[i] for i in numbers], sizes)
+        loss = self._loss(leaves, selected.edges, selected)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.scoring_s += time.perf_counter() - started
+        return dict(zip(numbers, split_gradients(leaves, sizes), strict=True))
+
+    def _score(self, unit: Unit, selected: Selection, routing: Routing | None) -> EdgeScores:
+        self.num_scoring_tokens += unit.forest.num_tokens
+        wanted = _wanted(unit.forest, selected)
+        if isinstance(unit, PartitionedTree):
+            return PartitionedStep(unit, wanted, self._scorer, "keep", routing).score()
+        table = edge_table(unit.forest, wanted)
+        with torch.no_grad():
+            with recorded_by(routing) as routes:
+                hidden = hidden_states(self._scorer.parts, unit.forest)
+            scores = self._scorer.scores(hidden, unit.forest, table)
+        if routing is not None:
+            routing.count(routes, branches_through(unit.forest))
+        everywhere = self._scorer.no_scores(unit.forest.num_tokens)
+        put_scores(everywhere, scores, table)
+        return everywhere
+
+    def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
+        def measure() -> Memory:
+            free, free_host = free_memory(self._scorer.device, max_bytes)
+            return Memory(
+                chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
+                bytes_per_token=bytes_per_token(self._scorer.parts),
+                free_bytes=free,
+                free_host_bytes=free_host,
+            )
+
+        return choose_parents(parents, measure)
+
+
+def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> Tensor:
+    """What the routers add in a micro-batch; one that is the whole batch finds the load by itself."""
+    branches = branches_through(forest)
+    if routing.losses.balance and not routing.has_load:
+        routing.count(routes, branches)
+        routing.share_load()
+    return routing.loss(routes, branches)
+
+
+def _num_forwards(unit: Unit) -> int:
+    return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)
+
+
+def _wanted(forest: Forest, selected: Selection) -> BoolArray:
+    wanted = np.zeros(forest.num_tokens, bool)
+    wanted[selected.edges] = True
+    return wanted
+
+
+def _places(table: EdgeTable, num_tokens: int) -> Int64Array:
+    """Where in the table's order each edge is: int64 [N]."""
+    places = np.full(num_tokens, -1, np.int64)
+    places[table.edges] = np.arange(table.edges.size)
+    return places

@@ -1,0 +1,1 @@
+"""The optimiser loop: batches, updates, checkpoints and resumable runs."""

@@ -1,0 +1,152 @@
+"""Which trees train in which step: tasks, their order in every epoch, and their forests in either layout.
+
+Everything here is a pure function of the data, a seed and a step number, so a run has no sampler state to save. Knows
+tokens and masks; knows nothing of models and losses.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.data.rendering.renderer import RenderedTrajectory, by_task
+from treering.data.trajectory import TaskId
+from treering.errors import ConfigError, InputError
+from treering.train.loss_weights import Normalizer, Shared
+from treering.tree.forest import Forest
+from treering.types import LossMask, TokenIds
+
+Layout = Literal["tree", "packed"]
+"""tree: the sequences of a task share a forest. packed: each is a chain of its own, and nothing is shared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """One training example: the sequences of one task.
+
+    Attributes:
+        task_id: what the sequences share.
+        sequences: K token sequences, int32 [T] each.
+        loss_masks: K masks, bool [T] each, True where a token is trained.
+    """
+
+    task_id: TaskId
+    sequences: tuple[TokenIds, ...]
+    loss_masks: tuple[LossMask, ...]
+
+    def __post_init__(self) -> None:
+        shapes = [sequence.shape for sequence in self.sequences], [mask.shape for mask in self.loss_masks]
+        if not self.sequences or shapes[0] != shapes[1]:
+            raise InputError(
+                f"task {self.task_id!r} needs at least one sequence and one mask entry per token, got sequences of "
+                f"shapes {shapes[0]} and masks of shapes {shapes[1]}; align them"
+            )
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Masked-in tokens of all sequences; a first token has nothing before it and does not count."""
+        return sum(int(mask[1:].sum()) for mask in self.loss_masks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """The forests of one optimizer step and their masks: one mask per branch, forests in order, then sequences."""
+
+    num_tasks: int
+    forests: list[Forest]
+    loss_masks: list[LossMask]
+
+
+def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[Task]:
+    """Trajectories of equal `task_id` as tasks, in the order in which tasks and trajectories first appear.
+
+    Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
+    """
+    return [
+        Task(
+            task_id=group[0].task_id,
+            sequences=tuple(member.tokens for member in group),
+            loss_masks=tuple(member.loss_mask for member in group),
+        )
+        for group in by_task(trajectories)
+    ]
+
+
+def task_order(num_tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of the tasks in one epoch: a permutation, int64 [num_tasks], the same on every machine.
+
+    Example: `task_order(4, seed=0, epoch=0)` and `task_order(4, seed=0, epoch=1)` are two unrelated orders of 0 to 3.
+    """
+    # NumPy keeps the raw words of a bit generator for ever, and promises no such thing of Generator.permutation.
+    words = np.random.Philox(key=seed, counter=[0, 0, 0, epoch]).random_raw(num_tasks)
+    return np.argsort(words, kind="stable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Which tasks train in which step; steps count from 1, epochs from 0.
+
+    Attributes:
+        num_tasks: at least 1.
+        trees_per_step: tasks per step; the last step of an epoch takes what is left.
+        seed: of the order.
+    """
+
+    num_tasks: int
+    trees_per_step: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_tasks < 1 or self.trees_per_step < 1:
+            raise InputError(
+                f"training needs at least one task and one tree per step, got {self.num_tasks} and "
+                f"{self.trees_per_step}; add data or raise trees_per_step"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that show every task once."""
+        return -(-self.num_tasks // self.trees_per_step)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to."""
+        return (step - 1) // self.steps_per_epoch
+
+    def tasks_of(self, step: int) -> NDArray[np.int64]:
+        """Numbers of the tasks of one step.
+
+        Example: 5 tasks, 2 per step: steps 1, 2 and 3 hold 2, 2 and 1 tasks, and step 4 begins the next epoch.
+        """
+        order = task_order(self.num_tasks, seed=self.seed, epoch=self.epoch_of(step))
+        first = (step - 1) % self.steps_per_epoch * self.trees_per_step
+        return order[first : first + self.trees_per_step]
+
+
+def make_batch(tasks: Sequence[Task], layout: Layout) -> StepBatch:
+    """The forests of some tasks; both layouts have the same branches in the same order, hence the same gradients.
+
+    Example: a task with [5, 6, 7] and [5, 6, 8] is one forest of 4 tokens as "tree", and two of 3 as "packed".
+    """
+    groups = [task.sequences for task in tasks]
+    if layout == "packed":
+        groups = [(sequence,) for group in groups for sequence in group]
+    return StepBatch(
+        num_tasks=len(tasks),
+        forests=[Forest.from_sequences(group) for group in groups],
+        loss_masks=[mask for task in tasks for mask in task.loss_masks],
+    )
+
+
+def check_layout(layout: Layout, *, normalizer: Normalizer, shared: Shared) -> None:
+    """Refuses what needs trees where there are none.
+
+    Raises:
+        ConfigError: "packed" with a convention or a mean of trees.
+    """
+    if layout == "packed" and (shared == "once" or normalizer == "tree_mean"):
+        raise ConfigError(
+            f'layout "packed" has no trees to share or to average over, got shared={shared!r} and '
+            f'normalizer={normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
+        )

@@ -1,0 +1,230 @@
+"""Checkpoints: folders that Hugging Face loads as a model, with what a run needs to go on as if it had never stopped.
+
+Knows weights, optimiser state and torch's random state, and which folder is the newest whole one. How a folder appears
+at one time is `atomic`'s; what is trained, and when to save, is the run's.
+"""
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from treering.atomic import clear_unfinished, read_facts, remove_folder, write_folder
+from treering.errors import StateError, UnsupportedError
+from treering.train.loop.resumable import ReportT, Resumable
+
+STATE_FILE = "training_state.pt"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_PREFIX = "step-"
+# Anything else in the folder is the user's, such as a copy that is called step-000123-best.
+_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
+
+Identity = Mapping[str, str | int | float | bool | None]
+"""What makes two runs the same run: setting name to value, in JSON's types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStore:
+    """The checkpoints of one run, `step-000123` and so on in one folder.
+
+    Attributes:
+        folder: made with the first checkpoint.
+        identity: of the run; a checkpoint of another one is refused.
+        keep: checkpoints that stay, the newest ones; at least 1.
+        tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
+        hints: folder of one file per checkpoint with what the loop may lose (`Resumable`), apart from the checkpoints
+            so that damage to it damages none; None keeps no hints.
+
+    Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
+    """
+
+    folder: Path
+    identity: Identity
+    keep: int = 2
+    tokenizer: Path | None = None
+    hints: Path | None = None
+
+    def save(self, loop: Resumable[ReportT]) -> Path:
+        """Writes the loop as it is now and removes what is beyond `keep`; returns the checkpoint's folder.
+
+        Raises:
+            UnsupportedError: a model that is no plain Hugging Face model, such as a PEFT adapter.
+        """
+        model = loop.model
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(
+                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters first, or "
+                "save them yourself"
+            )
+        target = checkpoint_path(self.folder, loop.num_steps_done)
+
+        def fill(draft: Path) -> None:
+            model.save_pretrained(draft)
+            torch.save({"loop": loop.state(), "random": random_state()}, draft / STATE_FILE)
+            _copy_tokenizer(self.tokenizer, draft)
+
+        # First, so that a whole checkpoint has its hints whenever this process is killed.
+        if self.hints is not None:
+            self.hints.mkdir(parents=True, exist_ok=True)
+            loop.save_hints(self.hints / target.name)
+        write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
+        # Later ones were damaged, or this run would have gone on from them.
+        self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
+        self._tidy(loop.num_steps_done)
+        return target
+
+    def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
+        """Puts the newest whole checkpoint into the loop, bit by bit; damaged ones are named in one warning.
+
+        Returns:
+            The step that the loop goes on from, or None where there is no checkpoint at all.
+
+        Raises:
+            StateError: there are checkpoints and none is whole, or the newest whole one is of another run.
+        """
+        damaged: list[str] = []
+        for checkpoint in self._newest_first():
+            try:
+                facts = read_facts(checkpoint)
+            except StateError as error:
+                damaged.append(str(error))
+                continue
+            self._warn(damaged, checkpoint)
+            check_identity(facts["identity"], self.identity, where=checkpoint)
+            _restore(checkpoint, loop)
+            if self.hints is not None:
+                loop.load_hints(self.hints / checkpoint.name)
+            self._tidy(loop.num_steps_done)
+            return loop.num_steps_done
+        if damaged:
+            raise StateError(
+                f"resuming needs one whole checkpoint in {self.folder}, and all are damaged ({'; '.join(damaged)}); "
+                "restore one from a copy, or remove the run folder to start again"
+            )
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        return sorted((path for path in _named(self.folder) if path.is_dir()), key=_step_of, reverse=True)
+
+    def _warn(self, damaged: list[str], used: Path) -> None:
+        if damaged:
+            warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
+
+    def _tidy(self, step: int) -> None:
+        """Removes what a kill left half done, whole checkpoints before `step` beyond `keep`, and hints of none."""
+        clear_unfinished(self.folder)
+        kept = [path for path in self._newest_first() if _step_of(path) <= step]
+        self._remove(kept[self.keep :])
+        if self.hints is None:
+            return
+        left = {path.name for path in self._newest_first()}
+        # A hidden one is a draft of a killed writer.
+        for hint in [*_named(self.hints), *self.hints.glob(f".*{_PREFIX}*")]:
+            if hint.name not in left:
+                hint.unlink()
+
+    def _remove(self, checkpoints: Iterable[Path]) -> None:
+        for path in list(checkpoints):
+            remove_folder(path)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies: `folder/step-000123`."""
+    return folder / f"{_PREFIX}{step:06d}"
+
+
+def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
+    """Refuses to go on with another run's state.
+
+    Raises:
+        StateError: names every key that differs, with both values.
+    """
+    missing = "nothing"
+    differing = [
+        f"{key} is {found.get(key, missing)!r} there and {expected.get(key, missing)!r} here"
+        for key in sorted({*found, *expected})
+        if found.get(key, missing) != expected.get(key, missing)
+    ]
+    if differing:
+        raise StateError(
+            f"a run goes on with the settings that it began with, and {where} is of another one: "
+            f"{'; '.join(differing)}; set these back, or choose another run folder"
+        )
+
+
+def _named(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
+    state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+    _load_weights(loop.model, checkpoint)
+    loop.load_state(state["loop"])
+    set_random_state(state["random"])
+
+
+def _load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Copies the stored tensors into the model's own, dtype for dtype; tied tensors are stored once."""
+    own = model.state_dict()
+    loaded: set[int] = set()
+    for name, tensor in _stored_tensors(checkpoint):
+        target = own.get(name)
+        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            expected = "nothing" if target is None else f"{target.dtype} {tuple(target.shape)}"
+            raise StateError(
+                f"{checkpoint} holds {name!r} as {tensor.dtype} {tuple(tensor.shape)}, and the model has {expected} "
+                "there; resume with the model that was saved"
+            )
+        target.copy_(tensor)
+        loaded.add(target.data_ptr())
+    missing = [name for name, target in own.items() if target.data_ptr() not in loaded]
+    if missing:
+        raise StateError(
+            f"{checkpoint} has no {missing[0]!r}, which the model has; resume with the model that was saved"
+        )
+
+
+def _stored_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def _copy_tokenizer(tokenizer: Path | None, draft: Path) -> None:
+    for name in TOKENIZER_FILES if tokenizer is not None else ():
+        source = Path(tokenizer or "", name)
+        if source.is_file():
+            shutil.copyfile(source, draft / name)
+
+
+def random_state() -> dict[str, Any]:
+    """Torch's random state on every device, as tensors."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Goes on from a `random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,139 @@
+"""A run: a loop with a folder, so that it can be killed at any moment and started again.
+
+Knows the order in which a step is trained, logged and saved. Knows nothing of configurations and displays.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from treering.errors import StateError
+from treering.metrics import Metrics
+from treering.train.loop.checkpoint import CheckpointStore, Identity, check_identity
+from treering.train.loop.resumable import ReportT, Resumable
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """How a run begins.
+
+    Attributes:
+        is_new: whether its folder was made just now.
+        step: steps that are already done; 0 also for a run that was killed before its first checkpoint.
+    """
+
+    is_new: bool
+    step: int
+
+    @property
+    def resume_step(self) -> int | None:
+        """What metric sinks take: None for a new run."""
+        return None if self.is_new else self.step
+
+
+def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStore) -> Opened:
+    """Makes the folder of a new run, or puts the newest checkpoint of the run that lives there into the loop.
+
+    A run that ended before its first step, as one with a setting that its engine refuses, leaves nothing to go on
+    from: the next start may have other settings.
+
+    Raises:
+        StateError: the run there has other settings or only damaged checkpoints, or the folder holds foreign metrics or
+            cannot be written.
+    """
+    file = folder / RUN_FILE
+    is_new, has_begun = not file.exists(), _has_begun(folder, checkpoints)
+    if has_begun and not is_new:
+        check_identity(_read(file), checkpoints.identity, where=folder)
+    step = checkpoints.restore_newest(loop)
+    if is_new and step is None:
+        _check_free(folder)
+    if is_new or not has_begun:
+        _begin(folder, checkpoints.identity)
+    return Opened(is_new=is_new and step is None, step=step or 0)
+
+
+def run_steps(
+    loop: Resumable[ReportT],
+    *,
+    num_steps: int,
+    save_every: int | None,
+    checkpoints: CheckpointStore,
+    metrics: Metrics,
+    on_step: Callable[[ReportT], None] | None = None,
+) -> Iterator[ReportT]:
+    """Does steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
+
+    Args:
+        loop: as `open_run` left it.
+        num_steps: of the whole run; the last one is always saved.
+        save_every: steps between checkpoints; None saves the last one only.
+        checkpoints: where to.
+        metrics: opened with `Opened.resume_step`.
+        on_step: logs what is no metric; called before the step is saved, so that no checkpoint is ahead of a log.
+
+    Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
+    """
+    while loop.num_steps_done < num_steps:
+        report = loop.step()
+        metrics.log(report.step, report.values())
+        if on_step is not None:
+            on_step(report)
+        if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
+            checkpoints.save(loop)
+        yield report
+
+
+def _has_begun(folder: Path, checkpoints: CheckpointStore) -> bool:
+    metrics = folder / METRICS_FILE
+    return checkpoints.folder.exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _begin(folder: Path, identity: Identity) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN_FILE, identity)
+    except OSError as error:
+        raise StateError(
+            f"a run is kept in a folder that can be written, and {folder} is not one ({error.strerror}); choose "
+            "another run folder"
+        ) from error
+
+
+def _check_free(folder: Path) -> None:
+    """Refuses a folder with metrics of unknown origin, which the next start would cut off."""
+    file = folder / METRICS_FILE
+    if file.exists() and file.stat().st_size > 0:
+        raise StateError(
+            f"a new run starts in a folder without one, and {file} holds rows of another run; choose another run "
+            "folder, or remove the file"
+        )
+
+
+def write_json(file: Path, content: Mapping[str, object]) -> None:
+    """Puts a JSON object into a file, whole or not at all.
+
+    Example: `write_json(Path("run.json"), {"seed": 0})` writes a `run.json` of three lines.
+    """
+    draft = file.with_name(f".{file.name}.unfinished")
+    with draft.open("w", encoding="utf-8") as stream:
+        json.dump(dict(content), stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(draft, file)
+
+
+def _read(file: Path) -> dict[str, str | int | float | bool | None]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise StateError(
+            f"{file} tells which run lives in a folder, and it cannot be read ({error}); choose another run folder, or "
+            "remove this one to start again"
+        ) from error

@@ -1,0 +1,113 @@
+"""The training loop: one optimizer step at a time, over tasks as trees or, with the off-switch, as packed sequences.
+
+Owns model, optimiser and step number. Knows nothing of files, displays or how long a run should be.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from treering.errors import InputError
+from treering.train.gradient.router_losses import RouterLosses, check_routers
+from treering.train.loop.batches import Layout, StepPlan, Task, check_layout, make_batch
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.resumable import Resumable
+from treering.train.loop.step_report import StepReport
+from treering.train.loop.update import Updater
+from treering.train.loss_weights import Normalizer, Shared, Weighting
+from treering.train.objectives import sft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What a step trains and how it computes.
+
+    Attributes:
+        trees_per_step: tasks per optimizer step.
+        compute: memory, time and precision.
+        layout: "tree", or "packed" to train every sequence by itself (the off-switch).
+        normalizer: of the loss, see `treering.train.loss_weights.Weighting`.
+        shared: the convention for shared tokens, see there.
+        divisor: of the constant normaliser.
+        router_losses: of a mixture of experts; None trains no router beyond the loss itself.
+        seed: of the order of the tasks.
+    """
+
+    trees_per_step: int
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    layout: Layout = "tree"
+    normalizer: Normalizer = "token_mean"
+    shared: Shared = "sum"
+    divisor: float | None = None
+    router_losses: RouterLosses | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Weighting(normalizer=self.normalizer, shared=self.shared, divisor=self.divisor)
+        check_layout(self.layout, normalizer=self.normalizer, shared=self.shared)
+
+
+class SftLoop(Resumable[StepReport]):
+    """Supervised fine-tuning of a model on tasks.
+
+    Example:
+        >>> options = LoopOptions(trees_per_step=8, compute=ComputeOptions(max_tokens=16384))
+        >>> loop = SftLoop(model, tasks, optim=OptimOptions(learning_rate=1e-4), options=options)  # doctest: +SKIP
+        >>> [loop.step().update.loss for _ in range(3)]                                            # doctest: +SKIP
+        [6.24, 6.11, 5.97]
+    """
+
+    def __init__(self, model: nn.Module, tasks: Sequence[Task], *, optim: OptimOptions, options: LoopOptions) -> None:
+        """Puts the model in training mode, with gradient checkpointing as the options say.
+
+        Raises:
+            InputError: no task, or nothing to train.
+            UnsupportedError: router losses of a model without routers.
+        """
+        self.model = model
+        self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
+        self._tasks = tuple(tasks)
+        self._options = options
+        self._num_steps_done = 0
+        if not any(task.num_trained_tokens for task in tasks):
+            raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
+        check_routers(model, options.router_losses)
+        self._updater = Updater(model, optim, options.compute)
+
+    @property
+    def num_steps_done(self) -> int:
+        """Optimizer steps since the start of the run, resumed ones included."""
+        return self._num_steps_done
+
+    def step(self) -> StepReport:
+        """Trains the next step's tasks and updates the model.
+
+        Raises:
+            StateError: gradients that are not finite; the weights are still those of the last step.
+        """
+        started = time.perf_counter()
+        step, options = self._num_steps_done + 1, self._options
+        batch = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
+        objective = sft(batch.loss_masks, options.normalizer, options.shared, divisor=options.divisor)
+        update = self._updater.update(step, batch, objective, router_losses=options.router_losses)
+        self._num_steps_done = step
+        return StepReport(
+            step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Step number and optimiser state."""
+        return {"num_steps_done": self._num_steps_done, "optimizer": self._updater.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state` of a loop over the same parameters.
+
+        Raises:
+            StateError: the state is of a model with other parameters.
+        """
+        self._updater.load_state(state["optimizer"])
+        self._num_steps_done = state["num_steps_done"]

@@ -1,0 +1,169 @@
+"""One optimizer update: gradients of a batch, clipped, at the step's learning rate. What every loop does with a batch.
+
+Owns the optimiser. Knows nothing of where batches come from, of step plans or of files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from treering import metrics
+from treering.errors import StateError
+from treering.train.gradient.backward import backward
+from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.batches import StepBatch
+from treering.train.loop.compute import ComputeOptions, peak_memory_bytes, precision, prepare_model
+from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.objectives import Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one update did.
+
+    Attributes:
+        loss: the objective before the update, router losses added.
+        grad_norm: global L2 norm before clipping.
+        learning_rate: used by the update.
+        num_trees: tasks, each one tree.
+        num_branches: sequences.
+        num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
+        num_branch_tokens: flat tokens.
+        num_tokens: tokens that were computed; with layout "packed" all flat ones.
+        num_micro_batches: micro-batches and partitions.
+        num_recomputed_tokens: tokens that were computed a second time because their activations had no room.
+        num_unshared_trees: trees that were computed branch by branch, because sharing would have been slower.
+        peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
+        metrics: averages of the objective's own metrics, and those of routers.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_trees: int
+    num_branches: int
+    num_loss_tokens: float
+    num_branch_tokens: int
+    num_tokens: int
+    num_micro_batches: int
+    num_recomputed_tokens: int = 0
+    num_unshared_trees: int = 0
+    peak_memory_bytes: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def sharing(self) -> float:
+        """1 - computed / flat tokens, those that were computed twice counted twice."""
+        return 1.0 - (self.num_tokens + self.num_recomputed_tokens) / self.num_branch_tokens
+
+    def values(self) -> dict[str, float]:
+        """The update under the names of `treering.metrics`."""
+        own: dict[str, float] = {f"train/{name}": value for name, value in self.metrics.items()}
+        if self.peak_memory_bytes is not None:
+            own[metrics.PEAK_MEMORY_BYTES] = self.peak_memory_bytes
+        return own | {
+            metrics.LOSS: self.loss,
+            metrics.GRAD_NORM: self.grad_norm,
+            metrics.LEARNING_RATE: self.learning_rate,
+            metrics.NUM_TREES: self.num_trees,
+            metrics.NUM_BRANCHES: self.num_branches,
+            metrics.NUM_LOSS_TOKENS: self.num_loss_tokens,
+            metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
+            metrics.NUM_TOKENS: self.num_tokens,
+            metrics.SHARING: self.sharing,
+            metrics.NUM_RECOMPUTED_TOKENS: self.num_recomputed_tokens,
+            metrics.NUM_UNSHARED_TREES: self.num_unshared_trees,
+        }
+
+
+class Updater:
+    """A model with its optimiser.
+
+    Example:
+        >>> updater = Updater(model, OptimOptions(learning_rate=1e-4), ComputeOptions())     # doctest: +SKIP
+        >>> updater.update(1, make_batch(tasks, "tree"), sft()).loss                         # doctest: +SKIP
+        6.24
+    """
+
+    def __init__(self, model: nn.Module, optim: OptimOptions, compute: ComputeOptions) -> None:
+        """Puts the model into training mode, with gradient checkpointing as the options say.
+
+        Raises:
+            ConfigError: no parameter of the model is trainable.
+            UnsupportedError: the model cannot recompute activations.
+        """
+        prepare_model(model, compute)
+        self._model = model
+        self._optim = optim
+        self._compute = compute
+        self._optimizer = make_optimizer(model, optim)
+
+    def update(
+        self,
+        step: int,
+        batch: StepBatch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        router_losses: RouterLosses | None = None,
+    ) -> Update:
+        """Moves the weights once, at the learning rate of `step`.
+
+        Raises:
+            InputError, UnsupportedError: see `backward`.
+            StateError: gradients that are not finite. The weights are as they were after any of these.
+        """
+        rate = learning_rate_at(step, self._optim)
+        self._optimizer.zero_grad(set_to_none=True)
+        compute = self._compute
+        with precision(self._model, compute.autocast):
+            result = backward(
+                self._model,
+                batch.forests,
+                objective,
+                compute.max_tokens,
+                temperature=temperature,
+                parents=compute.parents,
+                max_bytes=compute.max_bytes,
+                costs=compute.costs,
+                backend=compute.backend,
+                router_losses=router_losses,
+            )
+        norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        return Update(
+            loss=result.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_trees=batch.num_tasks,
+            num_branches=result.plan.num_branches,
+            num_loss_tokens=result.num_trained_tokens,
+            num_branch_tokens=result.plan.num_branch_tokens,
+            num_tokens=result.plan.num_tokens,
+            num_micro_batches=result.plan.num_micro_batches,
+            num_recomputed_tokens=result.num_recomputed_tokens,
+            num_unshared_trees=len(result.plan.unshared),
+            peak_memory_bytes=peak_memory_bytes(self._model),
+            metrics=result.averages,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The optimiser's state, all tensors and numbers."""
+        return self._optimizer.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from a `state` of an updater over the same parameters.
+
+        Raises:
+            StateError: the state is of a model with other parameters.
+        """
+        try:
+            self._optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise StateError(
+                f"an optimiser state belongs to one set of parameters, and this one does not fit ({error}); resume "
+                "with the model of the checkpoint"
+            ) from error

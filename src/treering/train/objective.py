@@ -1,0 +1,123 @@
+"""What a loss is: per-branch data and one pure function from the values of trained entries to their terms.
+
+Knows neither forests, models nor micro-batches; denominators live in `weights`, and the losses in the files beside.
+
+    K branches, numbered through all forests in order   F flat entries: trained tokens of branches, one branch after
+    another   P pairs of branches
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treering.train.branch_values import BranchValues, as_masks, flatten
+from treering.train.loss_weights import Weighting
+
+Scope = Literal["entry", "branch", "pair"]
+"""What the terms need together. entry: nothing, so any subset of entries will do. branch: all trained entries of a
+branch. pair: those of both branches of a pair."""
+
+Need = Literal["entropy", "value"]
+"""What the terms read beside log-probs: entropies, or the output of a value head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entries:
+    """What a term function sees: the trained entries of some branches, one after another.
+
+    Attributes:
+        logprobs: the policy's log-probabilities [F]; differentiable.
+        values: the objective's own per-entry data by name, [F] each.
+        branch: local number of each entry's branch, ascending from 0 to `num_branches - 1`; a branch may have none.
+        num_branches: branches of which entries could be here.
+        entropy: entropy in nats of the distribution that each token was drawn from, [F], differentiable; given iff the
+            objective needs "entropy".
+        state_values: the value head's output at the state before each token, [F], differentiable; given iff the
+            objective needs "value".
+        pairs: local branch numbers [P, 2]; given iff the scope is "pair".
+    """
+
+    logprobs: Float[Tensor, " F"]
+    values: Mapping[str, Float[Tensor, " F"]]
+    branch: Int[Tensor, " F"]
+    num_branches: int
+    entropy: Float[Tensor, " F"] | None = None
+    state_values: Float[Tensor, " F"] | None = None
+    pairs: Int[Tensor, "P 2"] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms:
+    """What a term function gives: one number per entry [F], or per pair [P] where the scope is "pair".
+
+    Attributes:
+        loss: enters the weighted sum; differentiable.
+        metrics: by name; averaged over trained entries, or over pairs.
+    """
+
+    loss: Float[Tensor, " N"]
+    metrics: Mapping[str, Float[Tensor, " N"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objective:
+    """A loss over branches; made by the functions of this package.
+
+    Attributes:
+        name: as users call it.
+        weighting: normaliser and sharing convention; pairs are averaged, whatever it says.
+        loss_masks: K masks, or None to train every token but the first of each branch.
+        values: per-branch data by name: K entries, each one number or one value per token.
+        terms: the loss per entry or pair.
+        scope: which entries `terms` must see together.
+        needs: what `terms` reads beside log-probs.
+        pairs: branch numbers, int64 [P, 2], where the scope is "pair", else None.
+        per_token: names among `values` that take no number for a whole branch.
+    """
+
+    name: str
+    weighting: Weighting
+    terms: Callable[[Entries], Terms]
+    loss_masks: BranchValues | None = None
+    values: Mapping[str, BranchValues] = field(default_factory=dict)
+    scope: Scope = "entry"
+    needs: frozenset[Need] = frozenset()
+    pairs: NDArray[np.int64] | None = None
+    per_token: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert (self.scope == "pair") == (self.pairs is not None)
+
+    def masks(self, branch_length: NDArray[np.int64]) -> list[NDArray[np.bool_]]:
+        """The K loss masks as booleans, checked against the branches' lengths.
+
+        Raises:
+            InputError: a mask too many or too few, of another length, or with entries other than 0 and 1.
+        """
+        if self.loss_masks is None:
+            return [np.ones(length, bool) for length in branch_length]
+        return as_masks(self.loss_masks, branch_length)
+
+    def flat_values(
+        self, branch_length: NDArray[np.int64], *, trained: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.float64]]:
+        """The per-branch data spread to entries: float64 [F] by name.
+
+        Args:
+            branch_length: int64 [K].
+            trained: bool [F]; elsewhere values may be anything, NaN included, as hosts leave them.
+
+        Raises:
+            InputError: a list or an item of the wrong length, or a trained value that is not finite.
+        """
+        return {
+            name: flatten(
+                name, items, branch_length, trained=trained, numbers="refuse" if name in self.per_token else "spread"
+            )
+            for name, items in self.values.items()
+        }

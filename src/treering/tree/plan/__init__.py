@@ -1,0 +1,1 @@
+"""What is computed together: packing, cutting, balancing, and their costs."""

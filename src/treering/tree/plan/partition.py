@@ -1,0 +1,113 @@
+"""Partitions: the parts that a tree over the token budget is computed in, and what hangs off what.
+
+Knows tokens and the parts they belong to. Knows nothing of how cuts are chosen, of models or of memory.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.tree.forest import Forest
+from treering.tree.plan.grouping import search_cuts
+from treering.types import is_count
+
+SMALL = 9
+"""Most segments of a tree whose forks are all tried as cuts: 2 ** 8 choices, under 10 ms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partition:
+    """Tokens of one tree that are computed at one time.
+
+    It may hold several subtrees. All hang off tokens of one other partition, its parent, so that the partitions of a
+    tree form a tree themselves.
+
+    Attributes:
+        tokens: int32 [M] packed indices of its own tokens in its tree, ascending.
+        parent: number of its parent among the tree's partitions, smaller than its own; -1 for the top one.
+    """
+
+    tokens: NDArray[np.int32]
+    parent: int
+
+    def __post_init__(self) -> None:
+        assert self.tokens.size > 0, "a partition without tokens"
+        self.tokens.flags.writeable = False
+
+    @property
+    def num_tokens(self) -> int:
+        """M, the tokens that it computes."""
+        return self.tokens.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartitionedTree:
+    """One tree in partitions; every token is in exactly one of them.
+
+    Attributes:
+        forest: the whole tree.
+        branches: int64 [K] number of each of its branches among all branches of the plan, in the forest's order.
+        partitions: parents before children, depth-first.
+    """
+
+    forest: Forest
+    branches: NDArray[np.int64]
+    partitions: tuple[Partition, ...]
+
+    def __post_init__(self) -> None:
+        assert self.branches.shape == (self.forest.num_branches,)
+        assert sum(part.num_tokens for part in self.partitions) == self.forest.num_tokens
+        assert all(-1 <= part.parent < number for number, part in enumerate(self.partitions))
+
+    @property
+    def chain_tokens(self) -> int:
+        """Tokens of the longest chain of partitions from the top to a lowest one: the peak when parents are kept."""
+        depths: list[int] = []
+        for part in self.partitions:
+            depths.append(part.num_tokens + (depths[part.parent] if part.parent >= 0 else 0))
+        return max(depths)
+
+
+def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
+    """Cuts one tree into partitions of at most `max_tokens` tokens: few, then a short longest chain of them.
+
+    A cut may fall anywhere. Trees of up to `SMALL` segments try every choice of forks to cut at; larger ones take
+    linear time (times the logarithm that sorting costs). Either way two policies compete: cutting at forks, and cutting
+    full parts that end inside segments.
+
+    Raises:
+        InputError: a forest that is not one tree, or a budget below one.
+
+    Example: one sequence of 10 tokens and a budget of 4 give partitions of 2, 4 and 4 tokens, each under the last.
+    """
+    if tree.num_trees != 1:
+        raise InputError(f"partitions cut one tree, got a forest of {tree.num_trees}: cut each of forest.trees()")
+    if not is_count(max_tokens, least=1):
+        raise InputError(f"max_tokens of a partition must be an integer of at least 1, got {max_tokens!r}")
+    start, parent = tree.segment_start.astype(np.int64), tree.segment_parent.astype(np.int64)
+    num_choices = start.size - 1 if start.size <= SMALL else 0
+    runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, num_choices)
+    number, partition_parent = _depth_first(grouping.parent)
+    of_token = np.repeat(number[grouping.partition], runs.stop - runs.start)
+    order = np.argsort(of_token, kind="stable").astype(np.int32)
+    tokens = np.split(order, np.cumsum(np.bincount(of_token))[:-1])
+    return tuple(Partition(tokens=part, parent=above) for part, above in zip(tokens, partition_parent, strict=True))
+
+
+def _depth_first(parent: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
+    """New number of each partition in depth-first pre-order, and the parents of the new numbers."""
+    children: list[list[int]] = [[] for _ in parent]
+    for child, above in enumerate(parent.tolist()):
+        if above >= 0:
+            children[above].append(child)
+    number = np.empty(parent.size, np.int64)
+    parents: list[int] = []
+    stack = [(0, -1)]
+    while stack:
+        old, above = stack.pop()
+        number[old] = len(parents)
+        stack.extend((child, len(parents)) for child in reversed(children[old]))
+        parents.append(above)
+    return number, parents

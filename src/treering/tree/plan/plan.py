@@ -1,0 +1,234 @@
+"""The plan of an optimizer batch: whole trees packed into micro-batches, larger ones cut, losing ones not shared.
+
+Knows sizes and, where it is given one, a cost model; no models and no clock. Equal inputs give equal plans.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.tree.forest import Forest
+from treering.tree.plan.bins import pack
+from treering.tree.plan.costs import CostModel
+from treering.tree.plan.gate import Unshared, chains_of, why_unshared
+from treering.tree.plan.partition import PartitionedTree, cut_tree
+from treering.types import is_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Trees that are computed at one time.
+
+    Attributes:
+        forest: the trees side by side; without any in a micro-batch that only keeps step with other ranks.
+        branches: int64 [K] number of each of its branches among all branches of the plan, in the forest's order.
+    """
+
+    forest: Forest
+    branches: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        assert self.branches.shape == (self.forest.num_branches,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """How an optimizer batch is computed, and what that saves.
+
+    Attributes:
+        micro_batches: in the order in which they run.
+        max_tokens: the budget of distinct tokens that each micro-batch and each partition keeps, None for no limit.
+        partitioned: trees over the budget.
+        unshared: trees that are computed as separate chains, since that is estimated to be faster.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    max_tokens: int | None
+    partitioned: tuple[PartitionedTree, ...] = ()
+    unshared: tuple[Unshared, ...] = ()
+
+    @property
+    def forests(self) -> tuple[Forest, ...]:
+        """What is computed: the forests of the micro-batches, then the partitioned trees."""
+        return (*(batch.forest for batch in self.micro_batches), *(tree.forest for tree in self.partitioned))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(forest.num_tokens for forest in self.forests)
+
+    @property
+    def num_branch_tokens(self) -> int:
+        """Tokens that training every branch separately would compute."""
+        return sum(forest.num_branch_tokens for forest in self.forests)
+
+    @property
+    def num_branches(self) -> int:
+        """Sequences in the batch."""
+        return sum(forest.num_branches for forest in self.forests)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes: micro-batches, empty ones included, and partitions."""
+        return len(self.micro_batches) + sum(len(tree.partitions) for tree in self.partitioned)
+
+    @property
+    def sharing(self) -> float:
+        """1 - computed / flat tokens; 0.0 for an empty plan."""
+        flat = self.num_branch_tokens
+        return 1.0 - self.num_tokens / flat if flat else 0.0
+
+    def in_words(self) -> str:
+        """A few lines for a log: what is computed in what, and each tree that is not shared, with the reason."""
+        lines = [
+            f"{self.num_tokens:,} of {self.num_branch_tokens:,} tokens are computed (sharing {self.sharing:.2f}), in "
+            f"{len(self.micro_batches)} micro-batches and {len(self.partitioned)} partitioned trees"
+        ]
+        return "\n".join([*lines, *(tree.in_words() for tree in self.unshared)])
+
+
+def plan_batch(
+    forests: Sequence[Forest],
+    max_tokens: int | None = None,
+    *,
+    fill_tokens: int | None = None,
+    cut_tokens: int | None = None,
+    costs: CostModel | None = None,
+    min_micro_batches: int = 0,
+) -> Plan:
+    """Plans the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
+
+    Whole trees go into the fewest micro-batches where there are few of them, else by first fit by falling size (never
+    more than 11/9 of the fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
+
+    Args:
+        forests: branches are numbered through all of them in order.
+        max_tokens: None computes everything at one time.
+        fill_tokens: where several trees go together, they hold at most this many tokens; a larger tree stands alone.
+            None fills up to `max_tokens`.
+        cut_tokens: a tree over it is cut into partitions of at most so many tokens, even where `max_tokens` has room
+            for all of it.
+        costs: a tree that costs more than its branches one by one is planned as chains; None shares whatever can be.
+        min_micro_batches: forward passes that there must be at least, so that data-parallel ranks run equally many:
+            micro-batches of several trees are split, then empty ones added.
+
+    Raises:
+        InputError: a budget below one, a negative number of micro-batches, or costs that are no cost model.
+
+    Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
+    """
+    _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
+    _check_options(costs, min_micro_batches)
+    max_tokens = _least(max_tokens, cut_tokens)
+    trees, branches = _trees(forests)
+    unshared: tuple[Unshared, ...] = ()
+    if costs is not None:
+        trees, branches, unshared = _gated(trees, branches, costs)
+    is_cut = [max_tokens is not None and tree.num_tokens > max_tokens for tree in trees]
+    partitioned = tuple(
+        PartitionedTree(forest=trees[i], branches=branches[i], partitions=cut_tree(trees[i], max_tokens))
+        for i in np.flatnonzero(is_cut)
+        if max_tokens is not None
+    )
+    num_partitions = sum(len(tree.partitions) for tree in partitioned)
+    whole = np.flatnonzero(~np.array(is_cut, bool))
+    sizes = np.array([tree.num_tokens for tree in trees], np.int64)
+    bins = _split_bins(_bins(whole, sizes, max_tokens, fill_tokens), sizes, min_micro_batches - num_partitions)
+    return Plan(
+        micro_batches=tuple(_micro_batch([trees[i] for i in bin], [branches[i] for i in bin]) for bin in bins),
+        max_tokens=max_tokens,
+        partitioned=partitioned,
+        unshared=unshared,
+    )
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, value in limits.items():
+        if value is not None and not is_count(value, least=1):
+            raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
+
+
+def _check_options(costs: CostModel | None, min_micro_batches: int) -> None:
+    if costs is not None and not isinstance(costs, CostModel):
+        raise InputError(f"costs must be a CostModel, such as train.fit_costs gives, or None, got {costs!r}")
+    if not is_count(min_micro_batches, least=0):
+        raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
+
+
+def _least(*limits: int | None) -> int | None:
+    """The least limit; None where there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _trees(forests: Sequence[Forest]) -> tuple[list[Forest], list[NDArray[np.int64]]]:
+    trees: list[Forest] = []
+    branches: list[NDArray[np.int64]] = []
+    first_branch = 0
+    for forest in forests:
+        trees.extend(forest.trees())
+        branches.extend(first_branch + members for members in forest.branches_by_tree())
+        first_branch += forest.num_branches
+    return trees, branches
+
+
+def _gated(
+    trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]], costs: CostModel
+) -> tuple[list[Forest], list[NDArray[np.int64]], tuple[Unshared, ...]]:
+    """Trees and branches with every losing tree replaced by its chains."""
+    kept: list[Forest] = []
+    numbers: list[NDArray[np.int64]] = []
+    unshared: list[Unshared] = []
+    for number, (tree, own) in enumerate(zip(trees, branches, strict=True)):
+        why = why_unshared(number, tree, costs)
+        kept.extend([tree] if why is None else chains_of(tree))
+        numbers.extend([own] if why is None else np.split(own, own.size))
+        unshared.extend([] if why is None else [why])
+    return kept, numbers, tuple(unshared)
+
+
+def _bins(
+    whole: NDArray[np.int64], sizes: NDArray[np.int64], max_tokens: int | None, fill_tokens: int | None
+) -> list[list[int]]:
+    """Micro-batches as tree numbers, members and micro-batches in input order."""
+    room = _least(max_tokens, fill_tokens)
+    if whole.size == 0 or room is None:
+        return [whole.tolist()] if whole.size else []
+    alone, together = whole[sizes[whole] > room], whole[sizes[whole] <= room]
+    bins = pack(sizes[together], room)
+    members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
+    return sorted([[tree] for tree in alone.tolist()] + [trees.tolist() for trees in members if trees.size])
+
+
+def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
+    """At least `num_wanted` bins: of those with several trees the fullest is halved, and then empty ones follow."""
+    single = [members for members in bins if len(members) == 1]
+    splittable = [(-int(sizes[members].sum()), members) for members in bins if len(members) > 1]
+    heapq.heapify(splittable)
+    while splittable and len(single) + len(splittable) < num_wanted:
+        _, fullest = heapq.heappop(splittable)
+        for half in _halves(fullest, sizes):
+            if len(half) == 1:
+                single.append(half)
+            else:
+                heapq.heappush(splittable, (-int(sizes[half].sum()), half))
+    split = sorted([*single, *(members for _, members in splittable)])
+    return split + [[] for _ in range(num_wanted - len(split))]
+
+
+def _halves(members: list[int], sizes: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Two parts of about equal size: the largest first, each to the part with less so far."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    room = [0, 0]
+    for tree in sorted(members, key=lambda i: -int(sizes[i])):
+        less = int(room[1] < room[0])
+        halves[less].append(tree)
+        room[less] += int(sizes[tree])
+    return sorted(halves[0]), sorted(halves[1])
+
+
+def _micro_batch(trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]]) -> MicroBatch:
+    return MicroBatch(forest=Forest.concatenate(trees), branches=np.concatenate([np.empty(0, np.int64), *branches]))

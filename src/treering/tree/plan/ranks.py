@@ -1,0 +1,79 @@
+"""Data-parallel balance: which rank trains which forests, by estimated cost, in equally many forward passes.
+
+Knows costs and counts. Knows nothing of processes or of how gradients are summed.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import InputError
+from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
+from treering.tree.plan.plan import plan_batch
+from treering.types import is_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankShare:
+    """What one rank trains.
+
+    Attributes:
+        forests: int64, numbers of its forests, ascending; a rank may have none.
+        num_micro_batches: forward passes that every rank runs, for `plan_batch(..., min_micro_batches=...)`.
+        cost: its estimated seconds; its distinct tokens where no cost model is given.
+    """
+
+    forests: NDArray[np.int64]
+    num_micro_batches: int
+    cost: float
+
+
+def share_among_ranks(
+    forests: Sequence[Forest], num_ranks: int, max_tokens: int | None = None, costs: CostModel | None = None
+) -> tuple[RankShare, ...]:
+    """Gives every forest to one rank: the costliest first, each to the rank with the least cost so far.
+
+    The largest cost of a rank is at most 4/3 of the smallest possible. Deterministic: every rank can compute all shares
+    by itself, from the same forests and the same (stored) cost model.
+
+    Args:
+        forests: of the whole optimizer batch; one is never split.
+        num_ranks: at least 1.
+        max_tokens: budget of each rank's micro-batches.
+        costs: as each rank will plan with; None balances distinct tokens.
+
+    Raises:
+        InputError: no rank, or a budget below one.
+
+    Example: forests of 5, 4, 3 and 3 tokens on two ranks give {5, 3} and {4, 3}.
+    """
+    if not is_count(num_ranks, least=1):
+        raise InputError(f"num_ranks must be an integer of at least 1, got {num_ranks!r}")
+    prices = [_price(forest, costs) for forest in forests]
+    members: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for number in sorted(range(len(forests)), key=lambda i: -prices[i]):
+        load, rank = heapq.heappop(loads)
+        members[rank].append(number)
+        heapq.heappush(loads, (load + prices[number], rank))
+    plans = [plan_batch([forests[i] for i in sorted(own)], max_tokens, costs=costs) for own in members]
+    num_micro_batches = max(plan.num_micro_batches for plan in plans)
+    return tuple(
+        RankShare(
+            forests=np.array(sorted(own), np.int64),
+            num_micro_batches=num_micro_batches,
+            cost=float(sum(prices[i] for i in own)),
+        )
+        for own in members
+    )
+
+
+def _price(forest: Forest, costs: CostModel | None) -> float:
+    if costs is None:
+        return float(forest.num_tokens)
+    # A tree that costs more than its branches is planned as chains.
+    return sum(min(costs.of(tree), costs.of_branches(tree)) for tree in forest.trees())

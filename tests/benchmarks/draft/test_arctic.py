@@ -1,0 +1,226 @@
+"""The process that replays Arctic's drafter, with a stand-in for Arctic that drafts by rules a test can follow."""
+
+import json
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.draft.drafters.arctic import ArcticConfig, grid, is_installed, replay_arctic
+from benchmarks.draft.histories import Plan, Siblings, plans
+from benchmarks.draft.recording import Recording
+from benchmarks.peers import peer
+
+from tests.benchmarks.draft.recordings import recording
+from treering.errors import StateError
+
+STAND_IN = '''
+import json, os
+from types import SimpleNamespace
+
+class SuffixDecodingCache:
+    """Drafts what follows the last token in the cached response of the largest number, and notes what it held."""
+
+    num_made = 0
+
+    def __init__(self, max_tree_depth, max_cached_requests):
+        self.depth, self.held, self.active = max_tree_depth, {}, {}
+        SuffixDecodingCache.num_made += 1
+        self.name = SuffixDecodingCache.num_made
+        self._global_tree = SimpleNamespace(estimate_memory=lambda: 7 * sum(map(len, self.held.values())))
+
+    @property
+    def cached_requests(self):
+        return self.held.keys()
+
+    def start_request(self, number, prompt):
+        assert number not in self.held
+        self.active[number], self.held[number] = list(prompt), []
+
+    def add_active_response(self, number, tokens):
+        self.active[number] += list(tokens)
+        self.held[number] += list(tokens)
+
+    def stop_request(self, number):
+        del self.active[number]
+
+    def evict_cached_response(self, number):
+        del self.held[number]
+
+    def speculate(self, number, context, max_spec_tokens, max_spec_factor, min_token_prob, use_tree_spec):
+        assert len(context) <= self.depth
+        assert list(context) == [int(token) for token in self.active[number]][-self.depth:]
+        with open(os.environ["NOTES"], "a") as notes:
+            others = {other: len(tokens) for other, tokens in sorted(self.held.items()) if other != number}
+            print(json.dumps([number, list(others), self.name, list(others.values())]), file=notes)
+        if not len(context):
+            return SimpleNamespace(token_ids=[], parents=[])
+        others = [other for other in sorted(self.held) if other != number and context[-1] in self.held[other]]
+        if not others:
+            return SimpleNamespace(token_ids=[], parents=[])
+        text = [int(token) for token in self.held[others[-1]]]
+        at = text.index(context[-1]) + 1
+        tokens = text[at : at + max_spec_tokens]
+        if use_tree_spec:
+            return SimpleNamespace(token_ids=[99] + tokens, parents=[-1, -1] + list(range(1, len(tokens))))
+        return SimpleNamespace(token_ids=tokens, parents=list(range(-1, len(tokens) - 1)))
+'''
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `python` that finds the stand-in although it is started in isolation."""
+    package = tmp_path / "site" / "arctic_inference"
+    (package / "suffix_decoding").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "suffix_decoding" / "__init__.py").write_text(STAND_IN)
+    facts = tmp_path / "site" / "arctic_inference-0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: arctic_inference\nVersion: 0\n")
+    script = tmp_path / "env" / "bin" / "python"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\nshift\nPYTHONPATH="{package.parent}" exec "{sys.executable}" "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    return script
+
+
+def config(*, scope: str = "per_prompt", draft: str = "path", size: int = 2, depth: int = 4) -> ArcticConfig:
+    return ArcticConfig(scope=scope, draft=draft, depth=depth, max_spec_tokens=size, max_spec_factor=1.0)  # type: ignore[arg-type]
+
+
+def notes(tmp_path: Path) -> list[tuple[int, list[int], int, list[int]]]:
+    """By step, the rollout, what its cache held besides it, the number of that cache, and how much of each it held."""
+    return [tuple(json.loads(line)) for line in (tmp_path / "notes").read_text().splitlines()]  # type: ignore[misc]
+
+
+def held(tmp_path: Path) -> dict[int, list[int]]:
+    """By rollout, what its cache held besides it; the same at all of its steps."""
+    found = {number: own for number, own, *_ in notes(tmp_path)}
+    assert all(own == found[number] for number, own, *_ in notes(tmp_path))
+    return found
+
+
+def samples() -> Recording:
+    tasks = ["a", "a", "b", "b", "a"]
+    return recording([(task, [50 + i, 1, 2, 3, 4, 5], "011011") for i, task in enumerate(tasks)])
+
+
+def replay(found: Recording, plan: Plan, settings: list[ArcticConfig], python: Path) -> list[dict[str, Any]]:
+    return replay_arctic(found, plan, settings, lambda done: None, python)
+
+
+def test_drafts_are_counted_within_the_sampled_run(python: Path) -> None:
+    found = recording([("a", [0, 1, 2, 3, 4, 5], "011011"), ("a", [0, 1, 2, 3, 4, 5], "011011")])
+    plan = plans(found, siblings="others")["siblings"]
+    for settings, drafted in ((config(), 2 + 2), (config(draft="tree"), 3 + 3)):
+        (row,) = replay(found, plan, [settings], python)
+        assert row["config"]["draft"] == settings.draft
+        # Behind 0, which no response holds, nothing is drafted: 1. Behind 1: 2 3, and 2 is right. Behind 3: 4 5.
+        assert row["tokens_per_step"] == pytest.approx(4 / 3)
+        assert row["drafted_per_step"] == pytest.approx(drafted / 3)
+        assert row["precision"] == pytest.approx(3 / drafted)
+        assert row["bytes_per_token"] == pytest.approx(7.0)
+        assert 0 < row["us_per_row"] <= row["us_per_row_p95"]
+        assert row["append_us_per_token"] > 0
+
+
+@pytest.mark.parametrize("siblings", ["before", "others"])
+def test_each_tasks_cache_holds_the_sources_of_each_rollout(python: Path, tmp_path: Path, siblings: Siblings) -> None:
+    found = samples()
+    for history in ("siblings", "wrong_task", "none"):
+        (tmp_path / "notes").unlink(missing_ok=True)
+        plan = plans(found, siblings=siblings)[history]  # type: ignore[index]
+        (row,) = replay(found, plan, [config()], python)
+        expected = {int(rollout): plan.sources(number).tolist() for number, rollout in enumerate(plan.order)}
+        assert held(tmp_path) == expected
+        names = {number: name for number, _, name, _ in notes(tmp_path)}
+        assert names[0] == names[1] == names[4] != names[2] == names[3]
+        # What stays in the end: the stand-in counts its tokens, seven bytes each.
+        assert row["bytes_per_token"] == (0 if history == "none" else 7)
+
+
+def test_the_global_scope_holds_all_tasks_and_what_runs_beside(python: Path, tmp_path: Path) -> None:
+    found = samples()
+    for siblings, num_rows, expected in (
+        ("others", 64, [[1, 2, 3, 4], [0, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]]),
+        ("before", 64, [[2], [0, 2, 3], [0], [0, 1, 2], [0, 1, 2, 3]]),
+        ("before", 1, [[], [0, 2], [0], [0, 1, 2], [0, 1, 2, 3]]),
+    ):
+        (tmp_path / "notes").unlink(missing_ok=True)
+        plan = plans(found, siblings=siblings, num_rows=num_rows)["siblings"]  # type: ignore[arg-type]
+        replay(found, plan, [config(scope="global")], python)
+        seen = held(tmp_path)
+        assert [seen[i] for i in range(len(expected))] == expected
+        assert {name for _, _, name, _ in notes(tmp_path)} == {1}
+    aged = recording([(task, [0, 1], "01") for task in "abaab"], epochs=[0, 0, 1, 1, 1])
+    (tmp_path / "notes").unlink()
+    replay(aged, plans(aged)["earlier"], [config(scope="global")], python)
+    assert held(tmp_path) == {2: [0, 1, 4], 3: [0, 1], 4: [0, 1, 2]}
+
+
+def test_rows_of_a_wave_take_a_step_each_in_turn_and_see_what_the_others_have_written(
+    python: Path, tmp_path: Path
+) -> None:
+    found = recording([("a", [1, 2, 3, 4], "0111"), ("b", [11, 12, 13], "011"), ("b", [21, 22], "01")])
+    plan = plans(found)["siblings"]
+    replay(found, plan, [config(scope="global")], python)
+    # Nothing is drafted, so a step is a token. The third rollout begins when the two of the first wave have ended.
+    steps = [(number, dict(zip(own, sizes, strict=True))) for number, own, _, sizes in notes(tmp_path)]
+    first = [(0, {1: 0}), (1, {0: 1}), (0, {1: 1}), (1, {0: 2}), (0, {1: 2})]
+    assert steps == [*first, (2, {0: 3, 1: 2})]
+    (tmp_path / "notes").unlink()
+    replay(found, plan, [config(scope="per_prompt")], python)
+    steps = [(number, dict(zip(own, sizes, strict=True))) for number, own, _, sizes in notes(tmp_path)]
+    assert steps == [(number, {}) for number, _ in first] + [(2, {1: 2})]
+
+
+def test_rollouts_may_begin_without_a_prompt(python: Path) -> None:
+    found = recording([("a", [1, 2], "11"), ("a", [1, 2], "11")])
+    (row,) = replay(found, plans(found, siblings="others")["siblings"], [config()], python)
+    # Nothing stands before the first token; the second one is drafted, and the run ends with it.
+    assert (row["tokens_per_step"], row["drafted_per_step"], row["precision"]) == (1.0, 0.5, 1.0)
+
+
+def test_the_grid_is_whole_where_history_is_and_its_ends_elsewhere() -> None:
+    all_plans = plans(samples())
+    whole = grid(all_plans["siblings"])
+    assert len(set(whole)) == 16
+    assert {(c.scope, c.draft) for c in whole} == {(s, d) for s in ("per_prompt", "global") for d in ("path", "tree")}
+    assert {(c.depth, c.max_spec_tokens) for c in whole} == {(24, 16), (64, 32)}
+    for history in ("none", "wrong_task"):
+        ends = grid(all_plans[history])  # type: ignore[index]
+        assert {c.scope for c in ends} == {"per_prompt"}
+        assert {(c.depth, c.max_spec_factor) for c in ends} == {(24, 1.0), (64, 4.0)}
+        assert set(ends) <= set(whole)
+    assert {c.max_spec_tokens for c in grid(all_plans["siblings"], 20)} == {16, 20}
+    assert config(draft="tree").arguments()["use_tree_spec"] is True
+
+
+def test_a_process_that_fails_says_why(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "site" / "arctic_inference" / "suffix_decoding" / "__init__.py").write_text("raise OSError('no disk')")
+    found = samples()
+    with pytest.raises(StateError, match=r"(?s)must run in env.*make peers.*no disk"):
+        replay(found, plans(found)["siblings"], [config()], python)
+
+
+def test_it_is_installed_where_make_peers_puts_it(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    assert not is_installed(python)
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "arctic_inference" / "suffix_decoding").mkdir(parents=True)
+    assert is_installed(python)
+
+
+def test_the_real_one_finds_what_a_sibling_wrote() -> None:
+    if not is_installed():
+        pytest.skip("Arctic is not installed; `make peers` installs it")
+    found = recording([("a", [7, *range(100, 140)], "0" + "1" * 40)] * 2)
+    best = [config(size=16, depth=24), config(size=16, depth=24, draft="tree")]
+    for row in replay(found, plans(found, siblings="others")["siblings"], best, peer.PYTHON):
+        assert row["tokens_per_step"] > 3
+        assert row["version"] == "0.3.0"
+    for row in replay(found, plans(found)["none"], best, peer.PYTHON):
+        assert row["tokens_per_step"] == 1.0
+    assert np.isfinite(row["us_per_row"])

@@ -1,0 +1,79 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from benchmarks.draft.matched import NUM_REPLAYS, at_most, best_rival, ratio
+
+
+def drafter(drafted: float) -> Callable[[float], dict[str, Any]]:
+    """Drafts `drafted` tokens at an acceptance of 0.018, and one half more of them is right than of none."""
+
+    def replay(acceptance: float) -> dict[str, Any]:
+        found = drafted * 0.018 / acceptance
+        return {"tokens_per_step": 1 + found**0.5, "drafted_per_step": found}
+
+    return replay
+
+
+@pytest.mark.parametrize("drafted", [4.0, 5.6, 7.9, 8.1, 12.0, 40.0, 130.0, 400.0])
+def test_as_much_is_drafted_as_the_rival_does_and_no_more(drafted: float) -> None:
+    replay = drafter(drafted)
+    tried: list[float] = []
+    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or replay(value))
+    assert found is not None
+    acceptance = found["config"]["min_acceptance"]
+    assert found == replay(acceptance) | {"config": {"min_acceptance": acceptance}}
+    # Eight halvings of the ratio of 0.3 to 0.018 leave 1.1 % of it.
+    assert 7.9 < found["drafted_per_step"] <= 8.0
+    assert all(0.005 < value < 1 for value in tried)
+    assert drafted == 400.0 or max(tried) <= 0.3
+    assert len(tried) == len(set(tried)) <= NUM_REPLAYS == 9
+
+
+@pytest.mark.parametrize(("drafted", "num_tried"), [(8.0, 0), (7.98, 0), (7.97, 8)])
+def test_nothing_is_tried_beyond_a_row_that_drafts_as_much_as_it_may_within_three_thousandths(
+    drafted: float, num_tried: int
+) -> None:
+    tried: list[float] = []
+    replay = drafter(drafted)
+    # Nothing else ever fits, so that the search ends by its number of tries.
+    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or drafter(99.0)(value))
+    assert found == replay(0.018)
+    assert len(tried) == num_tried
+
+
+def test_a_search_ends_with_the_first_row_that_is_close_enough() -> None:
+    tried: list[float] = []
+    # The middle of 0.018 and 0.3 by the ratio drafts 7.99 tokens a step.
+    replay = drafter(7.99 * 0.07348 / 0.018)
+    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or replay(value))
+    assert tried == [0.3, 0.07348]
+    assert found == replay(0.07348) | {"config": {"min_acceptance": 0.07348}}
+
+
+def test_the_shipped_row_stands_as_it_is_where_nothing_better_was_found() -> None:
+    shipped = {"tokens_per_step": 5.0, "drafted_per_step": 4.0}
+    assert at_most(8.0, 0.018, shipped, drafter(1.0)) == shipped
+
+
+def test_a_drafter_that_always_drafts_more_has_no_row() -> None:
+    assert at_most(8.0, 0.018, drafter(1e4)(0.018), drafter(1e4)) is None
+
+
+def test_the_best_rival_is_arctics_row_with_the_most_tokens_per_step_on_the_same_history() -> None:
+    names = ("drafter", "history", "tokens_per_step")
+    rows = [
+        dict(zip(names, values, strict=True))
+        for values in (
+            ("arctic", "none", 9.0),
+            ("naive", "siblings", 8.0),
+            ("arctic", "siblings", 4.0),
+            ("arctic", "siblings", 5.0),
+            ("treering", "siblings", 6.0),
+            ("treering", "earlier", 6.0),
+        )
+    ]
+    assert best_rival(rows, "siblings") == rows[3]
+    assert best_rival(rows, "earlier") is None
+    assert [ratio(row, rows) for row in rows] == [{}] * 4 + [{"ratio_to_best_arctic": 1.2}, {}]
+    assert ratio(rows[4] | {"control": "true_age"}, rows) == {}

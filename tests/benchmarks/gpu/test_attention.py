@@ -1,0 +1,199 @@
+"""Attention on a device: work counted by hand, results checked before they are timed, backends that refuse or fail."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.gpu.attention import bench as gpu_attention
+from benchmarks.gpu.attention import check as gpu_attention_check
+from benchmarks.gpu.attention.bench import measure_attention, measure_case, nearest_dense
+from benchmarks.gpu.attention.cases import (
+    QWEN3_1_7B,
+    QWEN3_8B,
+    TINY,
+    TINY_LENGTHS,
+    AttentionCase,
+    full_cases,
+    tiny_cases,
+)
+from benchmarks.gpu.attention.check import NUM_ROWS, WrongResultError, check_backend, draw_inputs, sample_rows
+from benchmarks.gpu.budget import PartReport
+from benchmarks.gpu.clock import Stopwatch
+from benchmarks.gpu.flops import attention_flops, num_visible_pairs, tera_per_second
+from benchmarks.gpu.workloads import chain, deep_tree, star
+
+from treering.attention import BACKENDS, Backend, TreeLayout
+from treering.errors import UnsupportedError
+from treering.tree.forest import Forest
+from treering.types import NAMED_SHAPES
+
+ROOT = Path(__file__).resolve().parents[3]
+ONCE = Stopwatch(device="cpu", min_runs=1, max_runs=1)
+CASE = AttentionCase(name="star", forest=star(prompt=150, response=9, group=3), heads=TINY)
+
+
+def report() -> PartReport:
+    return PartReport("attention", 1e9, environment={"device": "here"}, goals=dict(gpu_attention.GOALS))
+
+
+def test_pairs_and_flops_are_those_counted_by_hand() -> None:
+    forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9]])
+    # The path 5, 6 has 1 + 2 pairs, 7 sees 3, 8 sees 3, and 9 sees 4.
+    assert num_visible_pairs(forest) == 13
+    assert num_visible_pairs(forest, window=2) == 1 + 2 + 2 + 2 + 2
+    assert num_visible_pairs(forest, window=9) == 13
+    # Scores and weighted values: 2 * 8 each, for 13 pairs and 2 heads.
+    assert attention_flops(13, num_heads=2, head_size=8, of="forward") == 13 * 2 * (16 + 16)
+    assert attention_flops(13, num_heads=2, head_size=8, of="backward") == 13 * 2 * 5 * 16
+    assert attention_flops(13, num_heads=2, head_size=8, of="both") == 13 * 2 * 7 * 16
+    assert tera_per_second(2 * 10**12, 0.5) == 4.0
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 1000])
+def test_pairs_are_those_of_the_mask(window: int | None) -> None:
+    forest = deep_tree(segment=3, depth=4)
+    visible = TreeLayout(forest, torch.device("cpu")).visible(window)
+    assert num_visible_pairs(forest, window) == int(visible.sum())
+
+
+def test_head_shapes_are_those_of_the_models() -> None:
+    for heads in (QWEN3_1_7B, QWEN3_8B):
+        shape = NAMED_SHAPES[heads.name]
+        assert (heads.num_heads, heads.num_kv_heads, heads.head_size) == (
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+        )
+
+
+def test_the_full_cases_are_as_large_as_their_names_say() -> None:
+    sizes = {case.name: case.forest.num_tokens for case in full_cases([])}
+    assert sizes == {
+        "chain 8k": 8192,
+        "chain 32k": 32768,
+        "star": 8192 + 32 * 512,
+        "deep": 127 * 256,
+        "deep, window": 127 * 256,
+        "deep, softcap": 127 * 256,
+    }
+
+
+def test_every_case_is_checked_timed_and_rated() -> None:
+    found = report()
+    measure_attention(found, tiny_cases([]), TINY_LENGTHS, ONCE, ["segments"])
+    assert not found.errors
+    dense = {case["length"]: case for case in found.cases if case["kind"] == "dense"}
+    assert set(dense) == set(TINY_LENGTHS)
+    trees = [case for case in found.cases if case["kind"] == "tree"]
+    assert [case["forest"] for case in trees] == ["chain", "star", "deep, window", "deep, softcap"]
+    for case in trees:
+        seconds, rates = case["ways"]["segments"]["seconds"], case["tflops"]["segments"]
+        assert set(seconds) == set(rates) == {"forward", "backward", "both"}
+        flops = 14 * case["num_visible_pairs"] * TINY.num_heads * TINY.head_size
+        assert rates["both"] == pytest.approx(flops / seconds["both"] / 1e12)
+        rate = dense[case["dense_length"]]["rates"]["both"]
+        assert case["share_of_dense"]["segments"]["both"] == pytest.approx(rates["both"] / rate)
+        assert case["speedup_over_flex"] == {}
+        assert max(case["ways"]["segments"]["errors"].values()) < 1e-5
+    gpu_attention.print_table(found.as_json())
+
+
+def test_the_dense_rate_beside_a_forest_is_that_of_the_nearest_length() -> None:
+    dense: list[dict[str, Any]] = [{"heads": "tiny", "length": n} for n in (8192, 32768)]
+    assert nearest_dense(dense, TINY, 24_576) == dense[1]
+    assert nearest_dense(dense, TINY, 12_000) == dense[0]
+    assert nearest_dense(dense, QWEN3_8B, 12_000) is None
+
+
+def test_the_speedup_over_flex_is_its_time_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {
+        "triton": {"seconds": {"forward": 1.0, "backward": 2.0, "both": 3.0}},
+        "flex": {"seconds": {"forward": 1.5}},
+    }
+    monkeypatch.setattr(gpu_attention, "_measured", lambda case, layout, inputs, name, watch, report: ways[name])
+    names: Sequence[Any] = ["triton", "flex"]
+    assert measure_case(CASE, [], ONCE, names, report())["speedup_over_flex"] == {"forward": 1.5}
+
+
+def test_sampled_rows_are_ascending_and_hold_both_ends() -> None:
+    rows = sample_rows(1000)
+    assert (rows.size, rows[0], rows[-1]) == (NUM_ROWS, 0, 999)
+    assert (np.diff(rows) > 0).all()
+    assert sample_rows(5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("case", [CASE, *tiny_cases([])], ids=lambda case: case.name)
+def test_the_check_agrees_with_the_reference(case: AttentionCase) -> None:
+    layout = TreeLayout(case.forest, torch.device("cpu"))
+    errors = check_backend(case, layout, draw_inputs(case, "cpu"), "reference")
+    assert set(errors) == {"out", "grad_query", "grad_key", "grad_value"}
+    assert max(errors.values()) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", ["mask", "gradient", "nan"])
+def test_a_wrong_backend_is_not_timed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        if wrong == "mask":
+            options["layout"] = TreeLayout(chain(CASE.forest.num_tokens), torch.device("cpu"))
+        if wrong == "gradient":
+            key = key.detach() + 0.0 * key
+        out = original(query, key, value, **options)
+        return out * torch.nan if wrong == "nan" else out
+
+    original = gpu_attention_check.attend
+    monkeypatch.setattr(gpu_attention_check, "attend", broken)
+    layout, found = TreeLayout(CASE.forest, torch.device("cpu")), report()
+    with pytest.raises(WrongResultError, match="segments is off by"):
+        check_backend(CASE, layout, draw_inputs(CASE, "cpu"), "segments")
+    case = measure_case(CASE, [], ONCE, ["segments", "reference"], found)
+    assert case["ways"]["segments"]["seconds"] == {}
+    assert [error["case"] for error in found.errors] == ["tiny star, segments", "tiny star, reference"]
+
+
+def test_a_backend_that_refuses_gradients_is_timed_forward_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_only(*leaves: torch.Tensor, **options: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("no backward here")
+        assert not any(leaf.requires_grad for leaf in leaves)
+        return original(*leaves, **options)
+
+    original = gpu_attention_check.attend
+    for module in (gpu_attention_check, gpu_attention):
+        monkeypatch.setattr(module, "attend", forward_only)
+    found = report()
+    way = measure_case(CASE, [], ONCE, ["segments"], found)["ways"]["segments"]
+    assert set(way["seconds"]) == {"forward"}
+    assert way["refused"] == "UnsupportedError: no backward here"
+    assert set(way["errors"]) == {"out"}
+    assert not found.errors
+
+
+@pytest.mark.slow
+def test_without_a_device_every_backend_runs_or_says_what_it_refuses(tmp_path: Path) -> None:
+    # In a process of its own: kernels look for the interpreter when they are first imported.
+    command = ["-m", "benchmarks.gpu.bench", "--device", "cpu", "--size", "tiny", "--only", "attention", "--out"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."]), "TRITON_INTERPRET": "1"}
+    call = [sys.executable, *command, str(tmp_path)]
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu-attention.json").read_text())
+    trees = [case for case in found["cases"] if case["kind"] == "tree"]
+    assert trees
+    for case in trees:
+        assert set(case["ways"]) == set(BACKENDS) - {"reference"}
+        for name, way in case["ways"].items():
+            assert "forward" in way["seconds"], way
+            # FlexAttention has no backward on CPU; the others have all three.
+            assert len(way["seconds"]) == 3 or name == "flex", way
+
+
+def test_all_backends_but_the_reference_are_measured() -> None:
+    measured: list[Backend] = gpu_attention.measured_backends()
+    assert set(measured) == set(BACKENDS) - {"reference"}

@@ -1,0 +1,275 @@
+"""Whole models on a device: every way gives one gradient, work counted by hand, ways that do not fit are left out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.common.timing import Step
+from benchmarks.gpu.budget import PartReport
+from benchmarks.gpu.data import Workload
+from benchmarks.gpu.model import bench as gpu_model
+from benchmarks.gpu.model import gradient as gpu_model_gradient
+from benchmarks.gpu.model.bench import choose_tokens, compare, measure_models
+from benchmarks.gpu.model.cases import (
+    TINY_SHAPE,
+    ModelPlan,
+    build_on_device,
+    count,
+    full_plans,
+    num_scored_rows,
+    shortened,
+    tiny_plans,
+)
+from benchmarks.gpu.model.gradient import WrongGradientError, check_gradients, gradient_distance
+from benchmarks.gpu.model.steps import BASELINES, TREE, build_ways, packed_micro_batches
+from benchmarks.gpu.model.varlen import TORCH_VARLEN, _torch_varlen, hidden_states, pack_row, varlen_attention
+from benchmarks.gpu.workloads import shared_prefix
+from transformers import PreTrainedModel
+
+from treering.tree.forest import Forest
+from treering.tree.stats import bounds, train_flops
+
+
+def by_hand(*groups: list[list[int]], masks: list[list[int]] | None = None) -> Workload:
+    branches = [branch for group in groups for branch in group]
+    flags = masks or [[1] * len(branch) for branch in branches]
+    return Workload(
+        name="by hand",
+        groups=tuple(tuple(np.array(branch, np.int32) for branch in group) for group in groups),
+        masks=tuple(np.array(mask, np.int8) for mask in flags),
+    )
+
+
+UNEVEN = by_hand(
+    [[5, 6, 7, 8], [5, 6, 9], [5, 6, 9, 9, 9, 9, 9, 1]],
+    [[3, 3], [4, 4, 4, 4, 4]],
+    [[8, 8, 8]],
+    masks=[[0, 0, 1, 1], [1, 0, 1], [0, 1, 1, 0, 1, 0, 1, 1], [0, 1], [1, 1, 0, 1, 1], [1, 0, 0]],
+)
+"""Trees of several shapes; the last one trains nothing, and first entries of masks do not count."""
+
+
+def plan(**changes: Any) -> ModelPlan:
+    (tiny,) = tiny_plans([])
+    return replace(tiny, **changes)
+
+
+def gradients(model: PreTrainedModel, step: Step) -> dict[str, torch.Tensor]:
+    step()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def expected_gradients(model: PreTrainedModel, workload: Workload) -> dict[str, torch.Tensor]:
+    """Branch after branch through the stock model, with all logits at one time."""
+    model.zero_grad()
+    losses = []
+    for branch, mask in zip(workload.sequences, workload.masks, strict=True):
+        ids = torch.from_numpy(branch.astype(np.int64))
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        losses.append(-logprobs.gather(1, ids[1:, None])[:, 0][torch.from_numpy(mask[1:] != 0)].sum())
+    (torch.stack(losses).sum() / workload.num_trained_tokens).backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("max_tokens", [6, 1000])
+@pytest.mark.parametrize("way", [*BASELINES, TREE])
+def test_every_way_gives_the_gradient_of_stock_code(way: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chunks of two rows: more than one in every micro-batch.
+    monkeypatch.setattr("benchmarks.gpu.model.steps.HEAD_CHUNK_ENTRIES", 2 * TINY_SHAPE.vocab_size)
+    model = build_on_device(plan(checkpointed=max_tokens == 6), "cpu")
+    expected = expected_gradients(model, UNEVEN)
+    got = gradients(model, build_ways()[way](model, UNEVEN, max_tokens))
+    assert gradient_distance(got, expected) < 1e-5
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_rows_are_sequences_end_to_end() -> None:
+    row = pack_row([np.array(ids, np.int32) for ids in ([5, 6], [7], [8, 8, 8])], torch.device("cpu"))
+    assert row.ids.tolist() == [[5, 6, 7, 8, 8, 8]]
+    assert row.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert row.bounds.tolist() == [0, 2, 3, 6]
+    assert (row.bounds.dtype, row.max_length) == (torch.int32, 3)
+
+
+def test_torchs_packed_kernel_takes_grouped_heads_and_gives_gradients() -> None:
+    # Without a device only shapes can be seen: tensors without numbers, through the operator that a device runs.
+    leaves = [torch.empty(1, heads, 30, 128, device="meta", dtype=torch.bfloat16) for heads in (16, 8, 8)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    bounds = torch.empty(4, device="meta", dtype=torch.int32)
+    out, _ = _torch_varlen(torch.nn.Identity(), *leaves, None, scaling=0.1, cu_seq_lens_q=bounds, max_length_q=12)
+    assert out.shape == (1, 30, 16, 128)
+    grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    model = build_on_device(plan(), "cpu")
+    sequences = [np.array(ids, np.int32) for ids in ([5, 6, 7, 8], [9, 9], [1, 2, 3])]
+    with torch.no_grad(), varlen_attention(model) as name:
+        packed = hidden_states(model, pack_row(sequences, model.device))
+    assert name == TORCH_VARLEN
+    with torch.no_grad():
+        alone = [
+            model.model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
+            for ids in sequences
+        ]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_packed_up_to_the_budget_and_long_sequences_stand_alone() -> None:
+    lengths = [5, 9, 4, 8, 30]
+    rows = packed_micro_batches(lengths, 13)
+    assert sorted(i for row in rows for i in row) == [0, 1, 2, 3, 4]
+    assert [4] in rows
+    assert all(sum(lengths[i] for i in row) <= 13 for row in rows if row != [4])
+    assert len(rows) == 3
+    assert packed_micro_batches([], 13) == []
+
+
+def test_counts_are_those_made_by_hand() -> None:
+    found = count(by_hand([[5, 6, 7], [5, 6, 8]]), TINY_SHAPE)
+    assert (found["flat_tokens"], found["unique_tokens"], found["trained_tokens"]) == (6, 4, 4)
+    assert found["token_bound"] == 1.5
+    # The head runs behind 5 and 6 of each branch, and behind 5 and 6 of the tree.
+    head, body = TINY_SHAPE.hidden_size * TINY_SHAPE.vocab_size, TINY_SHAPE.params_per_token
+    pair = 4 * TINY_SHAPE.num_layers * TINY_SHAPE.num_heads * TINY_SHAPE.head_size
+    flat = 3 * (2 * (body - head) * 6 + 2 * head * 4 + pair * 12)
+    tree = 3 * (2 * (body - head) * 4 + 2 * head * 2 + pair * 9)
+    assert (found["flat_scored_flops"], found["tree_scored_flops"]) == (flat, tree)
+    assert found["scored_flop_bound"] == flat / tree
+    assert found["flop_bound"] == train_flops(TINY_SHAPE, 6, 12) / train_flops(TINY_SHAPE, 4, 9)
+    assert found["flop_bound"] == bounds(Forest.from_sequences([[5, 6, 7], [5, 6, 8]]), TINY_SHAPE).flop_bound
+
+
+def test_the_heads_rows_are_parents_of_what_any_branch_trains() -> None:
+    forests = [Forest.from_sequences(group) for group in UNEVEN.groups]
+    # Tree 1: behind 6 (7, 9), behind 5 (the third branch trains 6), behind 7 (8), behind the second, fourth and
+    # fifth 9. Tree 2: behind 3, and behind the first, third and fourth 4. Tree 3: nothing.
+    assert num_scored_rows(forests, UNEVEN.masks) == (1 + 1 + 1 + 3) + (1 + 3)
+
+
+@pytest.mark.parametrize("sharing", [0.0, 0.25, 0.5, 0.75, 0.9, 0.95])
+def test_the_sweep_shares_what_it_says(sharing: float) -> None:
+    workload = shared_prefix(sharing)
+    found = count(workload, TINY_SHAPE)
+    assert found["sharing"] == pytest.approx(sharing, abs=1e-3)
+    assert found["flat_tokens"] == 65_536
+    assert (found["sharing"] == 0.0) == (sharing == 0.0)
+
+
+def test_the_comparison_is_with_the_fastest_baseline_by_medians() -> None:
+    counts = {"flop_bound": 4.0, "scored_flop_bound": 3.6, "sharing": 0.5, "tree_scored_flops": 2e12}
+    counts["flat_scored_flops"] = 7.2e12
+    seconds = {"varlen": [3.6, 3.0, 9.0], "padded": [4.0], "packed_chains": [5.0], TREE: [1.0, 0.5, 1.1]}
+    found = compare(seconds, counts)
+    assert (found["baseline"], found["baseline_s"], found["tree_s"]) == ("varlen", 3.6, 1.0)
+    assert found["speedup"] == 3.6
+    assert found["share_of_flop_bound"] == pytest.approx(0.9)
+    assert found["share_of_scored_flop_bound"] == pytest.approx(1.0)
+    assert found["loss_without_sharing"] is None
+    assert (found["tree_tflops"], found["baseline_tflops"]) == (2.0, pytest.approx(2.0))
+    assert compare(seconds, counts | {"sharing": 0.0})["loss_without_sharing"] == pytest.approx(1.0 / 3.6 - 1)
+
+
+def test_each_way_chooses_its_own_micro_batch_and_what_runs_out_of_memory_is_left_out() -> None:
+    class Model:
+        def zero_grad(self) -> None: ...
+
+    took = {("varlen", 48): 2.0, ("varlen", 128): 1.0, ("padded", 48): 1.0, (TREE, 48): 1.0, (TREE, 128): 3.0}
+    now: list[tuple[str, int]] = []
+
+    def way(name: str) -> Any:
+        def build(model: Any, workload: Workload, tokens: int) -> Step:
+            def step() -> None:
+                if (name, tokens) not in took:
+                    raise torch.OutOfMemoryError("no room")
+                now[:] = [(name, tokens)]
+
+            return step
+
+        return build
+
+    def clock(step: Step) -> float:
+        step()
+        return took[now[0]]
+
+    names = ("varlen", "padded", "packed_chains", TREE)
+    model: Any = Model()
+    found = choose_tokens(model, plan(), {name: way(name) for name in names}, clock)
+    assert found["chosen"] == {"varlen": 128, "padded": 48, TREE: 48}
+    assert set(found["left_out"]) == {"padded 128", "packed_chains 48", "packed_chains 128"}
+
+
+def test_models_are_checked_tuned_and_measured() -> None:
+    found = PartReport("model", 1e9, environment={"device": "here"}, goals=dict(gpu_model.GOALS))
+    (tiny,) = tiny_plans([UNEVEN])
+    measure_models(found, [tiny, replace(tiny, workloads=tiny.workloads[:1])], "cpu", build_ways("segments"))
+    assert not found.errors
+    assert [case["kind"] for case in found.cases] == ["gradient", "tuning", *["workload"] * 4]
+    for case in found.cases[2:]:
+        assert set(case["max_tokens"]) == {*BASELINES, TREE}
+        assert case["peak_bytes"] == dict.fromkeys([*BASELINES, TREE])
+        assert case["speedup"] == pytest.approx(case["baseline_s"] / case["tree_s"])
+        assert (case["loss_without_sharing"] is None) == (case["workload"] != "sharing 0.00")
+    gpu_model.print_table(found.as_json())
+
+
+def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_model, "free_bytes", lambda device: 1000)
+    found = PartReport("model", 1e9, environment={}, goals={})
+    measure_models(found, tiny_plans([]), "cpu", build_ways())
+    assert [skipped["case"] for skipped in found.skipped] == ["tiny sharing 0.50", "tiny sharing 0.00"]
+    assert "1,000 are free" in found.skipped[0]["reason"]
+
+
+def test_weights_and_gradients_are_counted() -> None:
+    small, large, _ = full_plans([])
+    # 1.72 billion parameters with the embedding for a head; 8.19 billion with both: 2 bytes each, and twice.
+    assert small.weight_bytes / 4e9 == pytest.approx(1.72, abs=0.01)
+    assert large.weight_bytes / 4e9 == pytest.approx(8.19, abs=0.01)
+    parameters = sum(weight.numel() for weight in build_on_device(plan(), "cpu").parameters() if weight.dim() > 1)
+    assert plan().weight_bytes == 8 * parameters
+
+
+def test_shortened_workloads_hold_whole_trees() -> None:
+    assert len(shortened(UNEVEN, 23).groups) == 2
+    assert shortened(UNEVEN, 23).num_flat_tokens == 22
+    assert len(shortened(UNEVEN, 1).groups) == 1
+    assert shortened(UNEVEN, 1000).num_trained_tokens == UNEVEN.num_trained_tokens
+
+
+def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = build_ways()
+
+    def doubled(model: PreTrainedModel, workload: Workload, tokens: int) -> Step:
+        once, masks = ways[TREE], tuple(np.r_[mask[:-2], 0, 0] for mask in workload.masks)
+        return once(model, replace(workload, masks=masks), tokens)
+
+    check_gradients(plan(), "cpu", ways)
+    with pytest.raises(WrongGradientError, match="flat sequences"):
+        check_gradients(plan(), "cpu", {**ways, TREE: doubled})
+
+
+def test_bfloat16_gradients_are_compared_with_float32() -> None:
+    found = check_gradients(plan(dtype=torch.bfloat16), "cpu", build_ways())
+    assert set(found["errors"]) == {*gpu_model_gradient.CHECKED}
+    assert all(1e-4 < error < 0.1 for error in found["errors"].values())
+
+
+def test_distances_are_over_all_weights_together() -> None:
+    got, expected = ({"a": torch.tensor([3.0]), "b": torch.tensor([b])} for b in (4.0, 5.0))
+    assert gradient_distance(got, expected) == pytest.approx(1 / 34**0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("way", ["varlen", TREE])
+def test_on_a_device_packed_flash_attention_gives_the_gradient_of_stock_code(way: str, tmp_path: Path) -> None:
+    model = build_on_device(plan(dtype=torch.bfloat16), "cuda")
+    got = gradients(model, build_ways()[way](model, UNEVEN, 1000))
+    exact = gradients(model.float(), build_ways()["padded"](model, UNEVEN, 1000))
+    assert gradient_distance(got, exact) < 0.05

@@ -1,0 +1,176 @@
+"""The demo trains one policy twice from the same start and says what it measured; its policy learns."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from tests.models import build_float64
+from treering.cli.demo import command as demo
+from treering.cli.demo.policy import demo_task, measure_accuracy, warm_start
+from treering.cli.demo.report import DemoReport, as_table
+from treering.cli.demo.run import SIDES, DemoSize, write_config
+from treering.cli.demo.threads import best_threads, fastest
+from treering.cli.train.run import open_training
+from treering.config import RlConfig, load
+from treering.data import read_trajectories
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import InputError
+from treering.history.budget.costs import VerifyCosts
+from treering.rl.loop import RlLoop
+
+# The first test trains a policy, and on a fresh machine compiles all that drafts first.
+pytestmark = pytest.mark.timeout(900)
+
+SMALL = DemoSize(num_prompts=8, prompts_per_step=4, group_size=8, num_epochs=2, max_batch=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> DemoReport:
+    """A small demo from a policy that gets a few sums right: enough for groups whose rewards differ."""
+    return demo.measure(folder, SMALL, seed=0, console=Console(quiet=True), enough=0.05)
+
+
+def test_both_loops_sample_the_same_tokens(report: DemoReport) -> None:
+    assert report.first_difference is None
+    assert report.plain.num_sampled == report.treering.num_sampled > 0
+    assert report.plain.first_reward == report.treering.first_reward
+    assert report.plain.num_updates == report.treering.num_updates > 0
+
+
+def test_only_one_side_drafts_and_shares(report: DemoReport) -> None:
+    plain, ours = report.plain, report.treering
+    assert (plain.num_drafted, plain.tokens_per_forward) == (0, 1.0)
+    assert ours.tokens_per_forward > 1.0
+    assert plain.unique_tokens == plain.flat_tokens == ours.flat_tokens > ours.unique_tokens
+    assert (plain.sharing, report.token_bound) == (0.0, pytest.approx(1 / (1 - ours.sharing)))
+    assert 1.0 < report.flop_bound <= report.token_bound
+
+
+def test_each_side_samples_with_the_threads_that_its_passes_are_fastest_with() -> None:
+    def costs(full: float, drafted: float) -> VerifyCosts:
+        return VerifyCosts(num_tokens=np.array([1, 4, 32]), seconds=np.array([1e-4, full, drafted]))
+
+    assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(4e-4, 1.1e-3)}, 4) == {"plain": 1, "treering": 2}
+    assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(3e-4, 1.6e-3)}, 4) == {"plain": 2, "treering": 1}
+    assert fastest({1: costs(3e-4, 1e-3), 2: costs(3e-4, 1e-3)}, 4) == {"plain": 1, "treering": 1}
+
+
+def test_only_threads_that_torch_has_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measure(engine: TorchEngine) -> VerifyCosts:
+        assert engine._num_threads is not None
+        asked.append(engine._num_threads)
+        return VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1.0]))
+
+    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
+    model = build_float64("qwen3").eval()
+    for count, expected in ((1, [1]), (3, [1, 3])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        asked.clear()
+        assert best_threads(model, 4) == {"plain": 1, "treering": 1}
+        assert asked == expected
+
+
+def test_configurations_and_report_say_with_how_many_threads_each_side_samples(
+    report: DemoReport, folder: Path
+) -> None:
+    for side in SIDES:
+        assert load(RlConfig, folder / f"{side}.toml").engine.num_threads == report.engine_threads[side]
+
+
+def test_ratios_are_those_of_the_seconds(report: DemoReport) -> None:
+    plain, ours = report.plain, report.treering
+    assert report.rollout_ratio == pytest.approx(plain.rollout_s / ours.rollout_s)
+    assert report.share_of_flop_bound == pytest.approx(plain.train_s / ours.train_s / report.flop_bound)
+    assert report.step_ratio == pytest.approx(plain.seconds / ours.seconds)
+    assert plain.seconds >= plain.rollout_s + plain.train_s
+
+
+def test_the_table_names_all_that_was_measured(report: DemoReport) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(as_table(report))
+    shown = console.export_text()
+    for words in ("rollout, seconds", "whole step", "tokens per forward", "sharing", "counted FLOPs", "reward, first"):
+        assert words in shown
+    assert "none" in shown
+
+
+def test_both_run_folders_hold_all_that_a_run_leaves(report: DemoReport, folder: Path) -> None:
+    assert json.loads((folder / "demo.json").read_text())["num_steps"] == report.num_steps == 4
+    rollouts = {}
+    for side in SIDES:
+        run = folder / side
+        assert json.loads((run / "config.json").read_text())["rl"]["num_epochs"] == 2
+        assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+        assert (run / "checkpoints" / "step-000004" / "model.safetensors").is_file()
+        rollouts[side] = [
+            trajectory
+            for epoch in (0, 1)
+            for trajectory in read_trajectories(run / "rollouts" / f"epoch-{epoch:03d}.jsonl")
+        ]
+        assert len(rollouts[side]) == 2 * 8 * 8
+        assert {trajectory.epoch for trajectory in rollouts[side]} == {0, 1}
+        assert all(trajectory.version is not None for trajectory in rollouts[side])
+    tokens = [[t.tokens.tolist() for t in rollouts[side] if t.tokens is not None] for side in SIDES]
+    assert tokens[0] == tokens[1]
+
+
+def test_treering_train_goes_on_with_either_side(report: DemoReport, folder: Path) -> None:
+    config = load(RlConfig, folder / "treering.toml", ["rl.num_epochs=3"])
+    with open_training(config, beside=folder, console=Console(quiet=True)) as run:
+        assert (run.opened.step, run.num_steps) == (report.num_steps, 6)
+        assert next(run.steps).step == 5
+
+
+def test_a_folder_with_files_is_refused(folder: Path, report: DemoReport) -> None:
+    with pytest.raises(InputError, match="needs a new or empty folder"):
+        demo.run(out=folder, seed=0, json_output=True)
+
+
+def test_without_a_folder_each_demo_takes_the_next_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken = []
+    monkeypatch.setattr(demo, "measure", lambda out, *_arguments, **_options: taken.append(out))
+    monkeypatch.setattr(demo.json, "dumps", lambda *_arguments, **_options: "")
+    monkeypatch.setattr(demo, "asdict", lambda _report: {})
+    for _ in range(3):
+        demo.run(out=None, seed=0, json_output=True)
+        (taken[-1] / "file").touch()
+    assert [str(out) for out in taken] == ["runs/demo", "runs/demo-2", "runs/demo-3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_reward_rises_clearly(seed: int, tmp_path: Path) -> None:
+    """About half right, then clearly more: on the prompts that are trained and on others."""
+    size = DemoSize(num_epochs=5)
+    task = demo_task(size.num_prompts, seed)
+    start = warm_start(task, seed=seed, on_step=lambda _step, _accuracy: None)
+    unseen = task.held_out(512)
+    before = measure_accuracy(start.model, unseen)
+    start.model.save_pretrained(tmp_path / demo.START_FOLDER)
+    loop, rewards = train(tmp_path, size, seed)
+    # Standard errors: 0.011 of an epoch's mean (2,048 rollouts), 0.02 of the accuracies.
+    assert rewards[-1] > rewards[0] + 0.1
+    assert measure_accuracy(loop.model, unseen) > before + 0.1
+
+
+def train(folder: Path, size: DemoSize, seed: int) -> tuple[RlLoop, list[float]]:
+    """The Treering side alone: its loop, and the mean reward of every epoch."""
+    config = load(RlConfig, write_config(folder, size, side="treering", num_threads=1, seed=seed))
+    rewards: list[list[float]] = [[] for _ in range(size.num_epochs)]
+    with open_training(config, beside=folder, console=Console(quiet=True)) as run:
+        for report in run.steps:
+            rewards[report.epoch].append(report.rollouts.reward_mean)
+        return run.loop, [sum(epoch) / len(epoch) for epoch in rewards]

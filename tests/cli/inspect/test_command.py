@@ -1,0 +1,212 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treering.cli.inspect.command import _short, inspect_files, run
+from treering.data import Message, Trajectory, write_trajectories
+from treering.errors import ConfigError, InputError
+from treering.types import NAMED_SHAPES
+
+PUBLISHED = {
+    # sharing, token bound, bound of sharing prompts only: measured over whole public sets; the files are their halves
+    "tau_airline_gpt4o": (0.24, 1.31, 1.31),
+    "toolbench_dfsdt": (0.77, 4.26, 2.22),
+    "hotpotqa_react_reflexion": (0.54, 2.18, 2.11),
+    "qwen25math_maj8": (0.35, 1.55, 1.22),
+    "tot_game24_cot100": (0.96, 22.8, 6.9),
+    "tot_text_cot10": (0.22, 1.27, 1.25),
+}
+
+
+def trajectory(task: str, tokens: list[int], mask: list[int]) -> Trajectory:
+    return Trajectory(task_id=task, tokens=np.array(tokens, np.int32), loss_mask=np.array(mask, np.bool_))
+
+
+@pytest.fixture
+def two_tasks(tmp_path: Path) -> Path:
+    """Task a: prompt 1 2, then 3 or 4 5; task b: prompt 1 2 again. A cut last turn leaves token 8 without a turn."""
+    file = tmp_path / "set.jsonl"
+    trajectories = [
+        trajectory("a", [1, 2, 3, 6, 7, 8], [0, 0, 1, 0, 1, 0]),
+        trajectory("a", [1, 2, 3, 5], [0, 0, 1, 1]),
+        trajectory("b", [1, 2, 9], [0, 0, 1]),
+    ]
+    write_trajectories(file, trajectories)
+    return file
+
+
+def flops(num_tokens: int, num_pairs: int) -> int:
+    shape = NAMED_SHAPES["qwen3-8b"]
+    return 2 * shape.params_per_token * num_tokens + 4 * 36 * 4096 * num_pairs
+
+
+def test_figures_are_one_tree_per_task_summed(two_tasks):
+    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    assert (report.trajectories, report.tasks, report.flat_tokens, report.unique_tokens) == (3, 2, 13, 7 + 3)
+    assert report.sharing == pytest.approx(3 / 13)
+    assert report.token_bound == 1.3
+    # Paths of task a: 1 2 3 at depths 1-3, then 6 7 8 at 4-6 and 5 at 4; of task b: depths 1-3.
+    assert report.flop_bound == pytest.approx(flops(13, 21 + 10 + 6) / flops(10, 6 + 15 + 4 + 6))
+
+
+def test_prompt_only_sharing_merges_prompts_and_computes_every_response(two_tasks):
+    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    assert report.prompt_only_bound == 13 / (2 + 4 + 2 + 2 + 1)
+
+
+def test_the_whole_set_is_one_tree_for_all_tasks(two_tasks):
+    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    assert (report.whole_set.unique_tokens, report.whole_set.token_bound) == (8, 13 / 8)
+    assert report.whole_set.sharing == pytest.approx(5 / 13)
+    assert report.whole_set.flop_bound == pytest.approx(flops(13, 37) / flops(8, 6 + 15 + 4 + 3))
+
+
+def test_each_turn_is_a_sample_that_ends_with_it(two_tasks):
+    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    # Turns end at 3 and 5, at 4, and at 3; nothing is trained on token 8.
+    assert (report.turns.samples, report.turns.flat_tokens, report.turns.unique_tokens) == (4, 3 + 5 + 4 + 3, 9)
+    assert report.turns.token_bound == 15 / 9
+    assert report.turns.flop_bound == pytest.approx(flops(15, 6 + 15 + 10 + 6) / flops(9, 6 + 9 + 4 + 6))
+
+
+def test_branching_describes_the_trees_of_the_tasks(two_tasks):
+    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    shape = report.branching
+    assert (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.num_segments) == (3, 1, 6, 4)
+
+
+def test_a_set_without_any_turn_reports_no_samples(tmp_path):
+    write_trajectories(tmp_path / "set.jsonl", [trajectory("a", [1, 2], [0, 0])])
+    [report] = inspect_files([tmp_path / "set.jsonl"], None, "qwen3-8b")
+    assert (report.turns.samples, report.turns.unique_tokens, report.turns.token_bound) == (0, 0, 1.0)
+    assert report.prompt_only_bound == 1.0
+
+
+def test_json_has_the_promised_keys(two_tasks, capsys):
+    run([two_tasks, two_tasks], None, "qwen3-8b", "plain", json_output=True)
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert [file["file"] for file in files] == [str(two_tasks)] * 2
+    counts = {"trajectories", "flat_tokens", "unique_tokens"}
+    ratios = {"sharing", "token_bound", "flop_bound", "prompt_only_bound"}
+    assert counts | ratios | {"file", "whole_set", "turns", "branching"} <= files[0].keys()
+    assert files[0]["whole_set"].keys() == {"unique_tokens", "sharing", "token_bound", "flop_bound"}
+    assert files[0]["turns"].keys() == {"samples", "flat_tokens", "unique_tokens", "token_bound", "flop_bound"}
+
+
+def test_tables_show_the_figures_and_stderr_stays_clean_where_it_is_no_terminal(two_tasks, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run([two_tasks], None, "qwen3-8b", "plain", json_output=False)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    gains, _, shapes = (line.split() for line in printed.out.splitlines() if line.strip().startswith("set "))
+    assert gains[:6] == ["set", "3", "13", "10", "0.23", "1.30"]
+    assert shapes[0] == "set"
+
+
+def test_long_counts_fit_a_column():
+    assert [_short(count) for count in (561, 4700, 122_520, 999_499, 999_500, 2_626_431)] == [
+        "561",
+        "4.7k",
+        "123k",
+        "999k",
+        "1M",
+        "2.63M",
+    ]
+
+
+def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_path):
+    write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=(Message(role="user", content="x"),))])
+    with pytest.raises(InputError, match="pass --tokenizer DIR"):
+        inspect_files([tmp_path / "set.jsonl"], None, "qwen3-8b")
+
+
+def test_an_unknown_model_shape_is_refused_before_any_file_is_read(tmp_path):
+    with pytest.raises(ConfigError, match="qwen3-8b"):
+        inspect_files([tmp_path / "absent.jsonl"], None, "qwen3-9b")
+
+
+def test_inspecting_loads_no_model_library(two_tasks):
+    code = (
+        "import sys; from pathlib import Path; from treering.cli.inspect.command import run; "
+        f"run([Path({str(two_tasks)!r})], None, 'qwen3-8b', 'plain', True); "
+        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_sets_share_what_was_measured_of_the_whole_of_them(real_data, name):
+    [report] = inspect_files([real_data / "bench" / f"{name}.jsonl.gz"], real_data / "tokenizer", "qwen3-8b")
+    sharing, token_bound, prompt_only_bound = PUBLISHED[name]
+    # Halves of a set of tens of tasks differ from the whole by a few per cent.
+    assert report.sharing == pytest.approx(sharing, abs=0.03)
+    assert report.token_bound == pytest.approx(token_bound, rel=0.07)
+    assert report.prompt_only_bound == pytest.approx(prompt_only_bound, rel=0.06)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """Three rows: row 3 is row 1 of the same task with its second token changed; row 2 is of another task."""
+    run_of_equal = list(range(100, 140))
+    rows = [("a", [1, 2, *run_of_equal]), ("b", [9] * 5), ("a", [1, 3, *run_of_equal])]
+    file = tmp_path / "edited.jsonl"
+    write_trajectories(file, [trajectory(task, tokens, [1] * len(tokens)) for task, tokens in rows])
+    return file
+
+
+def test_why_names_the_rows_the_place_and_the_tokens(edited):
+    [report] = inspect_files([edited], None, "qwen3-8b", num_causes=3)
+    assert (report.why.repeated_tokens, report.why.places) == (40, 1)
+    assert report.why.repeated_share == pytest.approx(40 / report.unique_tokens)
+    [cause] = report.why.causes
+    assert (cause.row, cause.other_row, cause.same_task, cause.position) == (3, 1, True, 1)
+    assert (cause.token, cause.other_token, cause.text, cause.other_text) == (3, 2, None, None)
+    assert (cause.tokens, cause.shift) == (40, 0)
+
+
+def test_why_is_json_and_a_table_and_is_left_out_unasked(edited, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run([edited], None, "qwen3-8b", "plain", json_output=True, num_causes=3)
+    [file] = json.loads(capsys.readouterr().out)["files"]
+    assert file["why"]["causes"][0]["row"] == 3
+    run([edited], None, "qwen3-8b", "plain", json_output=False, num_causes=3)
+    out = capsys.readouterr().out
+    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 places" in " ".join(out.split())
+    assert ["3", "1", "1", "3", "2", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
+    run([edited], None, "qwen3-8b", "plain", json_output=False)
+    assert "repeat another trajectory" not in capsys.readouterr().out
+
+
+def test_why_reads_tokens_and_never_reads_them_as_markup(tmp_path, real_data, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    tail = " and then the same words follow for a good long while, so that many tokens of them are there to be lost"
+    write_trajectories(
+        tmp_path / "set.jsonl",
+        [
+            Trajectory(task_id=1, messages=(Message(role="user", content=f"It is {time}{tail}"),), format="raw")
+            for time in ("noon", "[bold]")
+        ],
+    )
+    run([tmp_path / "set.jsonl"], real_data / "tokenizer", "qwen3-8b", "plain", json_output=False, num_causes=1)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("2 ")]
+    assert "[bold]" in line
+    assert "noon" in line
+
+
+def test_why_is_an_option(edited):
+    command = [
+        sys.executable,
+        "-c",
+        "from treering.cli.main import main; main()",
+        "inspect",
+        str(edited),
+        "--why",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    [file] = json.loads(done.stdout)["files"]
+    assert file["why"]["repeated_tokens"] == 40

@@ -1,0 +1,318 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.history.recordings import Line, trajectories
+from treering import metrics
+from treering.cli import run_folder
+from treering.cli.inspect import history as module
+from treering.cli.inspect import run_folder as inspect_run
+from treering.cli.inspect.history import inspect_history, run
+from treering.cli.inspect.run_folder import drafter_settings, read_figures, trajectory_files
+from treering.cli.main import main
+from treering.cli.train import run as train_run
+from treering.config import RlConfig
+from treering.data import Message, Trajectory, write_trajectories
+from treering.errors import InputError
+from treering.rl.rollout_log import RolloutLog
+
+NUM_PROMPTS = 8
+
+
+def lines_of(epoch: int) -> list[Line]:
+    """Prompt p has two rollouts of 10 + 10 p tokens that no other prompt uses; those of epoch 2 are new ones."""
+    shift = 10_000 if epoch == 2 else 0
+    return [
+        Line(
+            task=f"p{prompt}",
+            epoch=epoch,
+            step=2 * epoch + 1 + prompt // 4,
+            response=tuple(range(shift + 1000 * prompt, shift + 1000 * prompt + 10 + 10 * prompt)),
+            reward=float(sample),
+        )
+        for prompt in range(NUM_PROMPTS)
+        for sample in range(2)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three epochs of two steps, with what it logged of the first two."""
+    log = RolloutLog(tmp_path / "run" / train_run.ROLLOUTS_FOLDER)
+    for epoch in range(3):
+        log.write(epoch, trajectories(lines_of(epoch)))
+    rows = [(1, 0, 300, 3.0, 100, 0.5), (2, 0, 100, 1.0, 0, 0.0), (3, 1, 50, 1.0, 0, 0.0)]
+    names = (metrics.EPOCH, metrics.NUM_SAMPLED, metrics.TOKENS_PER_FORWARD, metrics.NUM_DRAFTED, metrics.ACCEPTANCE)
+    with metrics.Metrics([metrics.JsonlSink(tmp_path / "run" / "metrics.jsonl")]) as sink:
+        for step, *values in rows:
+            sink.log(step, dict(zip(names, values, strict=True)))
+    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"max_draft": 5, "sources": ["history"]}})
+    run_folder.write_settings(config, config.run.model_copy(update={"dir": tmp_path / "run"}))
+    return tmp_path / "run"
+
+
+def as_json(
+    capsys: pytest.CaptureFixture[str], *paths: Path, groups: int = 4, limit: int | None = None
+) -> dict[str, Any]:
+    run(list(paths), None, "plain", groups, limit, json_output=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_names_and_defaults_are_those_that_a_run_writes() -> None:
+    assert inspect_run.ROLLOUTS_FOLDER == train_run.ROLLOUTS_FOLDER
+    assert (inspect_run.CONFIG_FILE, inspect_run.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
+    history = RlConfig.model_validate({"rl": {"num_steps": 1}}).history
+    assert (history.max_epochs, history.min_acceptance) == (inspect_run.MAX_EPOCHS, inspect_run.MIN_ACCEPTANCE)
+
+
+def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = as_json(capsys, folder)
+    num_tokens = 2 * sum(10 + 10 * prompt for prompt in range(NUM_PROMPTS))
+    assert (report["num_rollouts"], report["num_prompts"], report["num_tokens"]) == (48, NUM_PROMPTS, 3 * num_tokens)
+    first, second, third = report["epochs"]
+    assert [(one["epoch"], one["before"]) for one in report["epochs"]] == [(0, None), (1, 0), (2, 1)]
+    assert first["reuse"]["history"] is first["reuse"]["other_prompt"] is first["ranks"] is first["excess"] is None
+    # All but the first three tokens of a rollout return, and in the last epoch nothing does.
+    rate = (num_tokens - 3 * 16) / num_tokens
+    assert second["reuse"]["history"]["rate"] == second["excess"] == pytest.approx(rate)
+    assert second["reuse"]["siblings"]["rate"] == third["reuse"]["siblings"]["rate"] == pytest.approx(rate)
+    assert second["reuse"]["other_prompt"]["rate"] == second["reuse"]["own"]["rate"] == 0
+    assert third["reuse"]["history"]["rate"] == third["excess"] == 0
+    assert second["reuse"]["history"]["num_hits"] == [0, 2, 0, 14]
+    assert second["reuse"]["history"]["hit_tokens"] == [0, 14, 0, num_tokens - 3 * 16 - 14]
+
+
+def test_lengths_that_stay_rank_as_predicted_and_those_of_another_prompt_do_not(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = as_json(capsys, folder)["epochs"][1]["ranks"]
+    assert ranks["groups"]["matrix"] == np.eye(4).tolist()
+    assert (ranks["groups"]["accurate"], ranks["groups"]["num_groups"]) == (1.0, 4)
+    assert (ranks["calibration"]["sigma"], ranks["calibration"]["spearman"]) == (0.0, pytest.approx(1.0))
+    assert ranks["other_prompt"]["accurate"] < 1.0
+
+
+def test_predictions_are_medians_of_the_epoch_before_and_reach_as_far_as_its_longest(tmp_path: Path) -> None:
+    lengths = {("a", 0): (4, 5, 12), ("b", 0): (8, 8, 9), ("a", 1): (13, 1, 1), ("b", 1): (2, 2, 2)}
+    lines = [
+        Line(task=task, epoch=epoch, response=(1,) * count)
+        for (task, epoch), counts in lengths.items()
+        for count in counts
+    ]
+    write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
+    ranks = inspect_history([tmp_path / "set.jsonl"], None, num_groups=2).epochs[1].ranks
+    assert ranks is not None
+    # Medians 5 and 8: the rollouts of a are predicted short. Its 13 is the longest, and within 1.1 times its 12.
+    assert ranks.groups.matrix.tolist() == [[2 / 3, 1 / 3], [0, 1]]
+    assert (ranks.groups.within_reach, ranks.groups.migrated) == (pytest.approx(1 / 6), 0)
+    assert ranks.calibration.bias == pytest.approx(np.log([13 / 5, 1 / 5, 1 / 5, 1 / 4, 1 / 4, 1 / 4]).mean())
+
+
+def test_drafting_is_replayed_with_the_settings_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, second, third = (epoch["drafted"] for epoch in as_json(capsys, folder)["epochs"])
+    assert second["history"]["tokens_per_step"] > 3
+    assert second["all"]["tokens_per_step"] > 3
+    # Five drafted tokens at most.
+    assert second["history"]["tokens_per_step"] <= 6
+    assert second["other_prompt"]["num_accepted"] == second["own"]["num_accepted"] == 0
+    assert third["history"]["num_accepted"] == 0
+    assert {look["num_tokens"] for look in second.values()} == {second["own"]["num_steps"]}
+
+
+def test_what_the_run_logged_stands_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = [epoch["run"] for epoch in as_json(capsys, folder)["epochs"]]
+    assert logged == [
+        {"tokens_per_forward": 400 / 200, "acceptance": 0.5},
+        {"tokens_per_forward": 1.0, "acceptance": None},
+        None,
+    ]
+    files = sorted((folder / "rollouts").glob("*.jsonl"))
+    assert [epoch["run"] for epoch in as_json(capsys, *files)["epochs"]] == [None] * 3
+    assert read_figures(files[0]) == {}
+
+
+def test_settings_of_a_run_are_read_and_those_of_files_are_the_defaults(folder: Path, tmp_path: Path) -> None:
+    max_epochs, settings = drafter_settings(folder)
+    assert (max_epochs, settings["max_draft"], settings["sources"]) == (2, 5, ("history",))
+    assert drafter_settings(tmp_path) == (2, {"min_acceptance": 0.4})
+
+
+def test_a_run_without_drafts_is_asked_what_history_would_have_given(tmp_path: Path) -> None:
+    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"drafts": "off", "sources": []}})
+    run_folder.write_settings(config, config.run.model_copy(update={"dir": tmp_path}))
+    assert drafter_settings(tmp_path)[1]["sources"] == ("history", "own")
+
+
+def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted((folder / "rollouts").glob("*.jsonl"))
+    assert trajectory_files([folder]) == trajectory_files([folder / "rollouts"]) == trajectory_files(files) == files
+    reports = [as_json(capsys, *paths) for paths in ([folder], [folder / "rollouts"], files)]
+    assert reports[0]["epochs"][1]["reuse"] == reports[1]["epochs"][1]["reuse"] == reports[2]["epochs"][1]["reuse"]
+
+
+def test_a_sample_is_whole_prompts_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = as_json(capsys, folder, limit=12)
+    assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
+    assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [4, 4, 4]
+    monkeypatch.setattr(module, "REPLAY_TOKENS", 100)
+    run([folder], None, "plain", 4, 12, json_output=False)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "a sample of whole prompts, the same ones in every epoch; 48 rollouts are recorded" in out
+    assert "drafting is replayed on 6 rollouts of whole prompts" in out
+
+
+def test_tables_show_the_figures_and_say_what_they_mean(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    run([folder], None, "plain", 4, None, json_output=False)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    rows = [line.split() for line in printed.out.splitlines()]
+    rate = f"{(720 - 48) / 720:.1%}"
+    assert ["1", "16", rate, "0.0%", "0.0%", rate, rate, rate] in rows
+    assert ["0", "16", "-", "-", "0.0%", rate, "-", rate] in rows
+    assert ["1", "100.0%", "0.0%", "0.0%", "0.0%"] in rows
+    assert any(row[:1] == ["0"] and row[-3:] == ["2.00", "/", "50%"] for row in rows)
+    assert "In the mean of epochs 46.7% of tokens could be copied from the prompt's last epoch, 0.0%" in printed.out
+    assert "46.7 points are the history's own" in printed.out
+    assert "100.0% of rollouts were in the group that their prompt's last median says" in printed.out
+
+
+def test_the_excess_is_over_the_better_control(tmp_path: Path) -> None:
+    # Of 16 tokens 13 return from history, 5 6 7 8 repeat twice in the rollout itself, and another prompt has none.
+    once = (5, 6, 7, 8) * 4
+    lines = [Line(task="a", epoch=epoch, response=once) for epoch in range(2)]
+    lines += [Line(task="b", epoch=epoch, response=tuple(range(100, 116))) for epoch in range(2)]
+    write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
+    second = inspect_history([tmp_path / "set.jsonl"], None).epochs[1]
+    # Of its own past: at 7 four tokens from place 3 on, at 11 the five that are left.
+    assert second.excess == pytest.approx((26 - (4 + 5)) / 32)
+
+
+def test_prompts_that_come_and_go_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [Line(task="a", response=(1, 2, 3, 4)), Line(task="a", epoch=1, response=(1, 2, 3, 4))]
+    write_trajectories(tmp_path / "set.jsonl", trajectories([*lines, Line(task="b", epoch=1, response=(1,) * 5)]))
+    second = as_json(capsys, tmp_path / "set.jsonl")["epochs"][1]
+    assert (second["num_rollouts"], second["num_left_out"], second["excess"]) == (1, 1, None)
+    assert (second["reuse"]["history"]["rate"], second["reuse"]["other_prompt"]) == (0.25, None)
+    assert second["ranks"]["other_prompt"] is None
+    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
+    assert "1 rollouts are left out of reuse and ranks" in " ".join(capsys.readouterr().out.split())
+
+
+def test_epochs_without_a_common_prompt_are_shown_without_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [Line(task="a", response=(1, 2, 3, 4)), Line(task="b", epoch=1, response=(1, 2, 3, 4))]
+    write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
+    second = as_json(capsys, tmp_path / "set.jsonl")["epochs"][1]
+    assert (second["num_rollouts"], second["num_left_out"], second["ranks"]) == (0, 1, None)
+    assert set(second["reuse"].values()) == {None}
+    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
+    assert "there is nothing to compare" in capsys.readouterr().out
+
+
+def test_one_epoch_has_siblings_and_its_own_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trajectories(tmp_path / "set.jsonl", trajectories([Line(response=(1, 2, 3, 4))] * 2))
+    [only] = as_json(capsys, tmp_path / "set.jsonl")["epochs"]
+    assert (only["reuse"]["siblings"]["rate"], only["reuse"]["own"]["rate"], only["reuse"]["history"]) == (
+        0.25,
+        0,
+        None,
+    )
+    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
+    assert "With one epoch alone there is no history" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"history": {}}', r"config.json: a run's configuration .*inspect the files"),
+        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl:1: a line of a run's metrics"),
+    ],
+)
+def test_a_damaged_run_is_refused_with_the_file(folder: Path, name: str, text: str, message: str) -> None:
+    (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        inspect_history([folder], None)
+
+
+def test_a_folder_without_rollouts_is_refused_with_the_setting_that_writes_them(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r'has none; run it with run.rollouts = "on"'):
+        inspect_history([tmp_path], None)
+
+
+def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path) -> None:
+    messages = (
+        Message(role="user", content="2+2="),
+        Message(role="assistant", content="It is 4, as two and two are four."),
+    )
+    epochs = [Trajectory(task_id=1, messages=messages, format="raw", epoch=epoch) for epoch in range(2)]
+    write_trajectories(tmp_path / "set.jsonl", epochs)
+    report = inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer")
+    reuse = report.epochs[1].reuse["history"]
+    assert reuse is not None
+    assert reuse.num_copied == reuse.num_tokens - 3 == report.num_tokens // 2 - 3
+    write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=messages, format="raw")])
+    with pytest.raises(InputError, match='has no "epoch"'):
+        inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["treering", "inspect", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+def test_history_is_an_option_and_its_options_reach_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(module, "run", lambda **given: got.update(given))
+    assert call(monkeypatch, "--history", str(folder)) == 0
+    assert got == {"paths": [folder], "tokenizer": None, "template": "plain"} | {
+        "num_groups": 8, "max_rollouts": None, "json_output": False,
+    }  # fmt: skip
+    assert (
+        call(monkeypatch, "--history", "a", "b", "--groups", "3", "--max-rollouts", "5", "--json", "--tokenizer", "t")
+        == 0
+    )
+    assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "plain"} | {
+        "num_groups": 3, "max_rollouts": 5, "json_output": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["a", "--groups", "4"], "add --history, or leave them out"),
+        (["a", "--max-rollouts", "4"], "add --history, or leave them out"),
+        (["a", "--history", "--why"], "ask for one of them at a time"),
+        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
+        (["a", "--history", "--groups", "1"], "Invalid value for '--groups'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *arguments) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_inspecting_history_loads_no_model_library(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from treering.cli.inspect.history import run; "
+        f"run([Path({str(folder)!r})], None, 'plain', 8, None, True); "
+        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,255 @@
+"""`treering simulate`: what is asked, what is answered, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treering.cli.simulate.cases import SimulateOptions, make_cases
+from treering.cli.simulate.report import about_predictions, answer, as_table
+from treering.cli.simulate.run import run
+from treering.errors import ConfigError, InputError
+from treering.schedule.compare import ONE_STEP_OFF, Result
+from treering.schedule.policies import POLICIES
+from treering.schedule.predict.lengths import make_predictor
+from treering.schedule.traces.replay import read_trace
+
+SMALL = SimulateOptions(
+    num_workers=4, num_slots=8, num_rollouts=64, num_steps=4, lengths="lognormal:4,0.8,500", decode="1,0.1"
+)
+REQUIRED = {"policy", "makespan_s", "throughput_of_bound", "bubble", "staleness_max", "speedup_over_sync"}
+
+
+def report_of(capsys: pytest.CaptureFixture[str], options: SimulateOptions, policies: str | None = None) -> dict:
+    run(options, policies=policies, timeline=None, out=None, json_output=True)
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Three epochs of 8 prompts with 4 rollouts each, prompt p around 20 (p + 1) tokens."""
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt": prompt,
+            "epoch": epoch,
+            "length": int(20 * (prompt + 1) + random.integers(-5, 6)),
+            "prompt_tokens": 7,
+        }
+        for epoch in range(3)
+        for prompt in range(8)
+        for _ in range(4)
+    ]
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def test_the_json_has_the_bound_and_a_row_for_every_policy(capsys):
+    report = report_of(capsys, SMALL)
+    assert report.keys() == {"lower_bound_s", "policies"}
+    assert [row["policy"] for row in report["policies"]] == ["sync", "sync_longest_first", *POLICIES]
+    for row in report["policies"]:
+        assert row.keys() >= REQUIRED
+        expected = 0 if row["policy"].startswith("sync") else 1
+        assert (row["staleness"], row["staleness_max"]) == (expected, expected)
+        assert 0 < row["throughput_of_bound"] <= 1
+        assert 0 <= row["bubble"] < 1
+    [sync] = [row for row in report["policies"] if row["policy"] == "sync"]
+    assert sync["speedup_over_sync"] == 1.0
+    [other] = [row for row in report["policies"] if row["policy"] == "longest_first"]
+    assert report["lower_bound_s"] == other["bound_s"] < sync["bound_s"]
+
+
+def test_equal_rollouts_take_what_a_calculation_by_hand_says(capsys):
+    # 4 workers of 8 slots have 16 rollouts each, of 100 tokens, at 1.8 s a token for 8: two rounds of 180 s.
+    options = replace(SMALL, lengths="constant:100", noise=0.0, training=0.5)
+    report = report_of(capsys, options, f"{ONE_STEP_OFF},longest_first")
+    rows = {row["policy"]: row for row in report["policies"]}
+    # An update takes half of the 360 s; synchronous steps wait for it, the others only for the last one.
+    assert rows["sync"]["makespan_s"] == pytest.approx(4 * (360 + 180))
+    assert rows["longest_first"]["makespan_s"] == pytest.approx(4 * 360 + 180)
+    assert rows["longest_first"]["bubble"] == pytest.approx(0.0, abs=1e-9)
+    assert rows["sync"]["bubble"] == pytest.approx(3 * 180 / (4 * 360 + 3 * 180))
+    assert rows["longest_first"]["speedup_over_sync"] == pytest.approx(2160 / 1620)
+    assert rows["longest_first"]["tokens_per_s"] == pytest.approx(4 * 6400 / 1620)
+    assert report["lower_bound_s"] == pytest.approx(1620)
+
+
+def test_the_same_question_has_the_same_answer_and_another_seed_another(capsys):
+    assert report_of(capsys, SMALL) == report_of(capsys, SMALL)
+    one, three = (report_of(capsys, replace(SMALL, num_seeds=number), "longest_first") for number in (1, 3))
+    assert one["lower_bound_s"] != three["lower_bound_s"]
+    row = three["policies"][-1]
+    assert row["worst_speedup_over_sync"] < row["speedup_over_sync"]
+
+
+def test_the_defaults_are_the_small_model_that_the_table_was_made_with():
+    [(trace, cluster, believed)] = make_cases(SimulateOptions())
+    assert (len(trace.steps), trace.steps[0].num_rollouts, trace.max_tokens) == (12, 4096, 16384)
+    assert (cluster.num_workers, cluster.num_slots, cluster.staleness) == (32, 128, 1)
+    lengths = np.concatenate([step.lengths for step in trace.steps])
+    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
+    assert np.median(np.log(lengths)) == pytest.approx(8.2, abs=0.02)
+    free = (lengths < 5000) & (lengths > 100)
+    assert np.log(predicted / lengths)[free].std() == pytest.approx(0.25, abs=0.01)
+    assert cluster.latency.token_s(128)[[1, 128]].tolist() == pytest.approx([20.05, 26.4])
+    # 128 rows gain 128 tokens in 26.4 s.
+    assert cluster.latency.training_s == pytest.approx(0.07 * lengths.sum() / 12 * 26.4 / 128 / 32)
+    assert np.array_equal(believed.latency.decode_s, cluster.latency.decode_s)
+
+
+def test_believed_times_are_wrong_by_the_factor_and_true_ones_are_not():
+    [(_, cluster, believed)] = make_cases(replace(SMALL, believed_latency=2.0))
+    assert cluster.latency.token_s(8)[8] == pytest.approx(1.8)
+    assert believed.latency.token_s(8)[8] == pytest.approx(3.6)
+    assert believed.latency.training_s == cluster.latency.training_s
+
+
+def test_the_bound_is_that_of_the_true_times(capsys):
+    right, wrong = (report_of(capsys, replace(SMALL, believed_latency=factor), "fifo") for factor in (1.0, 3.0))
+    assert right == wrong
+
+
+def test_stable_groups_share_a_prediction():
+    [(trace, _, _)] = make_cases(replace(SMALL, stability=0.16, num_rollouts=32_768, num_steps=1))
+    predicted = trace.steps[0].forecast.lengths.reshape(-1, 16)
+    assert np.ptp(predicted, axis=1).max() == 0
+    assert trace.steps[0].forecast.prompts.reshape(-1, 16)[:, 0].tolist() == list(range(2048))
+    assert "16% of a step's rollouts are in a longer one" in about_predictions(trace)
+
+
+def test_distorted_predictions_are_of_the_same_rollouts():
+    [(plain, _, _)] = make_cases(SMALL)
+    [(wrong, _, _)] = make_cases(replace(SMALL, distort="reversed"))
+    assert np.array_equal(plain.steps[1].lengths, wrong.steps[1].lengths)
+    assert np.corrcoef(wrong.steps[1].lengths, wrong.steps[1].forecast.lengths)[0, 1] < 0
+
+
+def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
+    median = lambda limit: make_predictor("median", max_tokens=limit)  # noqa: E731
+    trace = read_trace(log, median, num_rollouts=16, staleness=staleness)
+    return trace.steps[at].forecast.lengths
+
+
+def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
+    options = SimulateOptions(file=log, num_workers=2, num_slots=8, num_rollouts=16, decode="1,0.1", prefill_s=0.5)
+    [(trace, cluster, _)] = make_cases(options)
+    assert [step.num_rollouts for step in trace.steps] == [16] * 6
+    assert (cluster.max_tokens, cluster.latency.prefill_s) == (max(step.lengths.max() for step in trace.steps), 0.5)
+    assert set(trace.steps[0].num_prompt_tokens) == {7}
+    # A step that is planned two steps ahead knows the epoch before.
+    later = trace.steps[4]
+    assert np.abs(later.forecast.lengths / later.lengths - 1).max() < 0.5
+    assert np.array_equal(later.forecast.lengths, read_log_step(log, 4, staleness=1))
+    assert not np.array_equal(trace.steps[1].forecast.lengths, read_log_step(log, 1, staleness=0))
+    report = report_of(capsys, options, "histopipe")
+    assert [row["policy"] for row in report["policies"]] == ["sync", "histopipe"]
+    assert [len(make_cases(replace(options, num_steps=2))[0][0].steps)] == [2]
+    for name in ("ema", "quantile"):
+        [(other, _, _)] = make_cases(replace(options, predictor=name))
+        assert not np.array_equal(other.steps[4].forecast.lengths, later.forecast.lengths)
+
+
+def test_a_reader_sees_a_table_and_an_answer(capsys):
+    run(SMALL, policies=f"histopipe,{ONE_STEP_OFF}", timeline=None, out=None, json_output=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
+    assert "histopipe ends the run" in text
+    assert "as fast as the synchronous loop and" in text
+    assert "No schedule of staleness 1 ends before" in text
+    assert "Predictions: sigma 0.2" in text
+
+
+def result(policy: str, **figures) -> Result:
+    given = {
+        "policy": policy,
+        "makespan_s": 100.0,
+        "throughput_of_bound": 0.9,
+        "bubble": 0.12,
+        "staleness_max": 1,
+        "speedup_over_sync": 1.5,
+        "staleness": 1,
+        "bound_s": 90.0,
+        "tokens_per_s": 5.0,
+        "num_stolen": 0.0,
+        "num_moved": 0.0,
+        "choices": (),
+        "worst_throughput_of_bound": 0.8,
+        "worst_speedup_over_sync": 1.4,
+        "makespan_over_one_step_off": None,
+        "worst_makespan_over_one_step_off": None,
+    }
+    return Result(**given | figures)
+
+
+def test_the_answer_compares_ours_with_both_plain_loops():
+    sync = result("sync", speedup_over_sync=1.0, staleness=0)
+    plain = result(ONE_STEP_OFF, makespan_s=125.0, speedup_over_sync=1.2)
+    words = answer([sync, plain, result("histopipe")])
+    assert words.startswith("histopipe ends the run 1.50x as fast as the synchronous loop and 1.25x as fast as FIFO")
+    assert words.endswith("at 0.90 of the lower bound; its workers decode nothing for 12% of their time.")
+    # Without ours it is about the fastest.
+    assert answer([sync, plain, result("longest_first")]).startswith("longest_first ends the run 1.50x")
+    assert answer([sync]) == ""
+
+
+def test_a_table_shows_the_worst_seed_where_there_are_several():
+    rows = [result("sync", speedup_over_sync=1.0), result("histopipe")]
+    assert "worst" not in [column.header for column in as_table(rows, title="t", num_seeds=1).columns]
+    table = as_table(rows, title="t", num_seeds=2)
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert cells["worst"] == ["1.40x", "1.40x"]
+    assert cells["speedup"] == ["1.00x", "1.50x"]
+    # Bars are as long as speedups: two thirds, and all.
+    assert [len(bar.strip()) for bar in cells[""]] == [8, 12]
+
+
+def test_files_hold_what_was_asked_for(tmp_path, capsys):
+    out, page = tmp_path / "result.json", tmp_path / "pipe.html"
+    run(SMALL, policies="longest_first", timeline=page, out=out, json_output=True)
+    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
+    text = page.read_text(encoding="utf-8")
+    assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
+    assert "longest_first" in text
+    assert "histopipe" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": "normal:1,2"}, "a law of lengths is one of"),
+        ({"num_rollouts": 30, "stability": 0.16}, "make the rollouts a multiple of the group"),
+        ({"stability": 0.9}, "above 0 and below"),
+        ({"noise": 0.1, "stability": 0.1}, "--noise and --stability are two ways"),
+        ({"group_size": 4}, "with --stability only"),
+        ({"crossed": 0.2}, "add that, or drop this"),
+        ({"predictor": "ema"}, "predicts the rollouts of a FILE, got none"),
+        ({"decode": "20"}, "--decode is STEP,ROW"),
+        ({"decode": "20,x"}, "--decode is STEP,ROW"),
+        ({"decode": "0,1"}, "a decode step takes time"),
+        ({"decode": "5,-1"}, "a decode step takes time"),
+        ({"believed_latency": 0.0}, "--believed-latency is a factor of a time"),
+        ({"training": float("inf")}, "--training is a factor of a time"),
+        ({"load_s": -1.0}, "load_s is a time"),
+    ],
+)
+def test_what_makes_no_case_is_refused(changes, message):
+    with pytest.raises((ConfigError, InputError), match=message):
+        make_cases(replace(SMALL, **changes))
+
+
+@pytest.mark.parametrize("name", ["lengths", "noise", "stability", "crossed", "group_size"])
+def test_a_log_takes_no_options_of_made_up_rollouts(log, name):
+    value = {"lengths": "constant:5", "noise": 0.0, "stability": 0.1, "crossed": 0.1, "group_size": 1}[name]
+    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{name.replace('_', '-')} makes"):
+        make_cases(SimulateOptions(file=log, **{name: value}))
+
+
+@pytest.mark.parametrize("flag", ["timeline", "out"])
+def test_a_file_in_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
+    files = {"timeline": None, "out": None} | {flag: tmp_path / "absent" / "x"}
+    with pytest.raises(InputError, match=f"--{flag} needs an existing folder"):
+        run(replace(SMALL, lengths="nonsense"), policies=None, json_output=True, **files)

@@ -1,0 +1,103 @@
+"""`treering train` with processes: the same rollouts and weights as without, an account, and settings that fit."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.cli.train.test_command import config, folder, prompts
+from treering.cli.train.command import run
+from treering.cli.train.summary import times_of
+from treering.config.runtime import Lengths, Schedule
+from treering.data import read_trajectories
+from treering.errors import ConfigError, StateError
+from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.policies import RUN_POLICIES
+from treering.schedule.predict.lengths import PredictorName
+
+__all__ = ["folder"]
+
+REWARD = "tests.cli.train.test_command:length_of"
+
+
+def train(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> dict[str, Any]:
+    run(config_path=path, overrides=list(overrides), json_output=True)
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def rows_of(run_dir: Path) -> list[tuple[object, ...]]:
+    files = sorted((run_dir / "rollouts").iterdir())
+    return [
+        (t.step, t.task_id, t.trial, t.tokens.tolist(), t.reward) for file in files for t in read_trajectories(file)
+    ]
+
+
+def test_workers_change_neither_rollouts_nor_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prompts(folder, REWARD)
+    plain = train(capsys, path, "run.dir=plain")
+    several = train(capsys, path, "run.dir=several", "runtime.workers=2")
+    assert plain["account"] is None
+    assert plain["total"]["num_updates"] > 0
+    assert rows_of(folder / "plain") == rows_of(folder / "several")
+    left, right = (AutoModelForCausalLM.from_pretrained(each["checkpoint"]).state_dict() for each in (plain, several))
+    # float32: which rollouts run side by side decides how sums are rounded.
+    assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
+
+
+def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prompts(folder, REWARD)
+    overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first", "lengths=ema")
+    train(capsys, path, *overrides, "rl.num_steps=2")
+    with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
+        train(capsys, path, "run.dir=out", "rl.num_steps=3")
+    summary = train(capsys, path, *overrides, "rl.num_steps=4", "runtime.workers=1")
+    account = summary["account"]
+    # Five prompts in steps of 2, 2, 1 and 2, in groups of three.
+    assert summary["resumed_from_step"] == 2
+    assert account["scheduled"] == account["sampled"] == account["judged"] == 3 * 7
+    assert account["trained"] + account["without_variance"] + account["reward_errors"] + account["empty"] == 3 * 7
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+
+
+def test_the_account_stands_in_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(config_path=config(folder), overrides=["run.dir=out", "runtime.workers=1"], json_output=False)
+    table = " ".join(capsys.readouterr().out.split())
+    assert "account" in table
+    assert "elsewhere" in table
+    assert "18 scheduled" in table
+    assert "deaths" in table
+
+
+def test_a_run_says_what_it_has_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Six rollouts in every other step, four of them at one time: passes of four rows and of two.
+    overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=8")
+    measured = train(capsys, config(folder), "run.dir=queued", *overrides)["latency"]
+    assert measured.keys() == {"step_s", "row_s", "prefill_s", "load_s", "training_s"}
+    assert min(measured.values()) >= 0
+    assert measured["step_s"] + measured["row_s"] > 0
+    assert measured["training_s"] > 0
+    assert train(capsys, config(folder), "run.dir=none", "runtime.rebalance=none", *overrides)["latency"] is None
+    assert train(capsys, config(folder), "run.dir=plain")["latency"] is None
+
+
+def test_measured_times_are_a_line() -> None:
+    latency = linear_latency(step_s=0.002, row_s=0.0005, prefill_s=0.25, load_s=0.5, training_s=3.0)
+    assert times_of(latency) == pytest.approx(
+        {"step_s": 0.002, "row_s": 0.0005, "prefill_s": 0.25, "load_s": 0.5, "training_s": 3.0}
+    )
+    sloped = Latency(num_rows=np.array([1, 2, 9]), decode_s=np.array([0.5, 1.0, 4.5]))
+    assert times_of(sloped)["step_s"] == pytest.approx(0.0)
+
+
+def test_steps_overlap_only_where_there_are_workers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.workers=1 or more"):
+        run(config_path=config(folder), overrides=["rl.staleness=1"], json_output=True)
+
+
+def test_settings_name_what_there_is() -> None:
+    assert get_args(Schedule) == RUN_POLICIES
+    assert get_args(Lengths) == get_args(PredictorName)

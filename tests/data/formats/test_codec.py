@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+
+from treering.data import Message, ToolCall
+from treering.data.formats.codec import decode, encode
+from treering.errors import InputError
+
+TOKENS = {"task_id": "a", "tokens": [5, 6, 7]}
+
+
+def chat(**message):
+    return {"task_id": 1, "messages": [{"role": "assistant", "content": None, **message}]}
+
+
+def test_tool_calls_read_alike_flat_or_nested_and_with_arguments_as_object_or_text():
+    arguments = {"query": "Zürich", "limit": 3}
+    text = '{"query": "Zürich",  "limit": 3}'
+    spellings = [
+        {"name": "search", "arguments": arguments},
+        {"name": "search", "arguments": text},
+        {"type": "function", "function": {"name": "search", "arguments": arguments}},
+        {"type": "function", "function": {"name": "search", "arguments": text}},
+    ]
+    expected = (Message(role="assistant", content=None, tool_calls=(ToolCall(name="search", arguments=arguments),)),)
+    assert [decode(chat(tool_calls=[spelling])).messages for spelling in spellings] == [expected] * 4
+
+
+@pytest.mark.parametrize("text", ["{broken", "[1, 2]", '"quoted"', ""])
+def test_arguments_that_are_no_json_object_stay_the_text_that_the_model_wrote(text):
+    [message] = decode(chat(tool_calls=[{"name": "f", "arguments": text}])).messages
+    assert message.tool_calls[0].arguments == text
+
+
+def test_unknown_keys_are_ignored_and_null_fields_are_absent():
+    trajectory = decode({**TOKENS, "rm_score": 0.3, "outcome": {"any": []}, "reward": None, "loss_mask": None})
+    assert (trajectory.reward, trajectory.loss_mask, trajectory.tokens.tolist()) == (None, None, [5, 6, 7])
+
+
+def test_text_parts_join_to_one_content():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert decode(chat(content=parts)).messages[0].content == "one two"
+
+
+def test_every_optional_field_arrives_with_its_type():
+    numbers = {"trial": 2, "reward": 1, "advantage": -0.5, "step": 7, "epoch": 3, "version": 9, "format": "raw"}
+    trajectory = decode({**TOKENS, **numbers, "loss_mask": [0, True, 1], "logprobs": [0, -1.5, -2]})
+    assert {key: getattr(trajectory, key) for key in numbers} == numbers
+    assert type(trajectory.reward) is float
+    assert (trajectory.tokens.dtype, trajectory.loss_mask.dtype, trajectory.logprobs.dtype) == (
+        np.int32,
+        np.bool_,
+        np.float64,
+    )
+    assert trajectory.loss_mask.tolist() == [False, True, True]
+
+
+def test_decoding_an_encoded_record_gives_the_same_record():
+    record = {
+        **chat(content="ä", tool_calls=[{"id": "c1", "name": "f", "arguments": {"x": [1, None]}}], name="agent"),
+        "format": "chat",
+        "reward": 0.5,
+    }
+    assert encode(decode(record)) == {**record, "messages": [record["messages"][0]]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], r"JSON object, got \[1\]"),
+        ({"tokens": [1]}, "task_id must be a string or an integer, got None"),
+        ({"task_id": True, "tokens": [1]}, "task_id .* got True"),
+        ({"task_id": 1}, "either messages or tokens, got neither"),
+        ({"task_id": 1, "tokens": [1], "messages": [{"role": "user", "content": ""}]}, "got both"),
+        ({"task_id": 1, "messages": []}, "at least one message"),
+        ({"task_id": 1, "tokens": []}, "at least one token"),
+        ({"task_id": 1, "tokens": [1, 2.0]}, r"tokens\[1\] must be an integer .* got 2.0"),
+        ({"task_id": 1, "tokens": [True]}, r"tokens\[0\] must be an integer .* got True"),
+        ({"task_id": 1, "tokens": [-1]}, r"tokens\[0\] .* got -1"),
+        ({"task_id": 1, "tokens": [2**31]}, r"tokens\[0\] .* got 2147483648"),
+        ({**TOKENS, "loss_mask": [1, 0]}, "loss_mask has one entry per token: 3 tokens, 2 entries"),
+        ({**TOKENS, "loss_mask": [1, 0, 2]}, r"loss_mask\[2\] .* got 2"),
+        ({**TOKENS, "logprobs": [0.0]}, "logprobs has one entry per token: 3 tokens, 1 entries"),
+        ({**TOKENS, "logprobs": [0.0, None, 0.0]}, r"logprobs\[1\] must be a number, got None"),
+        ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
+        ({**TOKENS, "reward": "high"}, "reward must be a number, got 'high'"),
+        ({**TOKENS, "reward": float("inf")}, "reward must be a finite number, got inf"),
+        ({**TOKENS, "step": 1.5}, "step must be an integer, got 1.5"),
+        ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
+        (chat(content=3), r"messages\[0\].content must be text, got 3"),
+        (chat(content="\ud800"), r"messages\[0\].content must be valid Unicode"),
+        (chat(content=[{"type": "image_url"}]), "list of text parts only"),
+        ({"task_id": 1, "messages": [{"content": "x"}]}, r"messages\[0\] needs a role"),
+        (chat(tool_calls=[{"arguments": {}}]), r"messages\[0\].tool_calls\[0\] needs the tool's name"),
+        (chat(tool_calls=[{"name": "f", "arguments": 3}]), r"tool_calls\[0\].arguments must be an object"),
+        ({**chat(tool_calls=[{"name": "f"}]), "format": "raw"}, "no form for tool_calls"),
+    ],
+)
+def test_a_broken_record_is_refused_with_its_field_and_value(record, message):
+    with pytest.raises(InputError, match=message):
+        decode(record)

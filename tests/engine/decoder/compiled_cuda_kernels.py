@@ -1,0 +1,126 @@
+"""Compiles the engine's kernels for a Hopper GPU, which needs none: prints one JSON object per kernel and dtype.
+
+Run as a process of its own, since the tests' process has the kernels in triton's interpreter:
+python -m tests.engine.decoder.compiled_cuda_kernels
+"""
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
+from treering.engine.decoder.cuda.attention import LOG2_E, attend_kernel, num_stages
+from treering.engine.decoder.cuda.gumbel import finish_kernel, race_kernel
+from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
+from treering.engine.decoder.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
+from treering.engine.decoder.cuda.parts import add_parts_kernel
+from treering.engine.decoder.cuda.verify import walk_kernel
+from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
+
+HOPPER = GPUTarget("cuda", 90, 32)
+LONG = ("tokens_ptr", "tiles_ptr", "keys_ptr", "positions_ptr", "rows_ptr")
+WHOLE = ("table_ptr", "winners_ptr", "drafts_ptr", "parents_ptr")
+SINGLE = ("parts_ptr", "lse_ptr")
+DOUBLE = ("temperature_ptr", "peaks_ptr", "totals_ptr", "bests_ptr", "logprobs_ptr", "policy_ptr", "packed_ptr")
+
+ATTEND = {"GROUPS": 4, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 128, "PAGE": 16, "WIDE": False}
+ROTATE = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 64, "HAS_NORM": True, "PAGE": 16}
+RACE = {
+    "VOCABULARY": 151_936, "TILE": 1024, "POSITION": POSITION_STEP, "TOKEN": TOKEN_STEP, "FIRST": MIX_FACTORS[0],
+    "SECOND": MIX_FACTORS[1], "S0": MIX_SHIFTS[0], "S1": MIX_SHIFTS[1], "S2": MIX_SHIFTS[2],
+    "DROPPED": NUM_DROPPED_BITS,
+}  # fmt: skip
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, stages: int = 2, **other: str
+) -> Any:
+    types = {name: _type_of(name, dtype, constants, other) for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name.endswith("_ptr") or name in ("num_slots", "num_columns", "depth")
+    }
+    source = ASTSource(kernel, types, constants, aligned)
+    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": stages})
+
+
+def _type_of(name: str, dtype: str, constants: dict[str, Any], other: dict[str, str]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in other:
+        return other[name]
+    if not name.endswith("_ptr"):
+        return "fp32" if name == "eps" else "i32"
+    kinds = ((LONG, "i64"), (WHOLE, "i32"), (SINGLE, "fp32"), (DOUBLE, "fp64"))
+    return "*" + next((kind for names, kind in kinds if name in names), dtype)
+
+
+def compile_attention(dtype: str) -> None:
+    for rows in (16, 64):
+        for head_size in (64, 128):
+            tile = {
+                "ROWS": rows,
+                "KEY_TILE": 32 if dtype == "fp32" else 64,
+                "HEAD_SIZE": head_size,
+                "PADDED": head_size,
+            }
+            stages, cache = num_stages(rows, DTYPES[dtype]), {"keys_ptr": f"*{dtype}"}
+            for whole in (False, True):
+                constants = {**ATTEND, **tile, "FACTOR": LOG2_E / 11.3, "WHOLE": whole}
+                report("attend", dtype, compile_kernel(attend_kernel, dtype, constants, 4, stages, **cache))
+    added = {"HEADS": 32, "HEAD_SIZE": 128, "PADDED": 128, "PARTS": 16}
+    report("add_parts", dtype, compile_kernel(add_parts_kernel, dtype, added, 1))
+
+
+def compile_products(dtype: str) -> None:
+    for tokens in (16, 32, 64):
+        for columns, parts in (*((width, 1) for width in WIDTHS), (32, 2)):
+            tile = {"TOKENS": tokens, "COLUMNS": columns, "STEP": step_of(tokens, columns), "PARTS": parts}
+            constants = {**tile, "HAS_BIAS": parts == 1, "WIDE": False}
+            report("linear", dtype, compile_kernel(linear_kernel, dtype, constants, 4, NUM_STAGES))
+    added = {"PARTS": 2, "HAS_BIAS": True, "TILE": 1024}
+    report("add_depths", dtype, compile_kernel(add_depths_kernel, dtype, added, 4))
+
+
+def main() -> None:
+    for dtype in DTYPES:
+        compile_attention(dtype)
+        cache = {"keys_ptr": f"*{dtype}"}
+        report("rotate", dtype, compile_kernel(rotate_kernel, dtype, ROTATE, 1, **cache))
+        norm = {"SIZE": 4096, "PADDED": 4096, "ADD": True}
+        report("norm", dtype, compile_kernel(norm_kernel, dtype, norm, 8))
+        report("gate", dtype, compile_kernel(gate_kernel, dtype, {"SIZE": 12288, "TILE": 1024}, 4))
+        report("race", dtype, compile_kernel(race_kernel, dtype, RACE, 4))
+        drawn = {"tokens_ptr": "*i32"}
+        finish = {"VOCABULARY": 151_936, "PADDED": 256}
+        report("finish", dtype, compile_kernel(finish_kernel, dtype, finish, 1, **drawn))
+        if dtype != "fp32":
+            compile_products(dtype)
+    report("walk", "fp64", compile_kernel(walk_kernel, "fp64", {"MOST": 64}, 1, tokens_ptr="*i32"))
+
+
+def report(name: str, dtype: str, compiled: Any) -> None:
+    ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
+    found = {
+        "kernel": name,
+        "dtype": dtype,
+        "shared_bytes": compiled.metadata.shared,
+        "has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx,
+        "has_local_memory": ".local" in ptx,
+        "num_buffers": num_buffers(ttgir),
+        "copies_wait_for_loads": copies_wait_for_loads(ttgir),
+        "copy_bytes": copy_bytes(ptx),
+    }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

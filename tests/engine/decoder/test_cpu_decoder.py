@@ -1,0 +1,79 @@
+"""How the fused decoder lays weights out in memory: nothing that reads them notices, and new weights arrive."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.models import build, build_float64
+from treering.engine.decoder.cpu import decoder as decoder_cpu
+from treering.engine.decoder.cpu.decoder import CpuDecoder
+from treering.engine.decoder.protocol import Decoder
+from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.decoder.self_check import _alone
+from treering.engine.decoder.weights import DecoderWeights, read_weights
+from treering.model.families import find_parts
+
+TOKENS = np.array([3, 1, 4, 1, 5])
+
+
+def weights_of(model: PreTrainedModel) -> DecoderWeights:
+    return read_weights(find_parts(model), num_positions=16)
+
+
+def matrices_of(weights: DecoderWeights) -> list[Tensor]:
+    layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return [*layers, weights.head]
+
+
+def logits_of(decoder: Decoder) -> np.ndarray:
+    return decoder.run(_alone(TOKENS)).numpy().copy()
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_matrices_lie_by_inputs_and_hold_what_they_held(is_inference: bool) -> None:
+    model = build_float64("qwen2")
+    with torch.inference_mode(is_inference):
+        weights = weights_of(model)
+    expected = [matrix.clone() for matrix in matrices_of(weights)]
+    CpuDecoder(weights, num_slots=8)
+    for matrix, before in zip(matrices_of(weights), expected, strict=True):
+        assert matrix.T.is_contiguous()
+        assert torch.equal(matrix, before)
+
+
+def test_matrices_beyond_a_cores_cache_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_cpu, "_MOST_LAID_OUT", 0)
+    weights = weights_of(build_float64("qwen3"))
+    CpuDecoder(weights, num_slots=8)
+    assert all(matrix.is_contiguous() for matrix in matrices_of(weights))
+
+
+def test_new_weights_reach_a_decoder_whose_matrices_lie_by_inputs() -> None:
+    model = build_float64("qwen3")
+    weights = weights_of(model)
+    decoder = CpuDecoder(weights, num_slots=8)
+    before = logits_of(decoder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    np.testing.assert_array_equal(logits_of(decoder), before)
+    weights.read(find_parts(model))
+    np.testing.assert_array_equal(logits_of(decoder), logits_of(CpuDecoder(weights_of(model), num_slots=8)))
+    assert np.abs(logits_of(decoder) - before).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_plain_decoder_computes_the_same_from_the_same_weights(family: str) -> None:
+    weights = weights_of(build_float64(family))
+    expected = logits_of(TorchDecoder(weights, num_slots=8))
+    np.testing.assert_allclose(logits_of(CpuDecoder(weights, num_slots=8)), expected, rtol=0, atol=1e-11)
+    np.testing.assert_allclose(logits_of(TorchDecoder(weights, num_slots=8)), expected, rtol=0, atol=1e-11)
+
+
+def test_a_models_own_weights_stay_where_they_are() -> None:
+    model = build("qwen3")
+    before = {name: (parameter.data_ptr(), parameter.stride()) for name, parameter in model.named_parameters()}
+    CpuDecoder(weights_of(model), num_slots=8)
+    assert {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == before

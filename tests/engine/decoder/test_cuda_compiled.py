@@ -1,0 +1,73 @@
+"""The engine's kernels compile for the GPU that they were cut for; the interpreter accepts much more."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.engine.decoder.compiled_code import copies_wait_for_loads
+
+SHARED_BYTES = 227 * 1024
+"""What a program may use on compute capability 9.0."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "tests.engine.decoder.compiled_cuda_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_and_two_programs_share_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
+    # Attention and 6 others in three dtypes, products in two, and the walk.
+    assert len(compiled) == 3 * (8 + 6) + 2 * (12 + 1) + 1
+    attention = [kernel for kernel in compiled if kernel["kernel"] == "attend" and kernel["dtype"] != "fp32"]
+    assert all(2 * kernel["shared_bytes"] <= SHARED_BYTES for kernel in attention)
+    assert all(kernel["shared_bytes"] <= SHARED_BYTES for kernel in compiled)
+
+
+@pytest.mark.slow
+def test_attention_runs_on_matrix_units_and_loads_ahead(compiled: list[dict[str, Any]]) -> None:
+    attention = [kernel for kernel in compiled if kernel["kernel"] == "attend"]
+    assert len(attention) == 24
+    assert all(kernel["has_matrix_units"] for kernel in attention)
+    # Keys and values of a tile are copied, 16 bytes at a time, into one of two buffers while the other one is read, and
+    # from addresses that were there when the tile's round began.
+    assert all(kernel["num_buffers"] == [2, 2] and kernel["copy_bytes"] == [16] for kernel in attention)
+    assert not any(kernel["copies_wait_for_loads"] for kernel in attention)
+
+
+@pytest.mark.slow
+def test_products_run_on_matrix_units_and_keep_at_least_two_steps_on_their_way(compiled: list[dict[str, Any]]) -> None:
+    products = [kernel for kernel in compiled if kernel["kernel"] == "linear"]
+    assert len(products) == 24
+    assert all(kernel["has_matrix_units"] and not kernel["has_local_memory"] for kernel in products)
+    # Of the matrix and of the rows.
+    assert all(len(kernel["num_buffers"]) == 2 and min(kernel["num_buffers"]) >= 3 for kernel in products)
+    assert all(kernel["copy_bytes"] == [16] for kernel in products)
+
+
+LOOP = """
+    %out:3 = scf.for %at = %a to %b step %c iter_args(%page = %p, %next = %q, %sum = %s) -> (i32) {
+      %line = arith.muli %page, %c64 : i32 loc(#loc1)
+      %fresh = tt.load %table, %mask : tensor<64x!tt.ptr<i32>> loc(#loc2)
+      %copy = ttg.async_copy_global_to_local %LINE, %buffer : tensor<64x!tt.ptr<bf16>> loc(#loc3)
+      scf.yield %fresh, %next, %sum : i32
+    }
+"""
+
+
+def test_a_copy_whose_address_is_loaded_in_the_same_round_is_seen() -> None:
+    assert not copies_wait_for_loads(LOOP.replace("%LINE", "%line"))
+    assert copies_wait_for_loads(LOOP.replace("%LINE", "%fresh"))
+    through = LOOP.replace("%line = arith.muli %page", "%other = arith.muli %page")
+    moved = through.replace("      %copy", "      %line = arith.muli %fresh, %c64 : i32\n      %copy")
+    assert copies_wait_for_loads(moved.replace("%LINE", "%line"))

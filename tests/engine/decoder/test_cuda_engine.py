@@ -1,0 +1,145 @@
+"""An engine with pages, kernels and device-side verification, in triton's interpreter, against a plain one."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
+from tests.engine.speculation.test_draft_trees import Truth, script_of
+from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
+from tests.models import VOCAB, build
+from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.request import Request, Sampling
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import StateError, UnsupportedError
+
+pytest.importorskip("triton")
+ops = pytest.importorskip("treering.attention.triton.ops")
+pytestmark = pytest.mark.skipif(
+    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
+)
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build("qwen3", **SMALL).eval()
+
+
+def requests_with(beginning: int, endings: list[int], *, group_size: int = 1, max_tokens: int = 4) -> list[Request]:
+    """Prompts with a common beginning and endings of their own."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, VOCAB, beginning)
+    prompts = [np.concatenate([common, rng.integers(0, VOCAB, ending)]).astype(np.int32) for ending in endings]
+    sampling = Sampling(max_tokens=max_tokens)
+    return [
+        Request(prompt_id=f"q{number}", prompt=prompt, sampling=sampling, sample=sample)
+        for number, prompt in enumerate(prompts)
+        for sample in range(group_size)
+    ]
+
+
+def right_second(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    """The right path stands between wrong tokens, so that its keys and values move."""
+    wrong = [(token + 1) % VOCAB for token in right]
+    return [wrong[0], right[0], wrong[1], right[1]][:room], [-1, -1, 1, 1][:room]
+
+
+def with_plain(model: PreTrainedModel, requests: list[Request], **options: object) -> Rollouts:
+    return run(TorchEngine(model, backend="plain", **options), requests)
+
+
+@pytest.mark.parametrize("drafting", ["none", "trees"])
+def test_tokens_and_logprobs_are_those_of_the_plain_engine(model: PreTrainedModel, drafting: str) -> None:
+    requests = group_requests(3, 2, max_tokens=6)
+    expected = with_plain(model, requests)
+    drafter = None if drafting == "none" else ScriptedDrafter(script_of(right_second, Truth(expected)))
+    engine = TorchEngine(model, drafter, max_batch=4, backend="cuda")
+    assert engine.backend == "cuda on cpu"
+    assert_same(run(engine, requests), expected, 1e-4)
+    assert (engine.stats.num_accepted > 0) == (drafting == "trees")
+
+
+def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreTrainedModel) -> None:
+    requests = requests_with(36, [3, 9, 5], group_size=2, max_tokens=2)
+    engine = TorchEngine(model, max_batch=6, max_prefill=20, backend="cuda")
+    assert_same(run(engine, requests), with_plain(model, requests), 1e-4)
+    # Of 36 common tokens, 32 fill pages; then each prompt's rest but its last token.
+    assert engine.stats.num_prefilled == 32 + sum(4 + ending - 1 for ending in (3, 9, 5))
+
+
+def test_a_prompt_that_comes_back_finds_its_pages_until_the_weights_change(model: PreTrainedModel) -> None:
+    mine = build("qwen3", **SMALL).eval()
+    first, later = ([request] for request in requests_with(33, [2, 4], max_tokens=2))
+    engine = TorchEngine(mine, max_batch=2, backend="cuda")
+    run(engine, first)
+    assert engine.stats.num_prefilled == 34
+    assert_same(run(engine, later), with_plain(mine, later), 1e-4)
+    assert engine.stats.num_prefilled == 34 + 36 - 32
+    other = build("qwen3", seed=5, **SMALL).eval()
+    mine.load_state_dict(other.state_dict())
+    engine.update_weights(1)
+    assert_same(run(engine, later), with_plain(other, later), 1e-4)
+    assert engine.stats.num_prefilled == 34 + 36 - 32 + 36
+
+
+def test_the_one_who_computes_a_beginning_may_leave_before_it_is_done(model: PreTrainedModel) -> None:
+    requests = requests_with(36, [3, 9])
+    engine = TorchEngine(model, max_batch=2, max_prefill=8, backend="cuda")
+    engine.submit(requests)
+    engine.step()
+    engine.abort([requests[0].key])
+    assert_same(run(engine, []), with_plain(model, requests[1:]), 1e-4)
+    assert engine.stats.num_prefilled == 36 + 9 - 1
+
+
+def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTrainedModel) -> None:
+    mine = build("qwen3", **SMALL).eval()
+    engines = [TorchEngine(mine, max_batch=2, backend=backend) for backend in ("cuda", "plain")]
+    for engine in engines:
+        engine.submit(requests_with(20, [2, 3], max_tokens=4))
+        engine.step()
+        engine.step()
+    mine.load_state_dict(build("qwen3", seed=5, **SMALL).state_dict())
+    for engine in engines:
+        engine.update_weights(1, "reprefill")
+    assert_same(*[run(engine, []) for engine in engines], 1e-4)
+
+
+def test_memory_comes_back(model: PreTrainedModel) -> None:
+    engine = TorchEngine(model, max_batch=2, max_tokens=64, backend="cuda")
+    free = engine._table.prefixes.spans.num_free
+    run(engine, requests_with(18, [2, 3, 4], max_tokens=2))
+    assert engine._table.prefixes.spans.num_free == free
+
+
+def test_diverged_weights_are_told() -> None:
+    mine = build("qwen3", **SMALL)
+    engine = TorchEngine(mine, max_batch=2, backend="cuda")
+    with torch.no_grad():
+        mine.model.norm.weight.fill_(float("nan"))
+    engine.update_weights(1)
+    engine.submit(group_requests(1, 1))
+    with pytest.raises(StateError, match="diverged"):
+        engine.step()
+
+
+def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match=r"the model is torch\.float64"):
+        TorchEngine(build("qwen3", **SMALL).double(), backend="cuda")
+    with pytest.raises(UnsupportedError, match="even head sizes up to 128, and the model has 160"):
+        TorchEngine(build("qwen3", **SMALL | {"head_dim": 160}), backend="cuda")
+    monkeypatch.setattr("treering.attention.triton.ops.INTERPRETED", False)
+    with pytest.raises(UnsupportedError, match="computes on CUDA devices, and the model is on cpu"):
+        TorchEngine(build("qwen3", **SMALL), backend="cuda")
+    monkeypatch.setattr("treering.engine.backends.has_triton", lambda: False)
+    with pytest.raises(UnsupportedError, match="triton, which is not installed"):
+        TorchEngine(build("qwen3", **SMALL), backend="cuda")
+
+
+def test_without_a_device_auto_takes_what_it_took(model: PreTrainedModel) -> None:
+    assert TorchEngine(model).backend == "fused on cpu"
+    engine = TorchEngine(build("qwen3", **SMALL).bfloat16())
+    assert engine.backend == "plain on cpu"
+    assert isinstance(engine._decoder, TorchDecoder)

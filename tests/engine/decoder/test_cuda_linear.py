@@ -1,0 +1,255 @@
+"""Products of few rows, in triton's interpreter, against float64; and how the kernel of each is chosen."""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, wanting, weights_of
+from tests.models import VOCAB, build
+from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.decoder.weights import DecoderWeights
+from treering.engine.torch_engine import TorchEngine
+
+pytest.importorskip("triton")
+ops = pytest.importorskip("treering.attention.triton.ops")
+linear_module = pytest.importorskip("treering.engine.decoder.cuda.linear")
+products_module = pytest.importorskip("treering.engine.decoder.cuda.products")
+pytestmark = pytest.mark.skipif(
+    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
+)
+CudaDecoder = pytest.importorskip("treering.engine.decoder.cuda.decoder").CudaDecoder
+Tile = linear_module.Tile
+
+EPSILON = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
+"""Half a unit in the last place, of 1; of bfloat16 a whole one, since the interpreter cuts off instead of rounding."""
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+    out = torch.full((x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype)
+    parts = None if tile.parts == 1 else torch.full((tile.parts, *out.shape), torch.nan)
+    linear_module.linear(x, weight, bias, out, tile, parts)
+    return out
+
+
+def assert_rounded_once(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """As near to float64 as sums of float32 in any order and one rounding get."""
+    wide, absolute = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        wide, absolute = wide + bias.double(), absolute + bias.double().abs()
+    summed = absolute * (x.shape[1] + 1) * 2.0**-24
+    assert ((out.double() - wide).abs() <= summed + EPSILON[out.dtype] * (wide.abs() + summed)).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 31, 32, 33, 50, 64])
+@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(32, 1), Tile(64, 1), Tile(16, 2), Tile(32, 4)], ids=str)
+def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: Tile) -> None:
+    x, weight, bias = (numbers(*shape, dtype=torch.bfloat16) for shape in ((num_tokens, 520), (70, 520), (70,)))
+    assert_rounded_once(product(x, weight, None, tile), x, weight)
+    assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [*EPSILON])
+@pytest.mark.parametrize(("num_columns", "depth"), [(1, 1), (7, 13), (33, 257), (65, 1025), (16, 512), (128, 1024)])
+def test_any_number_of_columns_and_any_depth_will_do(num_columns: int, depth: int, dtype: torch.dtype) -> None:
+    x, weight = numbers(5, depth, dtype=dtype), numbers(num_columns, depth, dtype=dtype, seed=1)
+    bias = numbers(num_columns, dtype=dtype, seed=2)
+    for tile in (Tile(16, 1), Tile(64, 1), Tile(32, 2)):
+        assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
+
+
+def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written() -> None:
+    x = torch.arange(-4, 4).repeat(3, 65)[:, :515].half()
+    weight = torch.ones(20, 515).half()
+    for columns, parts in itertools.product((16, 32, 64), (1, 2, 8)):
+        room = torch.full((5, 20), 9.0).half()
+        sums = None if parts == 1 else torch.full((parts, 3, 20), torch.nan)
+        linear_module.linear(x, weight, None, room[1:4], Tile(columns, parts), sums)
+        # 65 rounds of -4 to 3, which sum up to -4 each, without the last five numbers.
+        assert (room[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
+        assert (room[[0, 4]] == 9).all()
+
+
+def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+    x, weight = numbers(16, 300, dtype=torch.bfloat16), numbers(40, 300, dtype=torch.bfloat16, seed=1)
+    for tile in (Tile(32, 1), Tile(16, 2)):
+        together = product(x, weight, None, tile)
+        assert all(torch.equal(product(x[row : row + 1], weight, None, tile)[0], together[row]) for row in range(16))
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "out"])
+def test_views_that_are_not_contiguous_are_refused(which: str) -> None:
+    tensors = {"x": numbers(4, 8, dtype=torch.bfloat16), "weight": numbers(6, 8, dtype=torch.bfloat16)}
+    tensors["out"] = torch.zeros(4, 6).bfloat16()
+    tensors[which] = tensors[which].T.contiguous().T
+    with pytest.raises(AssertionError):
+        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], Tile(16, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "tiles"),
+    [
+        (151_936, [(64, 1), (32, 1)]),
+        (24_576, [(64, 1), (32, 1)]),
+        (6_144, [(32, 1), (16, 1)]),
+        (4_096, [(32, 1), (16, 1)]),
+        (2_048, [(16, 1), (32, 2)]),
+        (1_024, [(16, 2), (32, 4)]),
+    ],
+)
+def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, tiles: list[tuple[int, int]]) -> None:
+    weight = torch.empty(num_columns, 4096, dtype=torch.bfloat16, device="meta")
+    assert linear_module.tiles_of(weight, 16, 132) == tiles
+    assert all(-(-num_columns // columns) * parts >= 0.9 * 132 for columns, parts in tiles)
+
+
+def test_what_the_kernel_does_not_compute_has_no_tiles() -> None:
+    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[Tile]:
+        return linear_module.tiles_of(torch.empty(64, depth, dtype=dtype, device="meta"), num_tokens, 1)
+
+    assert len(tiles(64, 64, torch.float16)) == 2
+    assert tiles(65, 64, torch.float16) == tiles(1, 72, torch.float16) == tiles(1, 64, torch.float32) == []
+
+
+Seconds = dict[int, tuple[float, float, float]]
+"""Of torch and of both tiles, by the columns of a matrix."""
+
+
+def play_clock(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> list[tuple[int, int]]:
+    """Times are those given; returns a list that gets columns and number of matrices of everything that is timed."""
+    timed: list[tuple[int, int]] = []
+    columns: list[int] = []
+
+    def seconds_of(works: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+        columns.clear()
+        works[0]()
+        timed.append((columns[0], len(columns)))
+        return [*seconds[columns[0]]][: len(works)]
+
+    monkeypatch.setattr(products_module, "torch_product", lambda name, x, weight, *_: columns.append(weight.shape[0]))
+    monkeypatch.setattr(products_module, "seconds_of", seconds_of)
+    return timed
+
+
+@pytest.fixture(scope="module")
+def weights() -> DecoderWeights:
+    """Matrices of 80 (qkv), 48 (out and down), 128 (gate and up) and 32 columns (head)."""
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return weights_of(build("qwen3", **sizes, head_dim=16).bfloat16())
+
+
+def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
+    weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What has no room takes forever, and a gain below two in a hundred is none.
+    seconds = {80: (2.0, 1.0, 1.5), 48: (2.0, 1.5, 1.0), 128: (2.0, 1.97, 3.0), VOCAB: (1.0, 2.0, float("inf"))}
+    assert [weights.layers[0].qkv.shape[0], weights.layers[0].gate_up.shape[0]] == [80, 128]
+    timed = play_clock(monkeypatch, seconds)
+    monkeypatch.setattr(products_module, "_may_time", lambda device: True)
+    products = products_module.Products(weights, "measured")
+    products.of(4)
+    wide, narrow = "64 columns", "32 columns"
+    chosen = {"qkv": wide, "out": narrow, "gate_up": "torch", "down": narrow, "head": "torch"}
+    assert products.chosen == {4: chosen}
+    # All layers' matrices of a name at one time.
+    assert timed == [(80, 2), (48, 2), (128, 2), (48, 2), (VOCAB, 1)]
+    products.of(4)
+    assert len(timed) == 5
+    products.of(2)
+    assert products.chosen == {4: chosen, 2: chosen}
+    assert len(timed) == 10
+
+
+def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    takes = iter([5.0, 7.0, 3.0, 6.0, 4.0, 9.0, 8.0, 8.0])
+
+    class Event:
+        """Milliseconds when it was recorded."""
+
+        now = 0.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = Event.now
+
+        def synchronize(self) -> None:
+            log.append("waited")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.at - self.at
+
+    def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        work()
+        return work
+
+    def runs() -> None:
+        log.append("runs")
+        # The first runs are those of the captures.
+        Event.now += next(takes) if len(log) > 2 else 100.0
+
+    def has_no_room() -> None:
+        raise products_module.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(products_module, "capture", captured)
+    monkeypatch.setattr(products_module, "_FLUSH_BYTES", 16)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    seconds = products_module.seconds_of([runs, has_no_room, runs], torch.device("cpu"))
+    # In turns: 5, 3, 4 and 8 ms of the first, 7, 6, 9 and 8 ms of the last.
+    assert seconds == [pytest.approx(0.003), float("inf"), pytest.approx(0.006)]
+    assert log == ["runs"] * 2 + ["runs", "waited"] * 8
+
+
+@pytest.mark.parametrize("by", ["measured", "torch"])
+def test_without_a_device_and_switched_off_nothing_is_timed_and_torch_computes(
+    weights: DecoderWeights, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products_module, "seconds_of", None)
+    monkeypatch.setattr(products_module, "_may_time", products_module._may_time if by == "measured" else lambda _: True)
+    products = products_module.Products(weights, by)
+    products.of(1)
+    assert {*products.chosen[1].values()} == {"torch"}
+
+
+def test_no_clock_decides_where_torch_is_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_module, "INTERPRETED", False)
+    assert products_module._may_time(torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not products_module._may_time(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("costs", ["measured", "none"])
+def test_an_engine_whose_costs_no_clock_decides_has_no_kernels_that_a_clock_chooses(costs: str) -> None:
+    engine = TorchEngine(build("qwen3", num_hidden_layers=1).eval(), backend="cuda", costs=costs)
+    assert engine._decoder.products._by == ("measured" if costs == "measured" else "torch")
+
+
+def test_passes_with_our_products_give_the_logits_of_the_plain_decoder(weights: DecoderWeights) -> None:
+    batches = [batch_of(rows, VOCAB) for rows in (FILLING, GROWING)]
+    decoders = CudaDecoder(weights, NUM_SLOTS, "kernel"), TorchDecoder(weights, NUM_SLOTS)
+    assert_close(*([decoder.run(batch).clone() for batch in batches] for decoder in decoders), 0.05)
+    assert {kernel for chosen in decoders[0].products.chosen.values() for kernel in chosen.values()} == {"64 columns"}
+
+
+def test_a_pass_that_is_not_captured_is_computed_by_torch_whatever_was_captured_before(
+    weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (growing,) = (batch_of(GROWING, VOCAB),)
+    started = wanting(growing, [0, 1])
+    decoder, other = (CudaDecoder(weights, NUM_SLOTS, "kernel") for _ in range(2))
+    decoder.run(growing)
+    assert torch.equal(decoder.run(started), other.run(started))
+    monkeypatch.setattr(products_module, "linear", None)
+    other.run(started)

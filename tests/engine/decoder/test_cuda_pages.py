@@ -1,0 +1,254 @@
+"""Pages and the spans over them, against a model that remembers for every page what its readers believe it holds."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.engine.decoder.cuda.paged_spans import PagedSpans
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, Pages
+from treering.errors import InputError
+
+NUM_PAGES = 12
+
+
+def prompt(*blocks: int, rest: int = 0) -> np.ndarray:
+    """A prompt of whole pages, each of one token 16 times, and a rest."""
+    return np.concatenate([np.repeat(np.array(blocks, np.int32), PAGE_SLOTS), np.full(rest, 77, np.int32)])
+
+
+def take_known(pages: Pages, tokens: np.ndarray) -> list[int]:
+    taken = pages.take_known(tokens)
+    assert taken is not None
+    return taken
+
+
+def test_prompts_with_a_common_beginning_share_its_full_pages() -> None:
+    pages = Pages(8)
+    first = take_known(pages, prompt(1, 2, rest=8))
+    pages.set_computed(first, 40)
+    second = take_known(pages, prompt(1, 2, rest=15))
+    assert second[:2] == first[:2]
+    assert second[2] != first[2]
+    assert (pages.num_computed(second), pages.num_free) == (32, 4)
+
+
+def test_a_page_is_known_by_everything_before_it_and_not_by_its_own_tokens_alone() -> None:
+    pages = Pages(9)
+    taken = [take_known(pages, prompt(*blocks)) for blocks in ((1, 2), (3, 2), (2, 1))]
+    assert len({page for own in taken for page in own}) == 6
+
+
+def test_pages_are_found_again_after_their_readers_left_and_the_oldest_go_first() -> None:
+    pages = Pages(4)
+    for block in (1, 2):
+        taken = take_known(pages, prompt(block, block))
+        pages.set_computed(taken, 32)
+        pages.give_back(taken)
+    assert pages.num_free == 4
+    again = take_known(pages, prompt(1, 1))
+    assert pages.num_computed(again) == 32
+    pages.give_back(again)
+    # The other prompt is the older one now, and its second page goes before its first.
+    one = pages.take(1)
+    known = take_known(pages, prompt(2, rest=0))
+    assert pages.num_computed(known) == 16
+    assert one is not None
+    pages.give_back([*one, *known])
+    assert pages.num_computed(take_known(pages, prompt(1, 1))) == 32
+
+
+def test_what_was_not_computed_is_not_kept() -> None:
+    pages = Pages(4)
+    taken = take_known(pages, prompt(1, 2))
+    pages.set_computed(taken, 20)
+    pages.give_back(taken)
+    assert pages.num_computed(take_known(pages, prompt(1, 2))) == 16
+
+
+def test_what_is_computed_stays_so_when_another_reader_is_behind() -> None:
+    pages = Pages(4)
+    taken = take_known(pages, prompt(1, 2))
+    pages.set_computed(taken, 32)
+    pages.set_computed(taken, 20)
+    assert pages.num_computed(taken) == 32
+
+
+def test_new_weights_leave_nothing_computed() -> None:
+    pages = Pages(6)
+    gone, stays = take_known(pages, prompt(1)), take_known(pages, prompt(2, 3))
+    for taken in (gone, stays):
+        pages.set_computed(taken, 32)
+    pages.give_back(gone)
+    pages.forget_values()
+    assert pages.num_computed(stays) == 0
+    # Still shared, so that whoever computes it first computes it for both.
+    both = take_known(pages, prompt(2, 3))
+    assert both == stays
+    pages.set_computed(both, 32)
+    assert pages.num_computed(stays) == 32
+    assert pages.num_computed(take_known(pages, prompt(1))) == 0
+
+
+def test_too_few_pages_take_nothing_at_all() -> None:
+    pages = Pages(3)
+    taken = take_known(pages, prompt(1, 2))
+    pages.set_computed(taken, 32)
+    assert pages.take(2) is None
+    assert pages.take_known(prompt(5, 6)) is None
+    pages.give_back(taken)
+    # Its two pages are free, but not for themselves and two others.
+    assert pages.take_known(prompt(1, 2, 3, 4)) is None
+    assert pages.num_computed(take_known(pages, prompt(1, 2, rest=1))) == 32
+
+
+def test_a_cache_without_pages_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one page"):
+        Pages(0)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prompt"), st.lists(st.integers(1, 2), max_size=4), st.integers(0, 15)),
+        st.tuples(st.just("own"), st.integers(1, 4), st.just(0)),
+        st.tuples(st.just("compute"), st.integers(0, 9), st.integers(1, 80)),
+        st.tuples(st.just("leave"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("forget"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(OPERATIONS)
+def test_no_reader_ever_sees_what_another_prompt_wrote_and_no_page_is_lost(operations: list) -> None:
+    pages, version = Pages(NUM_PAGES), 0
+    # For each page what is written in each of its slots: the tokens up to it, and the version of the weights.
+    slots: dict[tuple[int, int], tuple[bytes, int]] = {}
+    spans: list[tuple[list[int], np.ndarray | None]] = []
+    for kind, what, amount in operations:
+        if kind == "prompt":
+            tokens = prompt(*what, rest=amount)
+            taken = pages.take_known(tokens) if tokens.size else None
+            spans += [(taken, tokens)] if taken is not None else []
+        elif kind == "own":
+            taken = pages.take(what)
+            spans += [(taken, None)] if taken is not None else []
+        elif kind == "forget":
+            pages.forget_values()
+            version += 1
+        elif spans:
+            taken, span_tokens = spans[what % len(spans)]
+            if kind == "leave":
+                pages.give_back(taken)
+                del spans[what % len(spans)]
+            elif span_tokens is not None:
+                compute(pages, slots, taken, span_tokens, min(amount, span_tokens.size), version)
+        check(pages, slots, spans, version)
+
+
+def compute(pages: Pages, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int) -> None:
+    """Computes what is missing up to a token."""
+    for place in range(pages.num_computed(taken), num_tokens):
+        slots[taken[place // PAGE_SLOTS], place % PAGE_SLOTS] = (tokens[: place + 1].tobytes(), version)
+    pages.set_computed(taken, num_tokens)
+
+
+def check(pages: Pages, slots: dict, spans: list[tuple[list[int], np.ndarray | None]], version: int) -> None:
+    read = {page for taken, _ in spans for page in taken}
+    assert pages.num_free == NUM_PAGES - len(read)
+    readers: dict[int, list[np.ndarray | None]] = {}
+    for taken, tokens in spans:
+        for place, page in enumerate(taken):
+            readers.setdefault(page, []).append(None if tokens is None else tokens[: (place + 1) * PAGE_SLOTS])
+        if tokens is None:
+            assert pages.num_computed(taken) == 0
+            continue
+        for place in range(pages.num_computed(taken)):
+            slot = taken[place // PAGE_SLOTS], place % PAGE_SLOTS
+            assert slots[slot] == (tokens[: place + 1].tobytes(), version)
+    for beginnings in readers.values():
+        if len(beginnings) > 1:
+            assert all(other is not None and np.array_equal(beginnings[0], other) for other in beginnings)
+            assert beginnings[0] is not None
+            assert beginnings[0].size % PAGE_SLOTS == 0
+
+
+def slots_of(spans: PagedSpans, start: int, length: int) -> list[int]:
+    addresses = np.arange(start, start + length)
+    return (spans.table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS).tolist()
+
+
+def test_spans_are_addresses_whose_pages_are_shared() -> None:
+    spans = PagedSpans(64)
+    first = spans.take_known(prompt(1, 2, rest=3))
+    own = spans.take(20)
+    second = spans.take_known(prompt(1, 9))
+    assert (first, own, second) == (0, 48, 80)
+    spans.set_computed(0, 20)
+    assert (spans.num_computed(0), spans.num_computed(80)) == (20, 16)
+    assert slots_of(spans, 0, 16) == slots_of(spans, 80, 16)
+    others = [*slots_of(spans, 16, 19), *slots_of(spans, 48, 20), *slots_of(spans, 96, 16)]
+    assert len({*others, *slots_of(spans, 0, 16)}) == 16 + len(others)
+
+
+def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
+    spans = PagedSpans(64)
+    whole = spans.num_free
+    for take in (lambda: spans.take(40), lambda: spans.take_known(prompt(1, 2))):
+        start = take()
+        assert spans.num_free < whole
+        spans.give_back(start)
+        assert spans.num_free == whole
+        assert start == 0
+
+
+def test_without_pages_no_address_is_lost() -> None:
+    spans = PagedSpans(16)
+    most = spans.num_free
+    assert spans.take(most + 1) is None
+    assert spans.take(most) == 0
+    assert spans.take_known(prompt(1)) is None
+
+
+def test_without_addresses_no_page_is_lost() -> None:
+    spans = PagedSpans(16)
+    whole, starts = spans.num_free, []
+    while (start := spans.take_known(prompt(1))) is not None:
+        starts.append(start)
+    # They all read one page.
+    assert spans.num_free == whole - PAGE_SLOTS
+    assert len(starts) == spans.table.size
+    for start in starts:
+        spans.give_back(start)
+    assert spans.num_free == whole
+
+
+@pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 100])
+def test_what_fits_into_the_slots_fits_into_the_pages(num_slots: int) -> None:
+    for num_prefix in range(num_slots):
+        spans = PagedSpans(num_slots)
+        assert num_prefix == 0 or spans.take(num_prefix) is not None
+        assert spans.take(num_slots - num_prefix) is not None
+
+
+def test_changes_of_the_table_are_told_once() -> None:
+    spans = PagedSpans(64)
+    told = np.full_like(spans.table, -1)
+
+    def follow() -> None:
+        changed = spans.changed()
+        if changed is not None:
+            told[slice(*changed)] = spans.table[slice(*changed)]
+
+    takes: list[Callable[[], int | None]] = [lambda: spans.take(33), lambda: spans.take_known(prompt(1))]
+    for take in takes:
+        take()
+        follow()
+        assert np.array_equal(told, spans.table)
+    assert spans.changed() is None
+    spans.give_back(0)
+    assert spans.take(40) == 0
+    follow()
+    assert np.array_equal(told, spans.table)

@@ -1,0 +1,150 @@
+"""Drawing and verifying on the device give what the compiled walk on CPU gives: chains, trees, ragged and none."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.speculation.scripted_drafts import make_drafts
+from treering.engine.batch.draft_tree import MOST_DRAFTS, Proposed, nothing, readable
+from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
+from treering.engine.batch.state import Columns, Work, make_columns
+from treering.engine.sampling.noise import row_key
+from treering.errors import StateError
+
+pytest.importorskip("triton")
+ops = pytest.importorskip("treering.attention.triton.ops")
+verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
+pytestmark = pytest.mark.skipif(
+    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
+)
+CPU = torch.device("cpu")
+NOTHING = np.zeros(0, np.int64)
+
+
+def random_tree(rng: np.random.Generator, vocabulary: int, most: int) -> tuple[list[int], list[int]]:
+    tokens, parents = [], []
+    for _ in range(int(rng.integers(0, most + 1))):
+        parent, token = int(rng.integers(-1, len(tokens))), int(rng.integers(vocabulary))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents
+
+
+def drafts_of(trees: list[tuple[list[int], list[int]]], vocabulary: int) -> Proposed:
+    return readable(make_drafts(trees), np.full(len(trees), MOST_DRAFTS), vocabulary)
+
+
+def columns_of(num_rows: int) -> Columns:
+    columns = make_columns(max_rows=num_rows, max_context=8, max_stops=1)
+    for row in range(num_rows):
+        columns.keys[row] = row_key(0, "p", 0, row)
+        columns.num_tokens[row] = 5 + 100 * row
+        columns.temperature[row] = 0.4 + 0.1 * row
+    return columns
+
+
+def work_of(rows: list[int], drafts: Proposed) -> Work:
+    """Rows that are sampled, each behind its context and each of its drafts."""
+    counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
+    return Work(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
+
+
+def assert_same(actual: Drawn, expected: Drawn) -> None:
+    assert actual.num_tokens.tolist() == expected.num_tokens.tolist()
+    for row, count in enumerate(expected.num_tokens):
+        assert actual.tokens[row, :count].tolist() == expected.tokens[row, :count].tolist()
+        assert actual.path[row].tolist() == expected.path[row].tolist()
+        for name in ("logprobs", "policy_logprobs"):
+            own = getattr(actual, name)[row, :count], getattr(expected, name)[row, :count]
+            np.testing.assert_allclose(*own, rtol=0, atol=1e-12)
+    for column, other in zip(actual, expected, strict=True):
+        assert (column.shape, column.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("cut", ["everything", "top_k", "top_p"])
+def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
+    rng = np.random.default_rng(seed)
+    drafts = drafts_of([random_tree(rng, 3, 12) for _ in range(6)], 3)
+    columns = columns_of(6)
+    if cut == "top_k":
+        columns.top_k[1::2] = 2
+    if cut == "top_p":
+        columns.top_p[::2] = 0.7
+    work = work_of([0, 1, 2, 3, 4, 5], drafts)
+    logits = torch.from_numpy(rng.normal(size=(work.wanted.size, 3)).astype(np.float32))
+    expected = draw(logits, work, columns, drafts)
+    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), expected)
+    assert (expected.num_tokens > 1).any()
+
+
+def test_a_full_tree_is_followed_to_its_end() -> None:
+    parents = list(range(-1, MOST_DRAFTS - 1))
+    drafts = drafts_of([([0] * MOST_DRAFTS, parents), ([], [])], 2)
+    work = work_of([0, 1], drafts)
+    logits = torch.tensor([[0.0, -torch.inf]]).repeat(MOST_DRAFTS + 2, 1)
+    drawn = verify.DeviceDrawer(CPU).draw(logits, work, columns_of(2), drafts)
+    assert drawn.num_tokens.tolist() == [MOST_DRAFTS + 1, 1]
+    assert drawn.path[0].tolist() == [*range(MOST_DRAFTS), -1]
+
+
+def test_rows_that_are_not_sampled_are_left_out() -> None:
+    drafts = drafts_of([([1], [-1]), ([], []), ([0, 1], [-1, -1])], 2)
+    columns, work = columns_of(3), work_of([0, 2], drafts)
+    logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), draw(logits, work, columns, drafts))
+    none = work_of([], drafts)
+    assert verify.DeviceDrawer(CPU).draw(logits[:0], none, columns, drafts).num_tokens.size == 0
+
+
+def test_one_drawer_serves_steps_of_any_size() -> None:
+    drawer, rng = verify.DeviceDrawer(CPU), np.random.default_rng(0)
+    for num_rows in (1, 7, 2):
+        drafts = drafts_of([random_tree(rng, 3, 5) for _ in range(num_rows)], 3)
+        columns, work = columns_of(num_rows), work_of([*range(num_rows)], drafts)
+        logits = torch.from_numpy(rng.normal(size=(work.wanted.size, 3)).astype(np.float32))
+        assert_same(drawer.draw(logits, work, columns, drafts), draw(logits, work, columns, drafts))
+
+
+def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_from() -> None:
+    drafts = drafts_of([([], []), ([0], [-1]), ([], [])], 2)
+    columns, work = columns_of(3), work_of([0, 1, 2], drafts)
+    logits = torch.tensor([[0.0, -torch.inf]]).repeat(4, 1)
+    logits[2] = torch.nan
+    with pytest.raises(StateError, match="row 1 hold NaN"):
+        verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts)
+    # Nobody goes where the draft does not agree.
+    logits[1] = torch.tensor([-torch.inf, 0.0])
+    assert verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts).num_tokens.tolist() == [1, 1, 1]
+
+
+def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    trees = [random_tree(rng, 3, 9), ([], []), random_tree(rng, 3, 4), ([], []), ([], [])]
+    leaders = np.array([0, 0, 2, 0, 2])
+    drafts, columns, rows = drafts_of(trees, 3), columns_of(5), np.arange(5)
+    columns.num_tokens[:] = columns.num_tokens[leaders]
+    first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
+    logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
+    work = Work(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
+    # As if each row had logits and a draft of its own.
+    apart = drafts_of([trees[leader] for leader in leaders], 3)
+    places = np.concatenate(
+        [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]
+    )
+    expected = draw(logits[places], work_of([*rows], apart), columns, apart)
+    assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
+    assert_same(draw(logits, work, columns, drafts), expected)
+    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), expected)
+    batched = Drawn(*(np.full_like(column, -1 if column is expected.path else 0) for column in expected))
+    _draw_in_torch(logits, work, columns, drafts, np.diff(apart.offsets), batched)
+    assert_same(batched, expected)
+
+
+def test_without_drafts_every_row_gains_one_token() -> None:
+    columns, work = columns_of(4), work_of([0, 1, 2, 3], nothing(4))
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    drawn = verify.DeviceDrawer(CPU).draw(logits, work, columns, nothing(4))
+    assert drawn.tokens.shape == (4, 1)
+    assert_same(drawn, draw(logits, work, columns, nothing(4)))

@@ -1,0 +1,112 @@
+"""What passes and drawing ask of a device, seen on torch's meta device: it computes nothing, so whatever reads a result
+fails there, and every operation between host and device shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.engine.decoder.cuda_cases import batch_of
+from tests.models import VOCAB, build
+from treering.engine.batch.draft_tree import nothing
+from treering.engine.batch.state import Work, make_columns
+
+pytest.importorskip("triton")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+cases = pytest.importorskip("tests.engine.decoder.test_cuda_decoder")
+verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
+pytestmark = [
+    pytest.mark.skipif(not cases.ops.INTERPRETED, reason="the kernels are compiled here"),
+    pytest.mark.usefixtures("started"),
+]
+META = torch.device("meta")
+CAPTURED = [batch_of(rows, VOCAB) for rows in (cases.FILLING, cases.GROWING)]
+STARTED = [cases.wanting(CAPTURED[0], [4, 7]), cases.wanting(CAPTURED[1], [])]
+COPY = "aten.copy_.default"
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that make tensors in memory of their own, and of those between two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.making: list[str] = []
+        self.between: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            self.between.append(str(func))
+        if any(result.alias_info is None for result in func._schema.returns):
+            self.making.append(str(func))
+        return out
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels in the order of their starts; they run nowhere."""
+    names: list[str] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        assert all(tensor.device == META and tensor.is_contiguous() for tensor in tensors), kernel.__name__
+        names.append(kernel.__name__)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    return names
+
+
+def decoder_of(dtype: torch.dtype, products: str) -> Any:
+    weights = cases.weights_of(build("qwen2", **cases.SMALL).to(META, dtype))
+    return cases.cuda.CudaDecoder(weights, cases.NUM_SLOTS, products)
+
+
+@pytest.mark.parametrize(("dtype", "products"), [(torch.float32, "torch"), (torch.bfloat16, "kernel")])
+def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host(
+    dtype: torch.dtype, products: str, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Operations] = []
+
+    def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        with Operations() as operations:
+            work()
+        seen.append(operations)
+        return work
+
+    monkeypatch.setattr(cases.cuda, "capture", capture)
+    decoder, (batch, _) = decoder_of(dtype, products), CAPTURED
+    assert decoder.run(batch).shape == (batch.num_tokens, VOCAB)
+    assert [(operations.making, operations.between) for operations in seen] == [([], [])]
+    assert ("linear_kernel" in started) == (products == "kernel")
+
+
+@pytest.mark.parametrize("batches", [CAPTURED, STARTED], ids=["captured", "started"])
+def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing(batches: list[Any]) -> None:
+    decoder = decoder_of(torch.float32, "torch")
+    for batch in batches:
+        # What of the addresses is new, and room for a size that is met first, comes with the first one.
+        decoder.run(batch)
+        with Operations() as operations:
+            decoder.run(batch)
+        assert operations.between == [COPY]
+
+
+@pytest.mark.parametrize("is_led", [False, True])
+def test_drawing_copies_to_the_device_in_one_go_and_waits_once(is_led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.Size] = []
+    monkeypatch.setattr(verify, "fetch", lambda packed: waits.append(packed.shape) or np.ones(packed.shape))
+    rows = np.arange(2)
+    first = rows * 0 if is_led else rows
+    zeros = np.zeros(0, np.int64)
+    work = Work(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
+    columns = make_columns(max_rows=2, max_context=1, max_stops=1)
+    with Operations() as operations:
+        verify.DeviceDrawer(META).draw(torch.empty(1 + first[-1], VOCAB, device=META), work, columns, nothing(2))
+    assert operations.between == [COPY]
+    assert len(waits) == 1

@@ -1,0 +1,16 @@
+"""Arrays for laws of loops on vectors, which may read and write a vector behind them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.engine.decoder.cpu.simd import lanes_of
+
+Floats = NDArray[np.floating]
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
+
+
+def room(array: Floats) -> Floats:
+    """The same numbers with a vector of NaN behind them."""
+    spare = np.full(array.size + lanes_of(array.dtype), np.nan, array.dtype)
+    spare[: array.size] = array.reshape(-1)
+    return spare[: array.size].reshape(array.shape)

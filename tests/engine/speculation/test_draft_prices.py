@@ -1,0 +1,143 @@
+"""Measured prices of drafting: what is made of the times, and that nothing of the run takes part."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tests.engine.test_torch_engine import group_requests, run
+from tests.models import build_float64
+from treering.engine.speculation.draft_prices import Spent, Steps, measure_prices, prices_of
+from treering.engine.torch_engine import TorchEngine
+from treering.history.budget.costs import DraftPrices
+from treering.history.draft.drafter import Drafter
+from treering.history.store.store import HistoryStore
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_float64("qwen3").eval()
+
+
+def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> Spent:
+    """Of the price of a look, a quarter is what the pass behind it takes longer."""
+    looking = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
+    behind = 1e-3 + 0.25 * prices.look
+    return Spent(looking, 1e-3, behind, prices.learn + prices.drafted * num_drafted, num_drafted)
+
+
+@given(st.integers(2, 40), st.lists(st.floats(0, 1e-3), min_size=5, max_size=5), st.integers(1, 500))
+def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[float], num_more: int) -> None:
+    prices = DraftPrices.from_array(np.array(values))
+    steps = (
+        spent(prices, rows, drafted)
+        for rows, drafted in ((num_rows, num_rows + num_more), (num_rows, num_rows), (1, 1))
+    )
+    found = prices_of(*steps, num_rows=num_rows)
+    np.testing.assert_allclose(found.to_array(), prices.to_array(), rtol=1e-6, atol=1e-9)
+
+
+@given(st.lists(st.floats(0, 1), min_size=12, max_size=12), st.lists(st.integers(0, 90), min_size=3, max_size=3))
+def test_no_noise_makes_a_price_that_is_none(seconds: list[float], counts: list[int]) -> None:
+    steps = (Spent(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
+    assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
+
+
+def test_one_row_has_no_price_of_its_own() -> None:
+    one = Spent(1e-4, 0.0, 0.0, 5e-5, 1)
+    found = prices_of(Spent(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
+    np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
+
+
+class Clock:
+    """A pass takes a second, every third of them some more, and each look at the clock a millisecond."""
+
+    def __init__(self, longer: float = 0.0) -> None:
+        self.now, self.num_passes, self._longer = 0.0, 0, longer
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    def one_pass(self) -> None:
+        self.num_passes += 1
+        self.now += 1.0 + (self._longer if self.num_passes % 3 == 0 else 0.0)
+
+
+@pytest.mark.parametrize("longer", [0.0, 0.25, -0.25])
+def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_behind_a_look_counts(
+    longer: float,
+) -> None:
+    clock = Clock(longer)
+    prices = measure_prices(clock.one_pass, max_batch=8, clock=clock)
+    # One pass to be behind, one to compare with, one behind the look: two steps to be warm, and a round of three
+    # however long it takes.
+    assert clock.num_passes == 3 * (2 + 3)
+    assert prices.look == pytest.approx(1e-3 + max(longer, 0.0))
+    assert prices.learn == pytest.approx(1e-3)
+    assert max(prices.row, prices.grown, prices.drafted) <= 1e-9
+
+
+class Struck(Clock):
+    """Passes of 100 us, most of which something else makes three to ten times as long, without any order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def one_pass(self) -> None:
+        self.now += 1e-4 * (1.0 if self._rng.random() < 0.4 else self._rng.uniform(3, 10))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_strikes_most_passes_is_no_price_of_a_look(seed: int) -> None:
+    # In 15 rounds of some 4 ms each: that no pass of a kind is left alone has a chance of 0.6 ** 15 = 0.0005.
+    clock = Struck(seed)
+    assert measure_prices(clock.one_pass, max_batch=8, clock=clock).look < 1e-6
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
+def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
+    steps = Steps(num_rows, lambda: None, Clock())
+    table = steps._table
+    for number in range(3 * num_rows):
+        changes = table.num_changes
+        steps.draft(12)
+        assert table.num_rows == num_rows
+        # One goes and another one comes, but where there is one alone: all would be new to the drafter then.
+        assert table.num_changes - changes == (2 if num_rows > 1 else 0), number
+        lengths = table.columns.num_tokens[:num_rows]
+        assert sorted({request.sample for request in table.requests}) == list(range(num_rows))
+        assert (lengths >= 32).all()
+        assert (lengths <= 256).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
+def test_the_made_up_rows_are_drafted_as_much_as_is_asked(num_rows: int) -> None:
+    steps = Steps(num_rows, lambda: None, Clock())
+    few = [steps.draft(1).num_drafted for _ in range(70)]
+    many = [steps.draft(12).num_drafted for _ in range(70)]
+    assert np.mean(few) > 0.8 * num_rows
+    assert np.mean(many) > 5 * np.mean(few)
+
+
+def test_an_engines_measured_costs_have_prices_and_its_drafter_gets_them(model: PreTrainedModel) -> None:
+    drafter = Drafter(HistoryStore())
+    run(TorchEngine(model, drafter, max_batch=2), group_requests(2, 1))
+    assert drafter.costs is not None
+    assert drafter.costs.prices != DraftPrices()
+    assert drafter.costs.prices.look > 0
+
+
+def test_measuring_leaves_what_the_drafter_knows_as_it_was(model: PreTrainedModel) -> None:
+    drafter = Drafter(HistoryStore())
+    engine = TorchEngine(model, drafter, max_batch=2, costs="none")
+    before = drafter.state()
+    engine.measure_costs()
+    after = drafter.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert drafter.costs is None

@@ -1,0 +1,386 @@
+"""Draft trees in the embedded engine: what is drafted, and in which shape, changes no token (law 5)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
+from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
+from tests.models import VOCAB, build, build_float64
+from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted, readable
+from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
+from treering.engine.batch.state import Work, make_columns
+from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import StateError
+from treering.history.types import DraftRows, Drafts
+
+STOP = 7
+NUM_PROMPTS = 5
+
+
+def requests_of(max_tokens: int = 20) -> list:
+    return group_requests(NUM_PROMPTS, 3, stop_tokens=(STOP,), max_tokens=max_tokens)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_float64("qwen3").eval()
+
+
+@pytest.fixture(scope="module")
+def plain(model: PreTrainedModel) -> Rollouts:
+    return run(TorchEngine(model, max_batch=1, backend="plain"), requests_of())
+
+
+class Truth:
+    """What rollouts go on with: the tokens that the engine without drafts has drawn."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    def after(self, prompt_id: str, so_far: Sequence[int]) -> list[int]:
+        """Of the first rollout with this beginning; with tokens behind its end."""
+        for (prompt, _, _), rollout in self._rollouts.items():
+            if prompt == prompt_id and rollout.tokens[: len(so_far)].tolist() == list(so_far):
+                return [*rollout.tokens[len(so_far) :].tolist(), 3, 4, 5]
+        raise AssertionError(f"{prompt_id} never began with {so_far}")
+
+
+def right_last(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    """Wrong first tokens with wrong ones behind them; then the right path, each token between wrong ones."""
+    tokens, parents = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, right[0], right[1]], [-1, -1, 0, 0]
+    behind = -1
+    for token in right[:5]:
+        tokens += [(token + 5) % VOCAB, token, (token + 9) % VOCAB]
+        parents += [behind] * 3
+        behind = len(tokens) - 2
+    return tokens[:room], parents[:room]
+
+
+def random_tree(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    """Any tree of up to 24 nodes; a node continues the right path where its parent is on it, half of the time."""
+    tokens, parents, depths = [], [], [0]
+    taken = set()
+    for _ in range(int(rng.integers(0, min(room, 24) + 1))):
+        parent = int(rng.integers(-1, len(tokens)))
+        depth = depths[parent + 1]
+        token = right[depth] if rng.random() < 0.5 and depth < len(right) else int(rng.integers(VOCAB))
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth + 1)
+    return tokens, parents
+
+
+def right_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    return chain(right[: min(room, 6)])
+
+
+def wrong_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    return chain([(token + 1) % VOCAB for token in right[: min(room, 6)]])
+
+
+def wide_and_full(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+    """As many nodes as there is room for, the right ones last, so that every slot of the row is written."""
+    others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(room, MOST_DRAFTS) - 2)]
+    return [*others, *right[:2]][:room], [*[-1] * (len(others) + 1), len(others)][:room]
+
+
+SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
+
+
+def script_of(shape, truth: Truth) -> Script:
+    rng = np.random.default_rng(0)
+    return lambda prompt_id, so_far, room: shape(truth.after(prompt_id, so_far), rng, room)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize(("backend", "max_batch"), [("fused", 1), ("fused", 16), ("plain", 7)])
+def test_the_shape_of_drafts_changes_no_token(
+    model: PreTrainedModel, plain: Rollouts, shape, backend: str, max_batch: int
+) -> None:
+    requests = requests_of()
+    np.random.default_rng(max_batch).shuffle(requests)
+    drafter = ScriptedDrafter(script_of(shape, Truth(plain)))
+    engine = TorchEngine(model, drafter, max_batch=max_batch, backend=backend)
+    assert_same(run(engine, requests), plain)
+    assert engine.stats.num_drafted > 0
+    assert (engine.stats.acceptance < 0.05) == (shape is wrong_chain)
+    assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+def test_a_limit_inside_a_tree_ends_the_rollout_there(model: PreTrainedModel, plain: Rollouts, max_tokens: int) -> None:
+    expected = run(TorchEngine(model), requests_of(max_tokens))
+    engine = TorchEngine(model, ScriptedDrafter(script_of(right_last, Truth(plain))), max_batch=4)
+    assert_same(run(engine, requests_of(max_tokens)), expected)
+
+
+def test_a_tree_of_a_row_without_room_leaves_its_neighbours_alone(model: PreTrainedModel, plain: Rollouts) -> None:
+    """The arena is exactly full, and the script drafts 64 tokens however few there are slots for."""
+    truth = Truth(plain)
+    num_slots = sum(range(NUM_PROMPTS)) + NUM_PROMPTS * 3 * 20
+
+    def greedy(prompt_id: str, so_far: list[int], room: int) -> Tree:
+        return wide_and_full(truth.after(prompt_id, so_far), np.random.default_rng(0), MOST_DRAFTS + 20)
+
+    engine = TorchEngine(model, ScriptedDrafter(greedy), max_batch=15, max_tokens=num_slots)
+    assert_same(run(engine, requests_of()), plain)
+    assert engine.stats.num_rows > engine.stats.num_forwards
+
+
+@pytest.mark.parametrize("shape", [right_last, random_tree], ids=lambda shape: shape.__name__)
+def test_float32_draws_the_same_tokens(shape) -> None:
+    model = build("llama").eval()
+    expected = run(TorchEngine(model, max_batch=4), requests_of())
+    for backend in ("fused", "plain"):
+        drafter = ScriptedDrafter(script_of(shape, Truth(expected)))
+        assert_same(run(TorchEngine(model, drafter, max_batch=4, backend=backend), requests_of()), expected, 1e-4)
+
+
+def test_bfloat16_drafts_along_its_own_rollouts_are_accepted(model: PreTrainedModel) -> None:
+    small = build("qwen2").bfloat16().eval()
+    expected = run(TorchEngine(small, max_batch=1), requests_of())
+    engine = TorchEngine(small, ScriptedDrafter(script_of(right_last, Truth(expected))), max_batch=1)
+    engine.submit(requests_of()[:1])
+    engine.step()
+    assert engine.stats.num_accepted > 0 or expected["p0", 0, 0].num_tokens == 1
+
+
+def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTrainedModel, plain: Rollouts) -> None:
+    drafter = ScriptedDrafter(script_of(right_last, Truth(plain)))
+    engine = TorchEngine(model, drafter, max_batch=4)
+    run(engine, requests_of())
+    num_walked = num_stops = 0
+    told = [step for step in drafter.seen if "accepted" in step]
+    assert [step for step in drafter.seen if step["drafts"].tokens.size] == told
+    for step in told:
+        drafts = step["drafts"]
+        for row, (accepted, leaf) in enumerate(zip(step["accepted"], step["leaves"], strict=True)):
+            leader = step["leaders"][row]
+            own = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
+            parents, depth, at = drafts.parents[own], 0, int(leaf)
+            while at >= 0:
+                at, depth = int(parents[at]), depth + 1
+            assert depth == accepted
+            num_walked += depth
+            num_stops += leaf >= 0 and drafts.tokens[own][leaf] == STOP
+    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    assert num_walked - num_stops == engine.stats.num_accepted > 0
+    assert num_stops > 0
+    assert any((step["leaves"] > step["accepted"]).any() for step in told)
+    assert all(step["ended"] is None for step in told)
+
+
+def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrainedModel, plain: Rollouts) -> None:
+    contexts: dict[int, list[int]] = {}
+
+    class Watching(ScriptedDrafter):
+        def propose(self, rows: DraftRows) -> Drafts:
+            assert rows.row_ids is not None
+            assert len(set(rows.row_ids.tolist())) == len(rows.prompt_ids)
+            for row, number in enumerate(rows.row_ids.tolist()):
+                context = rows.tokens[row, : rows.num_tokens[row]].tolist()
+                earlier = contexts.get(number, context[: rows.num_prompt_tokens[row]])
+                assert context[: len(earlier)] == earlier
+                contexts[number] = context
+            return super().propose(rows)
+
+    drafter = Watching(script_of(right_chain, Truth(plain)))
+    engine = TorchEngine(model, drafter, max_batch=4)
+    assert_same(run(engine, requests_of()), plain)
+    assert len(contexts) == len(plain)
+    run(engine, requests_of())
+    assert len(contexts) == 2 * len(plain)
+
+
+def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
+    # A chain with a foreign token, a tree with a negative one, none, a tree with room for two, a bush.
+    trees = [
+        chain([1, 9, 2]),
+        ([3, 4, 5, -1, 6], [-1, 0, -1, 0, -1]),
+        chain([]),
+        ([1, 2, 3], [-1, -1, 0]),
+        ([1, 2, 3, 4], [-1, 0, -1, 2]),
+    ]
+    laid = readable(make_drafts(trees), np.array([5, 5, 5, 2, 5]), 9)
+    assert laid.tokens.tolist() == [1, 3, 4, 5, 1, 2, 1, 2, 3, 4]
+    assert laid.offsets.tolist() == [0, 1, 4, 4, 6, 10]
+    assert laid.parents.tolist() == [-1, -1, 0, -1, -1, -1, -1, 0, -1, 2]
+    assert laid.depths.tolist() == [1, 1, 2, 1, 1, 1, 1, 2, 1, 2]
+    assert laid.bits.tolist() == [0, 0, 0, 0b100, 0, 0b10, 0, 0, 0b100, 0b1100]
+
+
+def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
+    bush = (list(range(100)), [-1] * 100)
+    laid = readable(make_drafts([bush, chain(list(range(80)))]), np.array([200, 200]), 1000)
+    assert laid.offsets.tolist() == [0, MOST_DRAFTS, 2 * MOST_DRAFTS]
+    assert laid.bits[:64].view(np.uint64).tolist() == [0, *(1 << number for number in range(1, 64))]
+    assert laid.depths[64:].tolist() == list(range(1, 65))
+    assert not laid.bits[64:].any()
+
+
+def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
+    # 7 and 8 stop the first row, with tokens behind 7 and a branch beside it; 5 stops the second row.
+    trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
+    stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
+    laid = readable(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
+    assert laid.tokens.tolist() == [1, 3, 4, 4, 7, 5]
+    assert laid.offsets.tolist() == [0, 3, 4, 6]
+    assert laid.parents.tolist() == [-1, 0, 1, -1, -1, 0]
+    assert laid.depths.tolist() == [1, 2, 3, 1, 1, 2]
+    assert laid.bits.tolist() == [0] * 6
+    assert laid.numbers.tolist() == [0, 3, 5, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "leaf", "drawn", "told"),
+    [
+        (1, 0, 7, (2, 1)),  # the stop token that was left out
+        (1, 0, 9, (1, 0)),
+        (2, 1, 8, (3, 4)),  # number 1 of what was computed is number 3 of what was drafted
+        (3, 2, 2, (3, 5)),
+        (0, -1, 2, (0, -1)),  # 2 was drafted, but not there
+    ],
+)
+def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
+    num_accepted: int, leaf: int, drawn: int, told: tuple[int, int]
+) -> None:
+    drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
+    laid = readable(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
+    contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
+    own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
+    heard = as_drafted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
+    assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
+
+
+@pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])
+def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
+    with pytest.raises(StateError, match="row 1 has parents"):
+        readable(make_drafts([chain([1]), ([1, 2], parents)]), np.array([5, 5]), 9)
+
+
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: torch.dtype) -> None:
+    """Every node of a random tree of 64 against the model on context and path alone."""
+    model = build("qwen3").to(dtype).eval()
+    rng = np.random.default_rng(3)
+    tokens, parents = rng.integers(0, VOCAB, 64), [int(rng.integers(max(-1, j - 5), j)) for j in range(64)]
+    context = rng.integers(0, VOCAB, 9)
+    logits = logits_of_tree(TorchEngine(model, max_tokens=80, backend=backend), context, tokens, parents)
+    for number in range(64):
+        path, at = [], number
+        while at >= 0:
+            path, at = [int(tokens[at]), *path], parents[at]
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([[*context.tolist(), *path]])).logits[0, -1]
+        torch.testing.assert_close(logits[number], expected, atol=1e-5, rtol=1e-4)
+
+
+def logits_of_tree(
+    engine: TorchEngine, context: np.ndarray, tokens: np.ndarray, parents: list[int], first_slot: int = 5
+) -> torch.Tensor:
+    """Logits behind each drafted token: the context in one pass, half as a prefix, and the tree in a second one."""
+    num_prefix = context.size // 2
+    own_start = first_slot + num_prefix
+    zeros, order = np.zeros(context.size, np.int64), np.arange(context.size)
+    engine._decoder.run(
+        TokenBatch(
+            tokens=context,
+            positions=order,
+            slots=first_slot + order,
+            prefix_start=zeros,
+            num_prefix=zeros,
+            own_start=zeros + first_slot,
+            num_own=order + 1,
+            tree_start=zeros,
+            tree_bits=zeros,
+            wanted=order,
+        )
+    )
+    depths, bits = [0], []
+    for number, parent in enumerate(parents):
+        depths.append(depths[parent + 1] + 1)
+        bits.append((bits[parent] if parent >= 0 else 0) | 1 << number)
+    every = np.ones(tokens.size, np.int64)
+    num_own = context.size - num_prefix
+    return engine._decoder.run(
+        TokenBatch(
+            tokens=tokens,
+            positions=context.size - 1 + np.array(depths[1:]),
+            slots=own_start + num_own + np.arange(tokens.size),
+            prefix_start=every * first_slot,
+            num_prefix=every * num_prefix,
+            own_start=every * own_start,
+            num_own=every * num_own,
+            tree_start=every * (own_start + num_own),
+            tree_bits=np.array(bits, np.uint64).view(np.int64),
+            wanted=np.arange(tokens.size),
+        )
+    )
+
+
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -> None:
+    """A chain whose tokens were computed with gaps between them, then closed up."""
+    model = build_float64("qwen3").eval()
+    engine = TorchEngine(model, max_tokens=80, backend=backend)
+    context, path = np.arange(9), [4, 6, 8]
+    tokens = np.array([11, 12, 13, 14, 15, 16, 17, 18, 19, 20])
+    parents = [-1, -1, -1, -1, -1, -1, 4, -1, 6, -1]
+    logits_of_tree(engine, context, tokens, parents)
+    first = 5 + context.size
+    engine._decoder.move(first + np.array(path), first + np.arange(3))
+    num_seen, one = context.size + 4, np.ones(1, np.int64)
+    logits = engine._decoder.run(
+        TokenBatch(
+            tokens=one * 21,
+            positions=one * (num_seen - 1),
+            slots=one * (5 + num_seen - 1),
+            prefix_start=one,
+            num_prefix=0 * one,
+            own_start=5 * one,
+            num_own=num_seen * one,
+            tree_start=one,
+            tree_bits=0 * one,
+            wanted=0 * one,
+        )
+    )
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([[*range(9), 15, 17, 19, 21]])).logits[0, -1]
+    torch.testing.assert_close(logits[0], expected, atol=1e-10, rtol=0)
+
+
+def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
+    """`draw` on a device draws at every node and walks afterwards; on CPU it draws along the path alone."""
+    rng, num_rows = np.random.default_rng(4), 60
+    trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
+    trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]
+    drafts = readable(make_drafts(trees), np.full(num_rows, 64), 2)
+    rows = np.flatnonzero(rng.random(num_rows) < 0.7)
+    num_drafts = np.diff(drafts.offsets)[rows]
+    columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
+    columns.keys[:] = rng.integers(0, 1 << 60, num_rows)
+    columns.num_tokens[:] = rng.integers(1, 50, num_rows)
+    columns.temperature[:] = rng.uniform(0.5, 2, num_rows)
+    columns.top_k[:] = rng.integers(0, 3, num_rows)
+    none = np.zeros(0, np.int64)
+    first = np.cumsum([0, *(1 + num_drafts)])
+    work = Work(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
+    logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
+    shape = (rows.size, 1 + num_drafts.max())
+    batched = Drawn(
+        np.zeros(shape, np.int32), np.zeros(shape), np.zeros(shape), np.zeros(rows.size, int), np.full(shape, -1)
+    )
+    _draw_in_torch(logits, work, columns, drafts, num_drafts, batched)
+    one_by_one = draw(logits, work, columns, drafts)
+    assert one_by_one.num_tokens.max() >= 4
+    assert (one_by_one.path > np.arange(shape[1])).any()
+    for expected, actual in zip(one_by_one, batched, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-12)

@@ -1,0 +1,202 @@
+"""Measured costs of verification: what is run, what is made of the times, and that rollouts notice nothing."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.engine.speculation.scripted_drafts import ScriptedDrafter, chain
+from tests.engine.test_torch_engine import assert_same, group_requests, run
+from tests.models import build, build_float64
+from treering.arrays import Int64Array
+from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.decoder.protocol import Decoder
+from treering.engine.speculation.verify_costs import goes_on, measure, never_falling
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError, InputError
+from treering.history.budget.costs import VerifyCosts
+
+
+class Timed(Decoder):
+    """A pass over T tokens takes T**2 seconds by its own clock, and in busy moments more."""
+
+    def __init__(self, spikes: Mapping[int, float] | None = None) -> None:
+        self.now = 0.0
+        self._spikes = {} if spikes is None else spikes
+        self.batches: list[TokenBatch] = []
+
+    @property
+    def spare_slot(self) -> int:
+        return 1000
+
+    def run(self, batch: TokenBatch) -> Tensor:
+        self.now += batch.num_tokens**2 + self._spikes.get(len(self.batches), 0.0)
+        self.batches.append(batch)
+        return torch.zeros(batch.wanted.size, 5)
+
+    def move(self, sources: Int64Array, targets: Int64Array) -> None:
+        raise AssertionError("nothing is accepted for good")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_float64("qwen3").eval()
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "sizes"),
+    [
+        (1, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (3, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 19, 24]),
+        (8, [1, 2, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 40, 64]),
+        (100, [1, 2, 4, 8, 16, 32, 64, 100, 101, 102, 103, 104, 105, 106, 107, 108, 116, 132, 164, 228, 256]),
+        (256, [1 << k for k in range(9)]),
+        (1000, [1 << k for k in range(9)]),
+    ],
+)
+def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None:
+    decoder = Timed()
+    costs = measure(decoder, num_slots=100, max_batch=max_batch, context=10, clock=lambda: decoder.now)
+    assert costs.num_tokens.tolist() == sizes
+    assert costs.seconds.tolist() == [size**2 for size in sizes]
+    # One pass to be warm, and one round however long it takes.
+    assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
+
+
+def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
+    # Of each of 8 sizes but one moment is quiet: the first round's for 1 token, the last one's for 2, the rest between.
+    quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
+    decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
+    costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
+    assert len(decoder.batches) == 8 * (1 + 25)
+    np.testing.assert_allclose(costs.seconds, [size**2 * 1e-6 for size in range(1, 9)])
+
+
+@pytest.mark.parametrize(
+    ("round_s", "num_rounds"), [(0.001, 25), (0.01, 20), (0.045, 5), (0.15, 5), (0.6, 2), (0.99, 2), (2.0, 1)]
+)
+def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_rounds: int) -> None:
+    done = 0
+    while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
+        done += 1
+    assert done == num_rounds
+    # Where the clock has jumped before it.
+    assert goes_on(0, 100.0, most=25, budget_s=0.2)
+
+
+class Blocks(Timed):
+    """Computes four tokens at a time, so that the fifth takes as long as the eighth."""
+
+    def run(self, batch: TokenBatch) -> Tensor:
+        self.now += -(-batch.num_tokens // 4) - batch.num_tokens**2
+        return super().run(batch)
+
+
+def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_batch() -> None:
+    decoder = Blocks()
+    costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
+    drafted = np.arange(9)
+    expected = [2, 3, 3, 3, 3, 4, 4, 4, 4]
+    assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
+
+
+def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
+    decoder = Timed()
+    measure(decoder, num_slots=40, max_batch=2, context=10, clock=lambda: decoder.now)
+    for batch in decoder.batches:
+        assert set(batch.slots.tolist()) == {1000}
+        assert set((batch.num_prefix + batch.num_own).tolist()) == {10}
+        assert batch.own_start.min() >= 0
+        assert (batch.own_start + batch.num_own).max() <= 40
+        assert batch.wanted.tolist() == list(range(batch.num_tokens))
+    decoder = Timed()
+    measure(decoder, num_slots=4, max_batch=2, context=10, clock=lambda: decoder.now)
+    assert set(decoder.batches[0].num_own.tolist()) == {4}
+
+
+def test_costs_never_fall() -> None:
+    assert never_falling(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        seconds = rng.random(8)
+        smooth = never_falling(seconds)
+        assert (np.diff(smooth) >= 0).all()
+        np.testing.assert_array_equal(never_falling(np.sort(seconds)), np.sort(seconds))
+
+
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrainedModel, backend: str) -> None:
+    requests = group_requests(6, 2)
+    expected = run(TorchEngine(model), requests)
+    engine = TorchEngine(model, max_batch=4, max_tokens=120, backend=backend)
+    engine.submit(requests)
+    finished = []
+    while engine.num_unfinished:
+        before = engine.stats
+        costs = engine.measure_costs()
+        assert engine.stats == before
+        assert costs.num_tokens.tolist() == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20, 32]
+        finished += engine.step()
+    assert_same({rollout.key: rollout for rollout in finished}, expected)
+
+
+class Listener(ScriptedDrafter):
+    """Drafts one token, and keeps the costs that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt_id, so_far, room: chain([1]))
+        self.told: list[VerifyCosts] = []
+
+    def use_costs(self, costs: VerifyCosts) -> None:
+        self.told.append(costs)
+
+
+def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -> None:
+    drafter = Listener()
+    engine = TorchEngine(model, drafter, max_batch=2)
+    engine.step()
+    assert drafter.told == []
+    run(engine, group_requests(3, 1))
+    run(engine, group_requests(3, 1, draw=1))
+    engine.update_weights(1)
+    run(engine, group_requests(3, 1, draw=2))
+    assert [costs.num_tokens.tolist() for costs in drafter.told] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
+
+
+def test_given_costs_are_told_as_they_are_and_none_are_not_told(model: PreTrainedModel) -> None:
+    costs = VerifyCosts(num_tokens=np.array([1, 4]), seconds=np.array([0.1, 0.2]))
+    given, silent = Listener(), Listener()
+    run(TorchEngine(model, given, costs=costs), group_requests(2, 1))
+    run(TorchEngine(model, silent, costs="none"), group_requests(2, 1))
+    assert (given.told, silent.told) == ([costs], [])
+    run(TorchEngine(model, costs=costs), group_requests(2, 1))
+
+
+def test_a_model_with_few_positions_is_measured_within_them() -> None:
+    engine = TorchEngine(build(max_position_embeddings=16), max_batch=3, max_tokens=500)
+    engine.measure_costs()
+    seen: list[int] = []
+    original: Callable[[TokenBatch], Tensor] = engine._decoder.run
+
+    def spy(batch: TokenBatch) -> Tensor:
+        seen.append(int((batch.num_prefix + batch.num_own).max()))
+        return original(batch)
+
+    engine._decoder.run = spy
+    engine.measure_costs()
+    assert max(seen) == 16
+
+
+@pytest.mark.parametrize("costs", ["measure", None, 1.5, [1.0]])
+def test_other_sources_of_costs_are_refused(model: PreTrainedModel, costs: object) -> None:
+    with pytest.raises(ConfigError, match='"measured", "none" or a VerifyCosts'):
+        TorchEngine(model, costs=costs)
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 0}, {"context": 0}, {"num_slots": 0}])
+def test_limits_without_a_pass_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=next(iter(limits))):
+        measure(Timed(), **{"num_slots": 4, "max_batch": 1, "context": 1, **limits})

@@ -1,0 +1,88 @@
+"""What looks too poor to be drafted is tried now and then all the same: otherwise it would look poor for ever."""
+
+import numpy as np
+import pytest
+
+from tests.history.reference import Row, draft_rows, drafted, store_of, walk
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.kernel import ROWS_PER_PROBE
+from treering.history.features import FIRST, NUM_VOTES
+
+KNOWN, UNKNOWN = Row(rollout=(1,)), Row(rollout=(77,))
+CHEAP = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001]))
+
+
+def hopeless_drafter(*, has_costs: bool = False) -> Drafter:
+    """Its places look as if one in 100,000 tokens were accepted."""
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}), min_acceptance=0.1)
+    if has_costs:
+        drafter.use_costs(CHEAP)
+    state = drafter.state()
+    state["weights"][NUM_VOTES + FIRST[0]] -= 30
+    drafter.load_state(state)
+    return drafter
+
+
+def sizes_of(drafter: Drafter, rows: list[Row], num_steps: int) -> list[int]:
+    """Drafted tokens of every row, step after step."""
+    return [len(tokens) for _ in range(num_steps) for tokens in drafted(drafter.propose(draft_rows(rows)))]
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 150])
+def test_one_row_of_65_that_have_places_and_no_draft_gets_a_token(num_rows: int) -> None:
+    sizes = sizes_of(hopeless_drafter(), [KNOWN] * num_rows, 1 + 500 // num_rows)
+    expected = ([0] * ROWS_PER_PROBE + [1]) * len(sizes)
+    assert sizes == expected[: len(sizes)]
+    assert sum(sizes) >= 5
+
+
+def test_the_token_is_the_likeliest_and_its_estimate_is_as_low_as_it_was() -> None:
+    drafter = hopeless_drafter()
+    drafts = [drafter.propose(draft_rows([KNOWN])) for _ in range(ROWS_PER_PROBE + 1)][-1]
+    assert drafts.tokens.tolist() == [2]
+    assert drafts.parents.tolist() == [-1]
+    assert 0 < drafts.acceptance[0] < 1e-4
+
+
+def test_rows_without_places_do_not_count_and_get_nothing() -> None:
+    drafter = hopeless_drafter()
+    assert sum(sizes_of(drafter, [KNOWN], 10)) == 0
+    assert sum(sizes_of(drafter, [UNKNOWN], 300)) == 0
+    assert sizes_of(drafter, [KNOWN], ROWS_PER_PROBE - 10) == [0] * (ROWS_PER_PROBE - 10)
+    assert sum(sizes_of(drafter, [UNKNOWN], 300)) == 0
+    assert sizes_of(drafter, [KNOWN], 2) == [1, 0]
+
+
+def test_rows_that_are_drafted_do_not_count() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}), min_acceptance=0.1)
+    assert min(sizes_of(drafter, [KNOWN], 200)) == 3
+    assert not drafter.state()["quiet"].any()
+
+
+def test_a_token_that_is_tried_is_verified_where_drafts_have_a_price() -> None:
+    # Between two looks a drafter with costs that finds nothing rests; what it verifies then is the one token.
+    sizes = sizes_of(hopeless_drafter(has_costs=True), [KNOWN] * 5, 400)
+    assert set(sizes) == {0, 1}
+
+
+def test_a_source_that_was_given_up_is_drafted_from_again_once_it_comes_true() -> None:
+    texts = {p: np.random.default_rng(p).permutation(5000)[:12].tolist() for p in range(8)}
+    drafter = Drafter(
+        store_of({p: {0: [text]} for p, text in texts.items()}), min_acceptance=0.25, sources=("history",)
+    )
+
+    def num_drafted(step: int, *, is_right: bool) -> int:
+        text = texts[step % 8]
+        rows = draft_rows([Row(prompt_id=step % 8, rollout=tuple(text[:3]))])
+        drafts = drafter.propose(rows)
+        accepted, leaf = walk(drafts, 0, text[3:] if is_right else [6000])
+        drafter.observe(rows, np.array([accepted]), None, np.array([leaf]))
+        return int(drafts.tokens.size)
+
+    failing = [num_drafted(step, is_right=False) for step in range(600)]
+    assert failing[0] > 3
+    # Given up: of 65 rows one gets one token.
+    assert sum(failing[-130:]) == 2
+    working = [num_drafted(step, is_right=True) for step in range(3000)]
+    assert np.mean(working[-50:]) > 3

@@ -1,0 +1,145 @@
+"""A node's candidates say what its places say, whether all of these go on with one token or not."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from treering.history.draft.candidates import CALIBRATED, FREQUENCY, Facts, Texts, Votes, count_votes, describe
+from treering.history.draft.vote_fractions import sum_up, write_shares
+from treering.history.draft.workspace import Room, make_room
+from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
+from treering.history.match.matches import PLACE
+from treering.history.store.prompt_index import MARKER
+
+NUM_PLACES, DEPTH, SIZE = 9, 2, 64
+BEGIN = 5
+END = BEGIN + NUM_PLACES
+FIELDS = ("token", "count", "best", "length", "num_longest")
+LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
+
+
+@njit
+def count(
+    texts: Any, places: Any, room: Any, begin: int, end: int, depth: int, votes: Any, policy: int, longest: int
+) -> Any:
+    """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
+    num = count_votes(texts, places, room, begin, end, depth, votes, policy, longest)
+    candidates = room.candidates
+    total, num_longest = sum_up(candidates, num)
+    shares = np.zeros((num, NUM_VOTES), np.float32)
+    for c in range(num):
+        write_shares(shares[c], candidates, c, num, candidates[c].votes / total, num_longest)
+    return num, total, num_longest, shares
+
+
+@njit
+def described(out: Any, places: Any, facts: Any) -> None:
+    """The compiled description of a candidate, likewise."""
+    describe(out, places, facts, 0, 5, 0, 6, 7)
+
+
+def stretched(part: float) -> float:
+    """What stands in a table of 1,024 for it."""
+    place = int(part * (1024 - 0.01))
+    return float(stretch.py_func((place + 0.5) / 1024))
+
+
+def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
+    """Places that go on with these tokens two behind where they begin, in any of the texts."""
+    rng = np.random.default_rng(draw)
+    texts = Texts(*(np.full(SIZE, 77, np.int32) for _ in range(3)))
+    places = np.zeros(NUM_PLACES, PLACE)
+    places["at"] = rng.permutation(SIZE - DEPTH)[:NUM_PLACES]
+    for field, end in (("source", NUM_SOURCES), ("text", 3), ("length", 60)):
+        places[field] = rng.integers(0, end, NUM_PLACES)
+    places["length"][rng.integers(NUM_PLACES)] = 60
+    places["weight"] = rng.random(NUM_PLACES) + 0.1
+    for place, token in zip(places, tokens, strict=True):
+        texts[place["text"]][place["at"] + DEPTH] = token
+    tables = (rng.random(NUM_SOURCES * NUM_LENGTHS) + 0.1, *(np.ones(1) for _ in range(4)))
+    return texts, places, Votes(*tables)
+
+
+def room_of_all() -> Room:
+    """Room with all places as members, behind some that are of other nodes."""
+    room = make_room()
+    room.members[:BEGIN] = -1
+    room.members[BEGIN:END] = np.arange(NUM_PLACES)
+    return room
+
+
+def expected(places: np.ndarray, tokens: list[int], votes: Votes, policy: int) -> dict[int, dict[str, Any]]:
+    """The candidates by their tokens, from the definition."""
+    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for j, (place, token) in enumerate(zip(places, tokens, strict=True)):
+        bucket = sum(place["length"] + DEPTH > last for last in LASTS)
+        factor = votes.length[place["source"] * NUM_LENGTHS + bucket] if policy == CALIBRATED else 1.0
+        if token != MARKER:
+            found[token].append((j, place["weight"] * factor))
+    return {
+        token: {
+            "token": token,
+            "count": len(said),
+            "best": max(said, key=lambda item: item[1])[0],
+            "length": max(places[j]["length"] for j, _ in said),
+            "num_longest": sum(places[j]["length"] == 60 for j, _ in said),
+            "votes": sum(vote for _, vote in said),
+            "by_source": [sum(vote for j, vote in said if places[j]["source"] == k) for k in range(NUM_SOURCES)],
+        }
+        for token, said in found.items()
+    }
+
+
+@pytest.mark.parametrize("policy", [CALIBRATED, FREQUENCY])
+@pytest.mark.parametrize("end", [5, MARKER, 6], ids=["all agree", "one ends", "one differs"])
+@pytest.mark.parametrize("draw", range(8))
+def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, policy: int) -> None:
+    tokens = [5] * NUM_PLACES
+    tokens[draw % NUM_PLACES] = end
+    texts, places, votes = node_of(draw, tokens)
+    room = room_of_all()
+    num, total, num_longest, shares = count(texts, places, room, BEGIN, END, DEPTH, votes, policy, 60)
+    wanted = expected(places, tokens, votes, policy)
+    assert num == len(wanted)
+    assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
+    assert num_longest == sum(item["num_longest"] for item in wanted.values())
+    for candidate, own in zip(room.candidates[:num], shares, strict=True):
+        item = wanted[int(candidate["token"])]
+        assert {name: candidate[name] for name in FIELDS} == {name: item[name] for name in FIELDS}
+        assert candidate["votes"] == pytest.approx(item["votes"])
+        assert own[0] == pytest.approx(stretched(item["votes"] / total))
+        for k in range(NUM_SOURCES):
+            whole = sum(other["by_source"][k] for other in wanted.values())
+            part = (item["by_source"][k] / whole + 0.02) / 1.06 if whole > 0 else None
+            assert own[1 + k] == pytest.approx(0.0 if part is None else stretched(part))
+        assert own[-1] == pytest.approx(stretched((item["num_longest"] + 0.1) / (num_longest + 0.4)))
+
+
+@pytest.mark.parametrize("source", range(NUM_SOURCES))
+def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
+    tokens = [5] * NUM_PLACES
+    texts, places, votes = node_of(0, tokens)
+    places["weight"][places["source"] == source] = 0.0
+    *_, shares = count(texts, places, room_of_all(), BEGIN, END, DEPTH, votes, FREQUENCY, 60)
+    has_votes = [k != source and (places["source"] == k).any() for k in range(NUM_SOURCES)]
+    assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
+
+
+def test_a_node_without_places_has_no_candidates() -> None:
+    texts, places, votes = node_of(0, [5] * NUM_PLACES)
+    assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, votes, CALIBRATED, 0)[:3] == (0, 0.0, 0)
+
+
+def test_age_and_reward_of_a_rollout_and_what_is_newer_elsewhere_are_told_apart() -> None:
+    seen = []
+    # A history place's note is its age, 4 times its reward class, and 16 times how many rollouts are newer.
+    notes = [(HISTORY, age + 4 * reward + 16 * newer) for newer in range(4) for reward in range(3) for age in range(4)]
+    for source, note in notes + [(HISTORY + 1, rank) for rank in range(4)]:
+        places, out = np.zeros(1, PLACE), np.zeros(NUM_KINDS, np.int32)
+        places["source"], places["note"] = source, note
+        described(out, places, Facts(0, 3, 1, 4, 0, 1, 1, 1, 1))
+        seen.append(int(out[4]) - FIRST[4])
+    assert seen == [*range(12)] * 4 + [12, 13, 14, 15]

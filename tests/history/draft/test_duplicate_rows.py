@@ -1,0 +1,221 @@
+"""Rows that another one leads: looked up once, verified along its draft, and known afterwards as if looked up alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.history.reference import Row, draft_rows, drafted, first_tokens, same_drafts, store_of, walk
+from treering.errors import InputError
+from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
+from treering.history.draft.output import Output, cut
+from treering.history.features import NUM_KINDS, NUM_VOTES
+from treering.history.types import Drafts
+
+FREE = DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0)
+LEADERS = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(
+    lambda kinds: [kinds.index(kind) for kind in kinds]  # the first row of each kind
+)
+
+
+@given(LEADERS, st.lists(st.floats(0.1, 4.0), min_size=10, max_size=10))
+def test_no_row_is_worth_more_than_the_most(leaders: list[int], worth: list[float]) -> None:
+    rows = draft_rows([Row()] * len(leaders), leaders=leaders, worth=worth[: len(leaders)])
+    _, shared, num_leading = read_leaders(rows)
+    assert num_leading == len(set(leaders)) == np.count_nonzero(shared)
+    assert shared.max() <= most_worth(rows, num_leading) * (1 + 1e-12)
+    alike = draft_rows([Row()] * len(leaders), leaders=leaders)
+    assert most_worth(alike, num_leading) == 1 + len(leaders) - num_leading
+
+
+def drafts_of(sizes: list[int]) -> Drafts:
+    num = sum(sizes)
+    return Drafts(
+        tokens=np.arange(num, dtype=np.int32),
+        offsets=np.cumsum([0, *sizes]),
+        parents=np.concatenate([np.arange(-1, size - 1) for size in [*sizes, 0]]).astype(np.int32),
+        acceptance=np.linspace(0.1, 0.9, num, dtype=np.float32),
+    )
+
+
+@given(LEADERS, st.lists(st.integers(0, 4), min_size=10, max_size=10))
+def test_each_row_is_repeated_with_its_leaders_draft(leaders: list[int], sizes: list[int]) -> None:
+    drafts = drafts_of([size * (leader == row) for row, (leader, size) in enumerate(zip(leaders, sizes, strict=False))])
+    repeated, places = repeat(drafts, np.array(leaders))
+    for row, leader in enumerate(leaders):
+        own = slice(repeated.offsets[row], repeated.offsets[row + 1])
+        led = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
+        assert places[own].tolist() == [*range(drafts.offsets[leader], drafts.offsets[leader + 1])]
+        for name in ("tokens", "parents", "acceptance"):
+            assert getattr(repeated, name)[own].tolist() == getattr(drafts, name)[led].tolist()
+
+
+def test_the_documented_examples() -> None:
+    repeated, places = repeat(drafts_of([2, 0, 1]), np.array([0, 0, 2]))
+    assert places.tolist() == [0, 1, 0, 1, 2]
+    assert repeated.offsets.tolist() == [0, 2, 4, 5]
+    for worth, shared in ((None, [2, 0, 1]), ([0.5, 3, 1], [3.5, 0, 1])):
+        leaders, values, num_leading = read_leaders(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=worth))
+        assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 0, 2], shared, 2)
+    leaders, values, num_leading = read_leaders(draft_rows([Row()] * 2))
+    assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 1], [1, 1], 2)
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+def led_and_apart(texts: list[list[int]], **options: Any) -> tuple[Drafter, Drafter]:
+    """Two drafters that know the same; from history alone, so that no row sees another one."""
+    stores = [store_of({"q": {0: texts}}) for _ in range(2)]
+    led, apart = (Drafter(store, **{"sources": ("history",), "min_acceptance": 0.001, **options}) for store in stores)
+    return led, apart
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=2, max_size=4), st.data())
+def test_a_drafter_learns_of_led_rows_what_it_learns_of_rows_apart(
+    texts: list[list[int]], ways: list[list[int]], data: st.DataObject
+) -> None:
+    """Rows go different ways; as long as they have gone the same one, one of them is looked up."""
+    led, apart = led_and_apart(texts)
+    num_steps = data.draw(st.integers(1, 3))
+    rollouts = [way * 4 for way in ways]
+    sizes = [0] * len(ways)
+    for _ in range(num_steps):
+        rows = [Row(rollout=tuple(rollout[:size])) for rollout, size in zip(rollouts, sizes, strict=True)]
+        contexts = [row.context for row in rows]
+        leaders = [contexts.index(context) for context in contexts]
+        once, each = (draft_rows(rows, row_ids=range(len(rows)), leaders=told) for told in (leaders, None))
+        drafts, expected = led.propose(once), apart.propose(each)
+        for row, leader in enumerate(leaders):
+            assert drafted(drafts)[row] == (drafted(expected)[row] if leader == row else [])
+        to_come = [rollout[size:] for rollout, size in zip(rollouts, sizes, strict=True)]
+        walks = [walk(expected, b, tokens) for b, tokens in enumerate(to_come)]
+        counts, leaves = (np.array(values, np.int64) for values in zip(*walks, strict=True))
+        led.observe(once, counts, leaves=leaves)
+        apart.observe(each, counts, leaves=leaves)
+        sizes = [min(size + count + 1, len(way)) for size, count, way in zip(sizes, counts, rollouts, strict=True)]
+    for name, values in apart.state().items():
+        if name not in ("quiet", "asked"):
+            np.testing.assert_array_equal(led.state()[name], values)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_row_that_parts_goes_on_where_its_leader_was_in_old_rollouts(is_told: bool) -> None:
+    """Behind a token that history has not, one that it has everywhere: who followed the text knows which is meant."""
+    text, crowd = [*range(1, 30)], [[200 + k, 60 + 2 * k, 11, 50] for k in range(40)]
+    led, apart = led_and_apart([text, *crowd])
+    together = [Row(rollout=tuple(text[:8]))] * 2
+    once, each = draft_rows(together, row_ids=[0, 1], leaders=[0, 0]), draft_rows(together, row_ids=[0, 1])
+    assert drafted(led.propose(once))[0] == drafted(apart.propose(each))[0]
+    if is_told:
+        led.observe(once, np.array([2, 2]), leaves=np.array([1, 1]))
+        apart.observe(each, np.array([2, 2]), leaves=np.array([1, 1]))
+    parted = [Row(rollout=(*text[:9], other, 11)) for other in (77, 79)]
+    rows = [draft_rows(parted, row_ids=[0, 1], leaders=leaders) for leaders in ([0, 1], None)]
+    drafts = led.propose(rows[0])
+    assert same_drafts(drafts, apart.propose(rows[1]))
+    assert all(12 in first_tokens(drafts, b) for b in range(2))
+    fresh, _ = led_and_apart([text, *crowd])
+    assert not any(12 in first_tokens(fresh.propose(rows[1]), b) for b in range(2))
+
+
+def test_a_token_that_more_rows_may_gain_is_drafted_before_one_that_fewer_may() -> None:
+    """Four ways to go on for rows that others lead, beside rows with nothing to draft from."""
+    history = {"q": {0: [[1, 2 + k] for k in range(4)]}}
+    sizes = []
+    for num_led in (0, 1, 3, 7):
+        drafter = Drafter(store_of(history), sources=("history",))
+        drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 6.0]), prices=FREE))
+        rows = [Row(rollout=(1,))] * (1 + num_led) + [Row(prompt_id=k, group=1 + k) for k in range(7 - num_led)]
+        leaders = [0] * (1 + num_led) + [*range(1 + num_led, 8)]
+        sizes.append(drafter.propose(draft_rows(rows, leaders=leaders)).tokens.size)
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> None:
+    """Eight rows gain a token more each, in a step that takes seven times as long: drafting loses, and rests."""
+    drafter = Drafter(store_of({"q": {0: [[1, 2]]}}), sources=("history",))
+    prices = DraftPrices(look=5.0, row=0, grown=0, learn=0, drafted=0)
+    drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 91.0]), prices=prices))
+    num_drafting = 0
+    for _ in range(20):
+        rows = draft_rows([Row(rollout=(1,))] * 8, leaders=[0] * 8)
+        drafts = drafter.propose(rows)
+        if drafts.tokens.size > 0:
+            num_drafting += 1
+            drafter.observe(rows, np.ones(8, np.int64), leaves=np.zeros(8, np.int64))
+    assert 1 <= num_drafting <= 3
+
+
+def test_leaders_are_read_in_place() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3]]}}), sources=("history",))
+    drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 1.5]), prices=FREE))
+    rows = draft_rows([Row(rollout=(1,))] * 2, leaders=[0, 0])
+    assert [len(draft) for draft in drafted(drafter.propose(rows))] == [2, 0]
+    rows.leaders[1] = 1
+    assert drafted(drafter.propose(rows)) == [[2, 3], [2, 3]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.floats(0.02, 1.0), max_size=3)), min_size=1, max_size=5),
+    st.floats(0.05, 0.9),
+)
+def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
+    groups: list[tuple[int, list[float]]], per_token: float
+) -> None:
+    """Each group is one row with a draft, and some that it leads."""
+    worth, paths, offsets = [], [], [0]
+    for num_led, chances in groups:
+        worth += [1.0 + num_led, *[0.0] * num_led]
+        paths += chances
+        offsets += [len(paths)] * (1 + num_led)
+    num, num_rows, num_computed = len(paths), len(worth), len(groups)
+    gains = np.repeat([1.0 + num_led for num_led, _ in groups], [len(chances) for _, chances in groups]) * paths
+    sizes, seconds = np.array([num_computed, num_computed + 100]), np.array([1.0, 1.0 + 100 * per_token])
+    output = Output(
+        offsets=np.array(offsets, np.int64),
+        tokens=np.arange(num, dtype=np.int32),
+        parents=np.full(num, -1, np.int32),
+        estimates=np.array(paths, np.float32),
+        paths=np.array(paths, np.float64),
+        shares=np.zeros((num, NUM_VOTES), np.float32),
+        features=np.zeros((num, NUM_KINDS), np.int32),
+        is_probe=np.zeros(num_rows, np.bool_),
+    )
+    cut(np.array(worth), output, sizes, seconds)
+    stayed = output.tokens[: output.offsets[-1]]
+
+    def speed(tokens: np.ndarray) -> float:
+        return float((num_rows + gains[tokens].sum()) / (1.0 + per_token * len(tokens)))
+
+    by_gain = np.argsort(-gains)
+    best = max(speed(by_gain[:count]) for count in range(num + 1))
+    # Tokens are chosen by bins, each 7 % of probability wide.
+    assert speed(stayed) >= best / np.exp(1 / 14) - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("leaders", "row"),
+    [([1, 1, 2], 0), ([0, 2, 2], 1), ([0, 0, 1], 2), ([0, -1, 2], 1), ([0, 1, 0], 2), ([0, 1, 7], 2)],
+)
+def test_a_leader_that_is_none_is_refused_and_nothing_is_lost(leaders: list[int], row: int) -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3]]}}))
+    rows = [Row(rollout=(1,)), Row(rollout=(1,)), Row(rollout=(1, 2))]
+    with pytest.raises(InputError, match=rf"in row {row}; correct the counts, or its leader {leaders[row]}"):
+        drafter.propose(draft_rows(rows, leaders=leaders))
+    with pytest.raises(InputError, match="in row 2; correct the counts, or its leader 1"):
+        drafter.propose(draft_rows([rows[0]] * 3, leaders=[0, 0, 1]))
+    assert drafted(drafter.propose(draft_rows(rows, leaders=[0, 0, 2])))[1] == []
+
+
+def test_leaders_are_one_whole_number_for_each_row() -> None:
+    for leaders in (np.zeros(2, np.int64), np.zeros(1, np.int32), [0, 0]):
+        rows = draft_rows([Row()])
+        with pytest.raises(InputError, match="leaders is int64 of shape"):
+            type(rows)(**{**{name: getattr(rows, name) for name in rows.__slots__}, "leaders": leaders})

@@ -1,0 +1,43 @@
+"""What is learnt of a token behind one or two others holds for it behind just these, drafted ones too."""
+
+import numpy as np
+import pytest
+
+from tests.history.reference import Row, draft_rows, store_of
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.token_weights import WEIGHT_UNIT
+from treering.history.features import FIRST, NUM_HASHES, NUM_PAIRS, hash_of
+
+ROWS = draft_rows([Row(rollout=(5, 6, 7))])
+TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
+BEHIND_ONE, TOKEN, PAIR, TRIPLE = FIRST[18:22]
+
+
+def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
+    """The weights that are the token's behind the two others."""
+    return {
+        "behind one": BEHIND_ONE + before % NUM_HASHES,
+        "token": TOKEN + token % NUM_HASHES,
+        "pair": PAIR + hash_of.py_func(token, before, 0, NUM_PAIRS),
+        "triple": TRIPLE + hash_of.py_func(token, before, earlier + 1, NUM_PAIRS),
+    }
+
+
+@pytest.mark.parametrize("kind", ["behind one", "token", "pair", "triple"])
+@pytest.mark.parametrize("place", range(len(TRIPLES)))
+def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: str) -> None:
+    drafter = Drafter(store_of({"q": {0: [[5, 6, 7, 30, 31, 32, 33]] * 2}}), min_acceptance=1e-6)
+    plain = drafter.propose(ROWS)
+    assert plain.tokens.tolist() == [token for token, _, _ in TRIPLES]
+    state = drafter.state()
+    state["token_weights"][weights_of(*TRIPLES[place])[kind]] += int(1.0 / WEIGHT_UNIT)
+    drafter.load_state(state)
+    moved = np.flatnonzero(drafter.propose(ROWS).acceptance > plain.acceptance + 0.01)
+    assert moved.tolist() == [place]
+
+
+@pytest.mark.parametrize("size", [NUM_HASHES, NUM_PAIRS])
+def test_tokens_fall_to_every_weight_of_a_kind(size: int) -> None:
+    # Of 30 triples for each weight, one is left out with a chance of exp(-30).
+    triples = np.random.default_rng(0).integers(-1, 150_000, (30 * size, 3)).tolist()
+    assert {hash_of.py_func(*triple, size) for triple in triples} == set(range(size))

@@ -1,0 +1,248 @@
+"""The same calls give the same drafts: again, in another thread, and behind a checkpoint; the state is checked."""
+
+import ast
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
+
+from tests.history.draft.test_acceptance import ROW, drafter_of, num_tried, observe
+from tests.history.reference import (
+    Row,
+    draft_rows,
+    likeliest_path,
+    same_drafts,
+    store_of,
+    walk,
+)
+from treering import history
+from treering.errors import InputError, StateError
+from treering.history.budget.costs import VerifyCosts
+from treering.history.draft import kernel as propose_module
+from treering.history.draft.drafter import Drafter
+from treering.history.jit import stamp_of
+from treering.history.store.store import HistoryStore
+
+PACKAGE = list(history.__path__)
+
+
+def test_the_whole_call_runs_without_the_interpreter_lock() -> None:
+    assert propose_module.propose.targetoptions["nogil"] is True  # type: ignore[attr-defined]
+
+
+def test_what_is_cached_is_named_by_all_sources_that_it_may_use(tmp_path: Any) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "b.py").write_text("y = 1")
+    before = stamp_of(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2")
+    assert stamp_of(tmp_path) != before
+
+
+def cached_functions() -> Iterator[tuple[str, Any]]:
+    """The compiled functions of the folder that are cached, with their modules."""
+    for module in map(importlib.import_module, sorted(f"treering.history.{m.name}" for m in iter_modules(PACKAGE))):
+        for value in vars(module).values():
+            is_cached = isinstance(value, Dispatcher) and not isinstance(value._cache, NullCache)
+            if is_cached and value.py_func.__module__ == module.__name__:
+                yield module.__name__, value
+
+
+def foreign_names(module_name: str, function: Any) -> set[str]:
+    """What a compiled function, and those of its module that it calls, take from other modules of the folder."""
+    module = importlib.import_module(module_name)
+    seen: set[str] = set()
+    waiting, found = [function.py_func], set()
+    while waiting:
+        for name in waiting.pop().__code__.co_names:
+            value = getattr(module, name, None)
+            if name in seen or value is None:
+                continue
+            seen.add(name)
+            code = getattr(value, "py_func", value)
+            home = getattr(code, "__module__", None)
+            if isinstance(value, Dispatcher) and home == module_name:
+                waiting.append(code)
+            elif name in imported_names(module):
+                found.add(name)
+    return found
+
+
+def imported_names(module: Any) -> set[str]:
+    """What a module takes from others of the folder."""
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.name for node in nodes if str(node.module).startswith("treering.history") for name in node.names}
+
+
+def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
+    stamped = []
+    for module_name, function in cached_functions():
+        cells = [cell.cell_contents for cell in function.py_func.__closure__ or ()]
+        # A marker is what files hold: it never changes.
+        if foreign_names(module_name, function) - {"MARKER"}:
+            assert cells == [stamp_of(Path(PACKAGE[0]))], function
+            stamped.append(function.__name__)
+    assert sorted(stamped) == ["learn", "propose", "set_states"]
+
+
+def run_of(store: HistoryStore, seed: int, num_steps: int = 30) -> list[Any]:
+    """What a drafter gives along rollouts that grow by its own accepted drafts and a random token."""
+    rng, drafter = np.random.default_rng(seed), Drafter(store, min_acceptance=0.02)
+    rows, given_out = [Row(group=b // 2) for b in range(6)], []
+    for _ in range(num_steps):
+        batch = draft_rows(rows, row_ids=list(range(6)))
+        drafts = drafter.propose(batch)
+        given_out.append(drafts)
+        paths = [likeliest_path(drafts, b) for b in range(6)]
+        counts = np.array([rng.integers(0, len(path) + 1) for path in paths], np.int64)
+        drafter.observe(batch, counts, None, counts - 1)
+        rows = [
+            replace(row, rollout=(*row.rollout, *path[:n], int(rng.integers(1, 5))))
+            for row, path, n in zip(rows, paths, counts, strict=True)
+        ]
+    return given_out
+
+
+def test_drafters_in_two_threads_give_what_each_gives_alone() -> None:
+    rng = np.random.default_rng(3)
+    store = store_of({"q": {v: [rng.integers(1, 5, 40).tolist() for _ in range(3)] for v in range(2)}})
+    alone = [run_of(store, seed) for seed in range(2)]
+    together: list[list[Any]] = [[], []]
+
+    def work(seed: int) -> None:
+        together[seed] = run_of(store, seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(drafts.tokens.size for drafts in alone[0]) > 100
+    for mine, theirs in zip(alone, together, strict=True):
+        assert all(same_drafts(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_the_same_calls_give_the_same_drafts() -> None:
+    rng = np.random.default_rng(4)
+    store = store_of({"q": {v: [rng.integers(1, 5, 40).tolist() for _ in range(3)] for v in range(2)}})
+    first, second = run_of(store, 0), run_of(store, 0)
+    assert len(first) == len(second)
+    assert all(same_drafts(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_same_observations_give_the_same_weights() -> None:
+    drafters = [drafter_of([1, 2, 3], [1, 4, 5]) for _ in range(2)]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        truth = tuple(rng.integers(2, 6, 3))
+        assert observe(drafters[0], truth) == observe(drafters[1], truth)
+    for name, values in drafters[0].state().items():
+        np.testing.assert_array_equal(values, drafters[1].state()[name], strict=True)
+
+
+@pytest.mark.parametrize("has_costs", [False, True])
+def test_fresh_rows_draft_bitwise_the_same_after_a_state_was_loaded(has_costs: bool) -> None:
+    rng = np.random.default_rng(0)
+    store = store_of({p: {v: [rng.integers(1, 6, 40).tolist() for _ in range(3)] for v in range(2)} for p in range(4)})
+    costs = VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 1.2])) if has_costs else None
+    running = Drafter(store)
+    for epoch in range(6):
+        resumed = Drafter(store)
+        resumed.load_state(running.state())
+        # A step begins: whether drafts pay is found out anew.
+        for drafter in (running, resumed):
+            drafter.use_costs(costs)
+        # Batches of other sizes, so that what the running one keeps has room that the resumed one never had.
+        num_rows = 24 if epoch % 2 == 0 else 6
+        rows = [Row(prompt_id=b % 4, group=8 * epoch + b // 3, prompt=(7,) * (300 >> epoch)) for b in range(num_rows)]
+        ids = list(range(100 * epoch, 100 * epoch + num_rows))
+        for _ in range(12):
+            batch = draft_rows(rows, row_ids=ids)
+            drafts = running.propose(batch)
+            assert same_drafts(drafts, resumed.propose(batch))
+            truths = [tuple(int(t) for t in rng.integers(1, 6, 5)) for _ in rows]
+            walked = [walk(drafts, b, truth) for b, truth in enumerate(truths)]
+            counts, leaves = (np.array(values) for values in zip(*walked, strict=True))
+            for drafter in (running, resumed) if drafts.tokens.size else ():
+                drafter.observe(batch, counts, None, leaves)
+            rows = [
+                replace(row, rollout=(*row.rollout, *truth[: n + 1]))
+                for row, truth, n in zip(rows, truths, counts, strict=True)
+            ]
+        store.add(epoch % 4, [np.array(rows[0].rollout, np.int32)], 2 + epoch)
+        store.publish()
+    assert num_tried(running) > 200
+
+
+def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:
+    drafter = drafter_of()
+    rows = draft_rows([ROW])
+    drafter.propose(rows)
+    drafter.load_state(drafter.state())
+    with pytest.raises(StateError, match="propose first"):
+        drafter.observe(rows, np.array([1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("squares"),
+        lambda state: state.update(extra=np.zeros(3)),
+        lambda state: state.update(weights=np.zeros(3)),
+        lambda state: state.update(squares=state["squares"] - 1e9),
+        lambda state: state.update(reliability=np.full((20, 3), -1.0)),
+        lambda state: state.update(weights=state["weights"] * np.nan),
+        lambda state: state.update(weights=state["weights"] * np.inf),
+        lambda state: state.update(weights=np.full(state["weights"].size, 1e300)),
+        lambda state: state.update(weights=np.full(state["weights"].size, 2e6)),
+        lambda state: state.update(weights=np.full(state["weights"].size, -2e6)),
+        lambda state: state.update(squares=0 * state["squares"]),
+        lambda state: state.update(squares=np.full(state["squares"].size, 1e39)),
+        lambda state: state.update(token_weights=np.full(state["token_weights"].size, 1 << 15)),
+        lambda state: state.update(token_weights=np.full(state["token_weights"].size, -(1 << 15))),
+        lambda state: state.update(token_weights=state["token_weights"] * 0.5 * np.nan),
+        lambda state: state.update(token_roots=0 * state["token_roots"]),
+        lambda state: state.update(token_roots=np.full(state["token_roots"].size, 1 << 16)),
+        lambda state: state.update(token_weights=state["token_weights"].astype(str)),
+        lambda state: state.update(quiet=np.array([-1])),
+    ],
+)
+def test_another_state_is_refused_and_nothing_is_taken(change: Callable[[dict[str, Any]], object]) -> None:
+    drafter = drafter_of()
+    for _ in range(3):
+        observe(drafter, (2, 3, 4))
+    before = drafter.state()
+    state = {name: values + 1 for name, values in before.items()}
+    change(state)
+    with np.errstate(invalid="ignore"), pytest.raises(InputError, match=r"pass a state\(\) unchanged"):
+        drafter.load_state(state)
+    assert all((drafter.state()[name] == values).all() for name, values in before.items())
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_the_largest_weights_leave_estimates_probabilities(draw: int) -> None:
+    drafter = drafter_of()
+    state = drafter.state()
+    state["weights"][:] = np.random.default_rng(draw).choice([-1e6, 1e6], state["weights"].size)
+    drafter.load_state(state)
+    for _ in range(8):
+        assert all(0 < estimate < 1 for estimate in observe(drafter, (2, 3, 4)))
+    assert np.isfinite(drafter.state()["weights"]).all()
+
+
+def test_a_state_is_a_copy() -> None:
+    drafter = drafter_of()
+    state = drafter.state()
+    observe(drafter, (2, 3, 4))
+    assert not state["reliability"].any()
+    drafter.load_state(state)
+    state["reliability"][:] = 5
+    assert not drafter.state()["reliability"].any()

@@ -1,0 +1,87 @@
+"""Behind a small edit a row goes on along its old trajectory, at once and at the right place."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.history.reference import Row, draft_rows, first_tokens, likeliest_path, store_of
+from treering.history.draft.drafter import Drafter
+
+OLD = np.random.default_rng(0).permutation(900)[:40].tolist()
+NEW = 5000
+"""A token that the old trajectory does not have."""
+
+EDITS = {
+    "replaced": ((*OLD[:10], NEW), 11),
+    "added": ((*OLD[:10], NEW), 10),
+    "left out": (tuple(OLD[:10]), 11),
+}
+"""The rollout right behind the edit, and the place of the old trajectory at which it goes on."""
+
+
+def stepped(rollout: tuple[int, ...], store: Any, **options: Any) -> Any:
+    """Drafts of a row that has come to its rollout token by token."""
+    drafter = Drafter(store, **options)
+    for length in range(1, len(rollout)):
+        drafter.propose(draft_rows([Row(rollout=rollout[:length])], row_ids=[0]))
+    return drafter.propose(draft_rows([Row(rollout=rollout)], row_ids=[0]))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("num_rollouts", [1, 3])
+def test_one_token_behind_an_edit_the_old_trajectory_goes_on(edit: str, num_rollouts: int) -> None:
+    rollout, at = EDITS[edit]
+    store = store_of({"q": {0: [OLD] * num_rollouts}})
+    rollout = (*rollout, OLD[at])
+    for drafts in (stepped(rollout, store), Drafter(store).propose(draft_rows([Row(rollout=rollout)]))):
+        path = likeliest_path(drafts)
+        assert len(path) >= 4
+        assert path == OLD[at + 1 : at + 1 + len(path)]
+
+
+@pytest.mark.parametrize("edit", ["replaced", "added"])
+def test_right_behind_a_new_token_both_ways_to_go_on_are_drafted(edit: str) -> None:
+    rollout, at = EDITS[edit]
+    store = store_of({"q": {0: [OLD]}})
+    for drafts in (
+        stepped(rollout, store, min_acceptance=1e-3),
+        Drafter(store, min_acceptance=1e-3).propose(draft_rows([Row(rollout=rollout)])),
+    ):
+        assert OLD[at] in first_tokens(drafts)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) -> None:
+    rollout, at = EDITS[edit]
+    # The token behind the edit stands in six more places, each going on elsewhere.
+    elsewhere = [[1000 + k, 1100 + k, OLD[at], 1200 + k, 1300 + k] for k in range(6)]
+    store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
+    rollout = (*rollout, OLD[at])
+    for drafts in (stepped(rollout, store), Drafter(store).propose(draft_rows([Row(rollout=rollout)]))):
+        assert likeliest_path(drafts)[:3] == OLD[at + 1 : at + 4]
+        assert 1200 not in likeliest_path(drafts)
+
+
+def test_matches_by_length_alone_would_not_know_the_place() -> None:
+    # The law above is one of alignment: other policies see seven places of equal length.
+    elsewhere = [[1000 + k, 1100 + k, OLD[11], 1200, 1300] for k in range(6)]
+    store = store_of({"q": {0: [*elsewhere, OLD]}})
+    row = Row(rollout=(*OLD[:10], NEW, OLD[11]))
+    assert likeliest_path(Drafter(store, policy="frequency").propose(draft_rows([row])))[0] == 1200
+    assert likeliest_path(Drafter(store).propose(draft_rows([row])))[0] == OLD[12]
+
+
+def test_a_row_finds_back_to_its_trajectory_after_a_few_foreign_tokens() -> None:
+    # OLD[13] stands in many other places, and all that agrees before it lies four tokens back.
+    elsewhere = [[1000 + k, 1100 + k, OLD[13], 1200 + k, 1300 + k] for k in range(6)]
+    store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
+    rollout = (*OLD[:10], 7000, 7001, 7002, OLD[13])
+    assert OLD[14] in first_tokens(stepped(rollout, store, min_acceptance=0.01))
+
+
+def test_the_edit_may_stand_anywhere() -> None:
+    store = store_of({"q": {0: [OLD]}})
+    for at in range(4, 30):
+        for rollout in ((*OLD[:at], NEW, OLD[at + 1]), (*OLD[: at - 1], OLD[at], OLD[at + 1])):
+            assert likeliest_path(stepped(rollout, store))[:2] == OLD[at + 2 : at + 4]

@@ -1,0 +1,130 @@
+"""What other prompts said: published last first, within a limit, sorted by contexts, the same for the same snapshot."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.history.reference import Row, draft_rows, first_tokens, store_of
+from treering.history.draft.drafter import Drafter
+from treering.history.match.recent import Recent
+from treering.history.store.blocks import Block
+from treering.history.store.reader import HistoryReader
+from treering.history.store.snapshot import newest_first
+from treering.history.store.store import HistoryStore
+
+MARKER = -1
+
+
+def test_the_newest_prompts_stand_first_and_each_prompt_has_its_span() -> None:
+    recent = Recent(100)
+    recent.take(store_of({"a": {0: [[5, 6]]}, "b": {0: [[7]]}}).snapshot)
+    assert recent.text.tolist() == [MARKER, 7, MARKER, 5, 6, MARKER]
+    assert recent.spans(["b", "a", "c"]).tolist() == [[0, 2], [2, 5], [0, 0]]
+
+
+def test_prompts_that_were_published_last_stand_first_however_early_they_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HistoryStore(tmp_path / "history", max_epochs=2)
+    # Of version 1 are c and a, of which c came later; of version 0 b has a new rollout, and d came later.
+    for version, prompt_ids in ((0, "abcd"), (1, "ca"), (0, "b")):
+        for prompt_id in prompt_ids:
+            store.add(prompt_id, [np.array([ord(prompt_id), version], np.int32)], version)
+        store.publish()
+    expected = list("cadb")
+    reader = HistoryReader(tmp_path / "history")
+    store.save(tmp_path / "saved.bin")
+    for snapshot in (
+        store.snapshot,
+        dict(store.snapshot),
+        reader.snapshot,
+        HistoryStore.load(tmp_path / "saved.bin").snapshot,
+    ):
+        recent = Recent(1000)
+        recent.take(snapshot)
+        assert sorted("abcd", key=lambda one: recent.spans([one])[0, 0]) == expected
+    store.close()
+    with HistoryStore(tmp_path / "history") as reopened:
+        # Their order is known from the files' headers: no prompt is read for it.
+        monkeypatch.setattr(Block, "index", None)
+        assert newest_first(reopened.snapshot) == expected
+
+
+def test_what_a_limit_leaves_out_is_what_was_published_first() -> None:
+    store = store_of({p: {0: [[p] * 9]} for p in range(20)})
+    for version in range(1, 4):
+        prompt_ids = [(7 * version + k) % 20 for k in range(5)]
+        for p in prompt_ids:
+            store.add(p, [np.array([p] * 9, np.int32)], version)
+        store.publish()
+        recent = Recent(5 * 20)
+        recent.take(store.snapshot)
+        # Two rollouts of nine tokens and their markers each.
+        assert {p for p in range(20) if recent.spans([p])[0, 1] > 0} == set(prompt_ids)
+
+
+def test_places_are_sorted_by_their_contexts() -> None:
+    rng = np.random.default_rng(0)
+    history = {
+        p: {v: [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(3)] for v in range(2)} for p in range(4)
+    }
+    recent = Recent(1000)
+    recent.take(store_of(history).snapshot)
+    text = recent.text[:-1].tolist()
+    keys = []
+    for place in range(len(text)):
+        start = max(k for k in range(place + 1) if text[k] == MARKER)
+        keys.append((text[start : place + 1][::-1], place))
+    assert recent.order.tolist() == [place for _, place in sorted(keys)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, []), (1, [MARKER]), (4, [MARKER, 3, 4, MARKER]), (99, [MARKER, 3, 4, MARKER, 1, 2])]
+)
+def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None:
+    recent = Recent(limit)
+    recent.take(store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}}).snapshot)
+    assert recent.text.tolist() == [*expected, MARKER]
+    assert recent.order.size == len(expected)
+    assert recent.spans(["a"]).tolist() == [[3, len(expected)] if limit > 3 else [0, 0]]
+
+
+def test_a_snapshot_is_read_once_and_its_successor_anew() -> None:
+    store = store_of({"a": {0: [[1]]}})
+    recent = Recent(100)
+    recent.take(store.snapshot)
+    text = recent.text
+    recent.take(store.snapshot)
+    assert recent.text is text
+    store.add("b", [np.array([2], np.int32)], 0)
+    store.publish()
+    recent.take(store.snapshot)
+    other = Recent(100)
+    other.take(store.snapshot)
+    for name in ("text", "order", "keys"):
+        np.testing.assert_array_equal(getattr(recent, name), getattr(other, name))
+    assert recent.num_bytes == sum(getattr(recent, name).nbytes for name in ("text", "order", "keys"))
+
+
+def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
+    store = store_of({"a": {0: [[5, 6, 7]]}, "b": {0: [[7, 8]]}})
+    sizes = []
+    for sources in (("history", "others"), ("history",)):
+        drafter = Drafter(store, sources=sources)  # type: ignore[arg-type]
+        drafter.propose(draft_rows([Row(prompt_id="a", rollout=(5,))]))
+        sizes.append(drafter.num_bytes)
+    # Seven entries of 8 bytes, and one key.
+    assert sizes[0] - sizes[1] == 7 * 8 + 8
+
+
+@pytest.mark.parametrize(("prompt_id", "elsewhere"), [("a", {7, 9}), ("b", {5, 9}), ("c", {5, 7})])
+def test_of_all_prompts_a_rows_own_is_no_other_one_from_its_first_marker_to_its_last_token(
+    prompt_id: str, elsewhere: set[int]
+) -> None:
+    store = store_of({"a": {0: [[5, 6]]}, "b": {0: [[7, 8]]}, "c": {0: [[9, 4]]}})
+    drafter = Drafter(store, sources=("others",), min_acceptance=1e-6)
+    assert first_tokens(drafter.propose(draft_rows([Row(prompt_id=prompt_id)])), 0) == elsewhere
+    drafts = drafter.propose(draft_rows([Row(prompt_id=prompt_id, rollout=(k,)) for k in (5, 7, 9)]))
+    own = {"a": 0, "b": 1, "c": 2}[prompt_id]
+    assert [b for b in range(3) if drafts.offsets[b + 1] == drafts.offsets[b]] == [own]

@@ -1,0 +1,505 @@
+"""Running rows draft from each other from their newest token on; rows that leave take nothing of theirs along."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.history.reference import (
+    Allowed,
+    Row,
+    draft_rows,
+    drafted,
+    first_tokens,
+    likeliest_path,
+    same_drafts,
+    store_of,
+)
+from treering.history.draft.drafter import Drafter
+from treering.history.match import running_rows as live_module
+from treering.history.match.arena import Arena
+from treering.history.match.hash_chains import Chains, make_chains
+from treering.history.match.regions import UNIT
+from treering.history.match.running_rows import Live
+from treering.history.store.store import HistoryStore
+
+NOTHING: dict[str, dict[int, list[list[int]]]] = {}
+
+
+def drafter_of(*sources: str, max_live_tokens: int = 4096) -> Drafter:
+    return Drafter(HistoryStore(), sources=sources, min_acceptance=1e-6, max_live_tokens=max_live_tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
+    drafter = drafter_of("siblings")
+    ahead = (11, 12)
+    for token in range(13, 40):
+        ahead = (*ahead, token)
+        # The other row ends in the token before the newest one: only that one can be drafted.
+        rows = [Row(rollout=ahead), Row(rollout=(50, ahead[-2]))]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[4, 9] if has_ids else None))
+        assert drafted(drafts) == [[], [token]]
+
+
+def test_a_sibling_is_drafted_from_at_the_first_token() -> None:
+    drafts = drafter_of("siblings").propose(draft_rows([Row(rollout=(7, 8, 9)), Row()]))
+    assert drafted(drafts)[1] == [7, 8, 9]
+
+
+def test_other_groups_are_no_siblings() -> None:
+    rows = [Row(rollout=(7, 8, 9), group=0), Row(rollout=(7,), group=1)]
+    assert drafted(drafter_of("siblings").propose(draft_rows(rows))) == [[], []]
+
+
+@pytest.mark.parametrize("source", ["own", "siblings"])
+def test_drafts_from_live_rows_end_where_the_rows_end(source: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = [Row(rollout=tuple(rng.integers(0, 3, 30)), group=b // 3) for b in range(6)]
+    drafts = drafter_of(source).propose(draft_rows(rows))
+    Allowed(history=NOTHING, rows=rows, sources=(source,)).check(drafts, 40, 1e-6, is_chain=False)
+    assert drafts.tokens.size > 0
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_each_row_drafts_from_its_own_prompt_where_prompts_of_a_group_differ(has_ids: bool) -> None:
+    prompts = [(7, 8, 9 + b, 20 + b, 30 + b) for b in range(6)] * 2
+    drafter = drafter_of("own")
+    for length in (3, 4):
+        rows = [Row(prompt=prompt, rollout=(50, *prompt[1:length])) for prompt in prompts]
+        drafts = drafter.propose(draft_rows(rows, row_ids=range(12) if has_ids else None))
+        assert drafted(drafts) == [list(prompt[length:]) for prompt in prompts]
+
+
+def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> None:
+    live = Live(64)
+    rows = [Row(prompt=(5, 6, 7 + b // 2)) for b in range(8)]
+    live.slots(draft_rows(rows, row_ids=range(8)))
+    slots = live.running.prompt_slots
+    assert len(set(slots.tolist())) == 4
+    assert (slots[::2] == slots[1::2]).all()
+    # Two rows have left, and with them their prompt; another one takes its slot.
+    rows = [*rows[2:], Row(prompt=(9,))]
+    _, turnover = live.slots(draft_rows(rows, row_ids=range(2, 9)))
+    later = live.running.prompt_slots
+    assert turnover == "some"
+    assert later[:6].tolist() == slots[2:].tolist()
+    assert len(set(later.tolist())) == 4
+
+
+def test_the_prompt_is_drafted_from_and_its_end_is_not_crossed() -> None:
+    row = Row(prompt=(7, 8, 9, 10), rollout=(30, 31, 8))
+    assert drafted(drafter_of("own").propose(draft_rows([row]))) == [[9, 10]]
+
+
+def test_a_finished_sibling_helps_on_and_is_nobodys_own() -> None:
+    finished, running = (30, 31, 32, 33, 34, 35), (40, 31)
+    for source, expected in (("siblings", [32, 33, 34, 35]), ("own", [])):
+        drafter = drafter_of(source)
+        drafter.propose(draft_rows([Row(rollout=finished), Row(rollout=(40,))], row_ids=[0, 1]))
+        assert drafted(drafter.propose(draft_rows([Row(rollout=running)], row_ids=[1]))) == [expected]
+
+
+def test_no_token_of_a_row_that_has_gone_is_drafted_as_own() -> None:
+    rng = np.random.default_rng(0)
+    drafter = drafter_of("own")
+    rows, ids = [Row(rollout=()) for _ in range(4)], list(range(4))
+    for step in range(120):
+        if step % 3 == 2:
+            # A long row leaves; one with a short rollout of the same tokens takes its room.
+            leaving = int(rng.integers(4))
+            rows[leaving], ids[leaving] = Row(rollout=tuple(rng.integers(0, 9, 2))), step + 100
+        drafts = drafter.propose(draft_rows(rows, row_ids=ids))
+        Allowed(history=NOTHING, rows=rows, sources=("own",)).check(drafts, 40, 1e-6, is_chain=False)
+        rows = [Row(rollout=(*row.rollout, *rng.integers(0, 9, 4))) for row in rows]
+
+
+def test_a_slot_that_another_group_took_over_is_no_sibling_of_the_first() -> None:
+    drafter = drafter_of("siblings")
+    stay = Row(rollout=(80, 81), group=0)
+    gone, taker = Row(rollout=(10, 11, 12, 13), group=0), Row(rollout=(10, 11, 12, 14), group=1, prompt_id="p")
+    drafter.propose(draft_rows([stay, gone], row_ids=[0, 1]))
+    for step in range(6):
+        rows = [Row(rollout=(80, 81, 12), group=0)] + [taker] * (step + 1)
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, *range(10, 11 + step)]))
+        assert first_tokens(drafts, 0) <= {13}
+
+
+def test_groups_that_write_the_same_tokens_never_meet() -> None:
+    rng = np.random.default_rng(1)
+    rows = [Row(rollout=tuple(rng.integers(0, 6, 25)), group=b) for b in range(40)]
+    drafts = drafter_of("siblings").propose(draft_rows(rows))
+    assert drafts.tokens.size == 0
+
+
+def test_rows_of_the_same_line_without_ids_start_over_where_tokens_do_not_go_on() -> None:
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(rollout=(10, 11, 12, 13, 14, 15))]))
+    assert drafted(drafter.propose(draft_rows([Row(rollout=(20, 11))]))) == [[]]
+    drafter.propose(draft_rows([Row(rollout=(10, 11, 12, 13, 14, 15))]))
+    assert drafted(drafter.propose(draft_rows([Row(rollout=(10, 11))]))) == [[]]
+
+
+def test_a_row_that_starts_over_hides_no_siblings_place() -> None:
+    drafter = drafter_of("siblings")
+    drafter.propose(draft_rows([Row(rollout=(7, 20)), Row(rollout=(7, 30)), Row(rollout=(5,))]))
+    # The second row's 7 is written where the newest 7 stands already.
+    rows = [Row(rollout=(7, 20)), Row(rollout=(7, 31)), Row(rollout=(5, 7))]
+    assert first_tokens(drafter.propose(draft_rows(rows)), 2) == {20, 31}
+
+
+def test_a_row_that_starts_over_and_ends_as_before_is_noted_anew() -> None:
+    drafter = drafter_of("siblings")
+    drafter.propose(draft_rows([Row(rollout=(7, 20, 5)), Row(rollout=(9,))]))
+    rows = [Row(rollout=(8, 21, 5)), Row(rollout=(8,))]
+    assert first_tokens(drafter.propose(draft_rows(rows)), 1) == {21}
+
+
+def test_rows_may_stand_in_another_order_from_step_to_step() -> None:
+    rng = np.random.default_rng(2)
+    store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
+    kept, shuffled = Drafter(store, min_acceptance=0.01), Drafter(store, min_acceptance=0.01)
+    rows = [Row(rollout=(), group=0) for _ in range(4)]
+    for _ in range(12):
+        order = rng.permutation(4)
+        in_order = kept.propose(draft_rows(rows, row_ids=list(range(4))))
+        mixed = shuffled.propose(draft_rows([rows[b] for b in order], row_ids=order.tolist()))
+        assert [likeliest_path(in_order, b) != [] for b in order] == [likeliest_path(mixed, b) != [] for b in range(4)]
+        rows = [Row(rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
+
+
+def test_rows_with_ids_and_without_draft_the_same_where_no_row_leaves() -> None:
+    rng = np.random.default_rng(3)
+    store = store_of({"q": {0: [rng.integers(0, 6, 30).tolist() for _ in range(3)]}})
+    drafters = [Drafter(store, min_acceptance=0.01) for _ in range(2)]
+    rows = [Row(rollout=(), group=b // 2) for b in range(4)]
+    for _ in range(12):
+        drafts = [
+            drafter.propose(draft_rows(rows, row_ids=ids))
+            for drafter, ids in zip(drafters, (None, [3, 9, 1, 5]), strict=True)
+        ]
+        assert same_drafts(*drafts)
+        rows = [Row(rollout=(*row.rollout, int(rng.integers(0, 6))), group=row.group) for row in rows]
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(has_ids: bool) -> None:
+    """Against a drafter that takes only the very same object for known; the arrays are reused, as an engine does."""
+    rng = np.random.default_rng(4)
+    texts = {prompt: {0: [rng.integers(0, 6, 30).tolist() for _ in range(2)]} for prompt in ("p", "q")}
+    drafter, unsure = (Drafter(store_of(texts), min_acceptance=0.01) for _ in range(2))
+    unsure._searched.live.has = lambda rows: rows is unsure._searched.live._rows  # type: ignore[method-assign]
+    ids, rows, num_known = list(range(4)), [Row(group=b // 2) for b in range(4)], 0
+    groups, row_ids = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for step in range(60):
+        if rng.random() < 0.4:
+            b = int(rng.integers(4))
+            prompt, group = str(rng.choice(["p", "q"])), int(rng.integers(3))
+            rows[b], ids[b] = Row(prompt_id=prompt, group=group), 4 + step
+        groups[:], row_ids[:] = [row.group for row in rows], ids
+        batch = replace(draft_rows(rows), groups=groups, row_ids=row_ids if has_ids else None)
+        num_known += drafter._searched.live.has(batch)
+        assert same_drafts(drafter.propose(batch), unsure.propose(replace(batch)))
+        rows = [replace(row, rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
+    assert 20 < num_known < 50
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Arena, "slots"), (Live, "_assign")])
+def test_rows_that_could_not_be_found_are_not_known_when_they_come_again(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    store = store_of({"p": {0: [[1, 2, 7, 8]]}, "q": {0: [[1, 2, 3, 4, 5]]}})
+    drafter, fresh = (Drafter(store, min_acceptance=1e-6, sources=("history",)) for _ in range(2))
+    before, rows = (draft_rows([Row(prompt_id=prompt, rollout=(1, 2))], row_ids=[k]) for k, prompt in enumerate("pq"))
+    drafter.propose(before)
+    with monkeypatch.context() as failing:
+        failing.setattr(owner, name, _fail)
+        with pytest.raises(MemoryError):
+            drafter.propose(rows)
+    assert name == "slots" or not drafter._searched.live.has(before)
+    assert same_drafts(drafter.propose(replace(rows)), fresh.propose(rows))
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_row_whose_line_changed_drafts_as_a_fresh_one_would() -> None:
+    store = store_of({"q": {0: [[1, 2, 3, 4, 5]]}, "p": {0: [[1, 2, 7, 8]]}})
+    drafter = Drafter(store, min_acceptance=1e-6, sources=("history",))
+    for rows in (
+        [Row(rollout=(1, 2))],
+        [Row(prompt_id="p", rollout=(1, 2))],
+        [Row(rollout=(1,))],
+        [Row(rollout=(1, 2))],
+    ):
+        fresh = Drafter(store, min_acceptance=1e-6, sources=("history",))
+        assert same_drafts(drafter.propose(draft_rows(rows)), fresh.propose(draft_rows(rows)))
+
+
+def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
+    live = Live(4096)
+    for first in range(0, 3000, 4):
+        live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
+        live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
+    # Two slots for each of the four rows and as many for groups, whatever came before. Four rollouts take 3 units each
+    # and four prompts one; what has left as much again.
+    assert live.running.num_noted.size <= 16
+    assert live.running.owners.size <= 2 * (4 * 3 + 4)
+
+
+def test_room_of_prompts_follows_those_that_rows_have() -> None:
+    live, sizes = Live(4096), []
+    for step in range(12):
+        longer = Row(prompt=tuple(range(step, step + 1000)), rollout=(1, 2), group=step)
+        live.slots(draft_rows([Row(group=100), longer], row_ids=[0, step + 1]))
+        sizes.append(live.running.owners.size)
+    # Two rollouts of 2 units, a prompt of one and one of 32; groups and prompts that are gone are not remembered.
+    assert sizes == [sizes[0]] * 12
+    assert sizes[0] == 2 * 2 + 1 + 32
+    assert len(live._scope_of) == len(live._prompts) == 2
+
+
+def test_what_takes_a_slot_or_other_room_is_noted_from_its_beginning() -> None:
+    """Whatever stands there: another text may end alike and begin otherwise."""
+    drafter = drafter_of("own")
+    live, slots, prompt_slots = drafter._searched.live, set(), set()
+    stays = Row(prompt=(7,), rollout=(1, 2, 3), group=1)
+    drafter.propose(draft_rows([stays, Row(rollout=(1, 2, 3))], row_ids=[1, 2]))
+    for number in range(3, 13):
+        comes = Row(prompt=(number, 9), rollout=(1, 2, 3), group=number)
+        rows = draft_rows([stays, comes], row_ids=[1, number])
+        live.slots(rows)
+        running = live.running
+        assert running.num_noted[running.slots].tolist() == [4, 0]
+        assert running.num_noted[running.prompt_slots].tolist() == [1, 0]
+        drafter.propose(rows)
+        assert running.num_noted[running.slots].tolist() == [4, 5]
+        slots.add(int(running.slots[1]))
+        prompt_slots.add(int(running.prompt_slots[1]))
+    # All had been somebody's before.
+    assert len(slots) < 10
+    assert len(prompt_slots) < 10
+
+
+def test_a_prompt_that_no_row_had_when_all_texts_moved_has_room_when_a_row_comes_that_has_it() -> None:
+    drafter = drafter_of("own")
+    left, stays = Row(prompt=(1, 2, 3), group=1), Row(prompt=(4, 5), group=2)
+    comes = Row(prompt=(1, 2, 3), rollout=(1,), group=1, max_drafts=2)
+    drafter.propose(draft_rows([left, stays], row_ids=[1, 2]))
+    for length in (1, 1000):
+        longer = Row(prompt=(4, 5), rollout=(9,) * length, group=2, max_drafts=0)
+        drafter.propose(draft_rows([longer], row_ids=[2]))
+    rows = draft_rows([comes, longer], row_ids=[3, 2])
+    drafter._searched.live.slots(rows)
+    running = drafter._searched.live.running
+    ends = (running.begins + running.sizes)[running.prompt_slots]
+    assert (ends <= running.chains.tokens.size).all()
+    assert drafted(drafter.propose(rows))[0] == [2, 3]
+
+
+@pytest.mark.parametrize("longer", [(1, 2), tuple(range(1000))])
+def test_where_there_was_no_memory_for_all_texts_the_next_call_asks_for_it_again(
+    longer: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(num_entries: int) -> Chains:
+        if num_entries > 0:
+            raise MemoryError
+        return make_chains(num_entries)
+
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(prompt=(2001,), rollout=(2000,))], row_ids=[1]))
+    rows = draft_rows(
+        [Row(prompt=(2001,), rollout=(2000, *longer, 2000), max_drafts=1), Row(prompt=(3,) * 500)], row_ids=[1, 2]
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(live_module, "make_chains", no_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                drafter.propose(rows)
+    drafts = drafter.propose(rows)
+    assert drafter._searched.live.chains.tokens.size >= drafter._searched.live.running.owners.size * UNIT
+    assert drafted(drafts)[0] == [longer[0]]
+
+
+def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> None:
+    drafter = drafter_of("own")
+    row = Row(prompt=(7, 8, 9), rollout=(1,), group=1)
+    other = Row(prompt=(4,), rollout=(1,), group=2)
+    drafter.propose(draft_rows([row], row_ids=[1]))
+    renamed = replace(row, group=3)
+    drafter.propose(draft_rows([renamed, other], row_ids=[1, 2]))
+    drafts = drafter.propose(draft_rows([renamed, other, replace(row, rollout=(7,), max_drafts=2)], row_ids=[1, 2, 4]))
+    assert drafted(drafts)[2] == [8, 9]
+
+
+def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
+    drafter = drafter_of("own")
+    live, begins = drafter._searched.live, []
+    large, small = Row(prompt=tuple(range(300)), rollout=(1,), group=2), Row(prompt=(1, 2), rollout=(1,), group=3)
+    # The room of the large prompt is free from when the small one comes.
+    steps = ((10, large, 2, 0), (25, large, 2, 10), (25, small, 3, 25), (45, small, 3, 0))
+    for size, other, number, num_noted in steps:
+        grows = Row(prompt=(7, 9) + (6,) * (size - 2), rollout=(1, 2, 3))
+        rows = draft_rows([grows, other], row_ids=[1, number])
+        live.slots(rows)
+        slot = live.running.prompt_slots[0]
+        assert live.running.num_noted[slot] == num_noted
+        begins.append(int(live.running.begins[slot]))
+        drafter.propose(rows)
+    assert begins[0] == begins[1] == begins[2] != begins[3]
+
+
+def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
+    live, ids = Live(4096), [0, 1, 2, 3]
+    for step in range(20):
+        live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
+        # Two units for each rollout, and one for the prompt.
+        assert live.running.owners.size == 4 * 2 + 1
+        ids[step % 4] = 10 + step
+
+
+def test_a_row_goes_on_with_no_thread_of_the_one_whose_slot_it_took() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}}), min_acceptance=1e-6, sources=("history",))
+    stays, slots = Row(rollout=(90,)), []
+    for step in range(12):
+        # Each leaves at once; one in three follows what the history says, and the others are longer and never do.
+        comes = Row(rollout=(1, 2, 3)) if step % 3 == 0 else Row(rollout=(50, 51, 52, 53))
+        drafter.propose(draft_rows([stays, comes], row_ids=[0, 1 + step]))
+        slots.append(int(drafter._searched.live.running.slots[1]))
+        assert (drafter._searched.live.threads.at[slots[-1]] >= 0).any() == (step % 3 == 0)
+    assert any(slots[step] in slots[:step:3] for step in range(12) if step % 3 > 0)
+
+
+def test_the_first_token_of_a_sibling_is_drafted_after_all_texts_have_moved() -> None:
+    drafter = drafter_of("siblings")
+    for longer in ((), tuple(range(100, 400))):
+        rows = [Row(rollout=longer), Row(max_drafts=2)]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, 1]))
+    assert drafted(drafts)[1] == [100, 101]
+
+
+def test_the_first_token_of_a_row_is_drafted_whose_slot_another_left_without_any() -> None:
+    drafter = drafter_of("siblings")
+    waits = Row(max_drafts=2)
+    for step, comes in enumerate((Row(), Row(), Row(rollout=(100, 101, 102)))):
+        drafts = drafter.propose(draft_rows([waits, comes], row_ids=[0, 1 + step]))
+    assert drafted(drafts)[0] == [100, 101]
+
+
+def test_the_first_token_of_a_row_is_drafted_that_had_none_when_there_came_more_room() -> None:
+    drafter = drafter_of("siblings")
+    waits, comes = Row(max_drafts=2), Row(prompt=tuple(range(5000, 6000)), group=1)
+    drafter.propose(draft_rows([waits, Row()], row_ids=[0, 1]))
+    size = drafter._searched.live.chains.tokens.size
+    drafter.propose(draft_rows([waits, Row(), comes], row_ids=[0, 1, 2]))
+    assert drafter._searched.live.chains.tokens.size > size
+    drafts = drafter.propose(draft_rows([waits, Row(rollout=(100, 101, 102)), comes], row_ids=[0, 1, 2]))
+    assert drafted(drafts)[0] == [100, 101]
+
+
+def test_a_finished_sibling_helps_on_where_there_is_other_room_for_who_comes() -> None:
+    drafter = drafter_of("siblings")
+    rows = [Row(rollout=(60,)), Row(rollout=(40,)), Row(rollout=(30, 31, 32, 33))]
+    drafter.propose(draft_rows(rows, row_ids=[0, 1, 2]))
+    rows = [Row(rollout=(40, 31), max_drafts=2), Row(rollout=(70,))]
+    assert drafted(drafter.propose(draft_rows(rows, row_ids=[1, 3])))[0] == [32, 33]
+
+
+@pytest.mark.parametrize("size", [0, 1, 61, 62, 63, 64, 65, 126, 127, 128])
+def test_a_prompt_is_noted_whole_whatever_its_size(size: int) -> None:
+    drafter = drafter_of("own")
+    drafter.propose(draft_rows([Row(prompt=tuple(range(size)), rollout=(900,))], row_ids=[1]))
+    running = drafter._searched.live.running
+    slot = running.prompt_slots[0]
+    assert (running.first[slot], running.num_noted[slot]) == (0, size)
+
+
+def test_no_token_is_lost_while_a_rollout_grows() -> None:
+    drafter = drafter_of("own")
+    for length in range(400):
+        row = Row(prompt=(7, 8), rollout=tuple(range(100, 100 + length)))
+        drafter.propose(draft_rows([row], row_ids=[1]))
+        running = drafter._searched.live.running
+        slot = running.slots[0]
+        assert (running.first[slot], running.num_noted[slot]) == (2, 2 + length)
+        begin = running.begins[slot]
+        assert running.chains.tokens[begin + 1 : begin + 2 + length].tolist() == [*row.rollout, -1]
+
+
+def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None:
+    live = Live(1000)
+    sizes = []
+    for length in (3, 300, 900, 5000, 3):
+        rows = [Row(rollout=tuple(range(length))), Row(rollout=(1,))]
+        slots, turnover = live.slots(draft_rows(rows, row_ids=[1, 2]))
+        # More room is not another row.
+        assert turnover == ("none" if sizes else "all")
+        first, second = live.running.sizes[slots]
+        assert first == second
+        sizes.append(int(first))
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 300 < sizes[1]
+    assert sizes[-1] == 1002
+    # Rows of which none was there before start as with a new one.
+    slots, turnover = live.slots(draft_rows([Row(rollout=(1,))], row_ids=[3]))
+    assert turnover == "all"
+    assert live.running.sizes[slots].tolist() == [sizes[0]]
+
+
+def test_a_prompt_has_room_for_itself_alone() -> None:
+    live = Live(4096)
+    live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
+    # 1,002 entries take 32 units, 8 rollouts that may grow to 62 tokens 2 each.
+    assert live.running.owners.size == 32 + 8 * 2
+
+
+@pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])
+def test_an_entry_of_what_runs_takes_28_bytes_with_all_links(num_entries: int) -> None:
+    assert sum(array.nbytes for array in make_chains(num_entries)) == 28 * num_entries
+
+
+def test_prompts_that_grow_while_their_rows_stay_are_found_with_all_their_tokens() -> None:
+    drafter = drafter_of("own")
+    for size in (5, 100, 700):
+        prompt = tuple(range(size))
+        drafts = drafter.propose(draft_rows([Row(prompt=prompt, rollout=(900, 0, 1, 2), max_drafts=4)], row_ids=[1]))
+        assert drafted(drafts) == [list(prompt[3:7])]
+
+
+def test_nothing_that_stood_elsewhere_before_is_drafted_when_texts_have_moved() -> None:
+    """Rows come, grow and leave; what is drafted goes on in a text of the group as it is now, or was when it left."""
+    rng = np.random.default_rng(5)
+    drafter, texts = drafter_of("siblings", "own"), dict[int, tuple[int, ...]]()
+    rows, ids = [Row(prompt=tuple(range(b, b + 60 * b + 3)), group=b % 2) for b in range(6)], list(range(6))
+    num_drafted = 0
+    for step in range(80):
+        if step % 5 == 4:
+            leaving = int(rng.integers(6))
+            prompt = tuple(rng.integers(0, 12, int(rng.integers(1, 400))))
+            rows[leaving], ids[leaving] = Row(prompt=prompt, group=int(rng.integers(2))), 100 + step
+        drafts = drafter.propose(draft_rows(rows, row_ids=ids))
+        for key, row in zip(ids, rows, strict=True):
+            texts[2 * key + row.group + 1000] = row.rollout
+            texts[-2 * key - row.group] = row.prompt
+        for b, row in enumerate(rows):
+            own = [text for number, text in texts.items() if number % 2 == row.group]
+            pairs = {pair for text in own for pair in zip((-1, *text), text, strict=False)}
+            begin, end = drafts.offsets[b], drafts.offsets[b + 1]
+            last = row.rollout[-1] if row.rollout else -1
+            for i in range(begin, end):
+                parent = drafts.parents[i]
+                before = last if parent < 0 else int(drafts.tokens[begin + parent])
+                num_drafted += 1
+                assert (before, int(drafts.tokens[i])) in pairs or (parent < 0 and not row.rollout)
+        rows = [replace(row, rollout=(*row.rollout, *rng.integers(0, 12, 5).tolist())) for row in rows]
+    assert num_drafted > 1000
+
+
+def test_a_sibling_keeps_helping_when_slots_are_widened() -> None:
+    rollout = tuple(np.random.default_rng(0).permutation(5000)[:700].tolist())
+    drafter = drafter_of("siblings")
+    for length in (10, 250, 260, 600, 690):
+        rows = [Row(rollout=rollout[:length], max_drafts=5), Row(rollout=(*rollout[3:6],), max_drafts=2)]
+        drafts = drafter.propose(draft_rows(rows, row_ids=[0, 1]))
+        assert drafted(drafts)[1] == list(rollout[6:8])

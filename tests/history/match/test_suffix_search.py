@@ -1,0 +1,159 @@
+"""A context's place in an order is the one that counting finds, with keys and however often entries repeat."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from treering.history.match.arena import Arena, Histories
+from treering.history.match.batched_search import NUM_AHEAD, ask, ask_history, make_ahead, search
+from treering.history.match.recent import Others, Recent
+from treering.history.match.suffix_search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
+from treering.history.store.prompt_index import PromptIndex, as_text
+
+TOKENS = st.sampled_from([0, 1, 2, 2**31 - 1])
+ROLLOUTS = st.lists(st.lists(TOKENS, max_size=40), min_size=1, max_size=8)
+
+
+@njit
+def found_in_history(
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories
+) -> np.ndarray:
+    """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
+    ahead = make_ahead()
+    for q in range(rows.size):
+        b = rows[q]
+        ask_history(ahead, q, tokens, b, ends[b], begins[b], history, prompts[b])
+    search(ahead, rows.size, tokens, history.text, history.order, history.keys, history.about)
+    return ahead.lows
+
+
+@njit
+def found_in_others(
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others
+) -> np.ndarray:
+    """The same in other prompts' histories."""
+    ahead = make_ahead()
+    for q in range(rows.size):
+        ask(ahead, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
+    search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.text)
+    return ahead.lows
+
+
+@njit
+def measured(text: np.ndarray, at: int, context: np.ndarray, begin: int) -> tuple[int, int]:
+    """The compiled measure, likewise."""
+    length, edit = measure(text, at, context, begin)
+    return length, edit
+
+
+def keys_of(text: np.ndarray, order: np.ndarray) -> np.ndarray:
+    keys = np.zeros(-(-order.size >> KEY_BITS), np.int64)
+    write_keys(text, order, keys)
+    return keys
+
+
+def read_backwards(text: np.ndarray, at: int) -> list[int]:
+    """A place's entries back to its marker, no further than places are sorted by."""
+    entries = []
+    while len(entries) <= MAX_LENGTH:
+        entries.append(int(text[at]))
+        if text[at] == -1:
+            break
+        at -= 1
+    return entries
+
+
+def counted(text: np.ndarray, context: list[int]) -> int:
+    """Places that stand before the context."""
+    wanted = read_backwards(np.array([-1, *context]), len(context))
+    return sum(read_backwards(text, at) < wanted for at in range(text.size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    histories=st.lists(ROLLOUTS, min_size=1, max_size=3),
+    rows=st.lists(
+        st.tuples(st.lists(TOKENS, max_size=3), st.lists(TOKENS, max_size=12), st.integers(0, 3)),
+        min_size=1, max_size=2 * NUM_AHEAD + 1,
+    ),
+)  # fmt: skip
+def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
+    histories: list[list[list[int]]], rows: list[tuple[list[int], list[int], int]]
+) -> None:
+    texts = [as_text([np.array(rollout, np.int32) for rollout in rollouts]) for rollouts in histories]
+    snapshot = {number: PromptIndex.build({0: text}) for number, text in enumerate(texts)}
+    arena, recent = Arena(), Recent(1 << 20)
+    recent.take(snapshot)
+    names = [number % (len(texts) + 1) for *_, number in rows]  # the last one is of a prompt without history
+    slots = arena.slots(names, snapshot)
+    tokens = np.zeros((len(rows), 15), np.int32)
+    for b, (prompt, context, _) in enumerate(rows):
+        tokens[b, : len(prompt) + len(context)] = prompt + context
+    begins = np.array([len(prompt) for prompt, *_ in rows])
+    ends = begins + [len(context) for _, context, _ in rows]
+    # Not all of them, and not in their order: which rows ask is others' choice.
+    asking = [b for b in reversed(range(len(rows))) if ends[b] > 0]
+    for first in range(0, len(asking), NUM_AHEAD):
+        some = np.array(asking[first : first + NUM_AHEAD])
+        own = found_in_history(some, tokens, ends, begins, slots, arena.arrays)
+        elsewhere = found_in_others(some, tokens, ends, begins, recent.arrays)
+        for q, b in enumerate(some):
+            context = rows[b][1]
+            text = texts[names[b]] if names[b] < len(texts) else np.zeros(0, np.int32)
+            assert own[q] == counted(text, context)
+            assert elsewhere[q] == counted(recent.text[:-1], context)
+
+
+@pytest.mark.parametrize("num_equal", [1, 15, 16, 17, 100, 1000])
+def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
+    keys = np.array([1, 2] + [5] * num_equal + [7] * 3)
+    assert last_with_key(keys, 0, 2, keys.size, 5) == 2 + num_equal
+    assert last_with_key(keys, 0, 2, 2 + num_equal, 5) == 2 + num_equal
+    assert last_with_key(keys, 1, 1, keys.size - 1, 5) == 1 + num_equal
+    assert last_with_key(keys, 0, 2, keys.size, 4) == 2
+
+
+def test_keys_are_the_last_two_entries_of_every_sixteenth_place() -> None:
+    text = as_text([np.array([5, 6] * 20, np.int32)])
+    index = PromptIndex.build({0: text})
+    keys = keys_of(index.text, index.order)
+    assert keys.size == 3
+    # 41 places: the marker; the 5 behind it, then 19 fives behind a 6; 20 sixes behind a 5.
+    assert keys.tolist() == [-(1 << 32), (5 << 32) + 7, (6 << 32) + 6]
+
+
+def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None:
+    text = np.array([-1, 1, 2, 3, 4, 5], np.int32)
+    whole = np.array([9, 9, 1, 2, 3, 4, 5], np.int32)
+    # Five tokens and the marker, and 8 more because that is the whole context.
+    assert measured(text, 5, whole, 2) == (5 + 1 + 8, 0)
+    replaced = np.array([1, 2, 7, 4, 5], np.int32)
+    # 4, 5 agree; but for the 7 so do 1, 2 and the marker.
+    assert measured(text, 5, replaced, 0) == (2, 3)
+
+
+def test_a_marker_is_no_token_that_may_be_left_out() -> None:
+    # [9, 10] begins as the context ends; 5, 6, 7 before it are another rollout's.
+    text = np.array([-1, 5, 6, 7, -1, 9, 10], np.int32)
+    assert measured(text, 5, np.array([5, 6, 7, 8, 9], np.int32), 0) == (1, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts=ROLLOUTS, context=st.lists(TOKENS, min_size=1, max_size=12))
+def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[int]], context: list[int]) -> None:
+    row = np.array(context, np.int32)
+    text = as_text([np.array(rollout, np.int32) for rollout in rollouts])
+    start = 0
+    for rollout in rollouts:
+        alone = as_text([np.array(rollout, np.int32)])
+        for at in range(alone.size):
+            assert measured(text, start + at, row, 0) == measured(alone, at, row, 0)
+        start += alone.size
+
+
+def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_text_goes_back() -> None:
+    # Before the text's first entry a careless read would find its last one, which is what the context has there.
+    length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)
+    assert length == 2

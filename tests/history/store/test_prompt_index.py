@@ -1,0 +1,125 @@
+"""A prompt's text and its places sorted by contexts equal plain Python's; no context reads into another rollout."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.history.store.prompt_index import MARKER, PromptIndex, as_text, sort_contexts
+
+ROLLOUTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=5)
+VERSIONS = st.dictionaries(st.integers(0, 4), ROLLOUTS, min_size=1, max_size=3)
+SORT_DEPTH = 64
+ARRAYS = ("text", "order", "versions", "starts", "rewards")
+
+
+def build(versions: dict[int, list[list[int]]], *, with_rewards: bool = False) -> PromptIndex:
+    rewards = {v: np.arange(len(r), dtype=np.float32) + 10 * v for v, r in versions.items()} if with_rewards else None
+    return PromptIndex.build({version: text_of(rollouts) for version, rollouts in versions.items()}, rewards)
+
+
+def text_of(rollouts: list[list[int]]) -> np.ndarray:
+    return as_text([np.array(rollout, np.int32) for rollout in rollouts])
+
+
+def sorted_places(rollouts: list[list[int]], depth: int = SORT_DEPTH) -> list[int]:
+    """Places by their own entry and those before it in the same rollout, nearest first, then by place."""
+    keys = []
+    for rollout in rollouts:
+        entries = [MARKER, *rollout]
+        keys += [entries[: i + 1][::-1][:depth] for i in range(len(entries))]
+    return sorted(range(len(keys)), key=lambda place: (keys[place], place))
+
+
+@given(VERSIONS)
+def test_places_are_sorted_by_their_contexts_read_backwards_then_by_place(versions: dict[int, list[list[int]]]) -> None:
+    newest_first = [rollout for version in sorted(versions, reverse=True) for rollout in versions[version]]
+    index = build(versions)
+    assert index.text.tolist() == [entry for rollout in newest_first for entry in (MARKER, *rollout)]
+    assert index.order.tolist() == sorted_places(newest_first)
+    assert index.order.dtype == index.text.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        [[7]],
+        [[7], [7], [7]],
+        [[2**31 - 1, 0, 2**31 - 1]],
+        [[7] * 200, [7] * 150 + [3]],  # contexts that agree as far as is sorted stand by place
+        [[3, *range(100, 163), 8], [2, *range(100, 163), 8]],  # differ in the 65th entry only: by place
+        [[3, *range(100, 162), 8], [2, *range(100, 162), 8]],  # differ in the 64th entry: by it
+        [[1, 2] * 40, [2, 1] * 40, [1, 1, 2] * 30],
+    ],
+)
+def test_awkward_texts_are_sorted_as_far_as_promised(rollouts: list[list[int]]) -> None:
+    assert build({0: rollouts}).order.tolist() == sorted_places(rollouts)
+
+
+def test_a_place_before_which_nothing_stands_comes_before_all_that_go_on() -> None:
+    # Read backwards: -1; -1; 5 -1; 5 7 -1; 7 -1.
+    assert build({3: [[7, 5]], 4: [[5]]}).order.tolist() == [0, 2, 1, 4, 3]
+
+
+def test_places_of_long_texts_are_sorted_by_their_contexts() -> None:
+    rng = np.random.default_rng(0)
+    motif = rng.integers(0, 50, 300)
+    rollouts = [np.where(rng.random(300) < 0.03, rng.integers(0, 50, 300), motif).tolist() for _ in range(6)]
+    assert build({0: rollouts}).order.tolist() == sorted_places(rollouts)
+
+
+def test_sorting_needs_places_in_the_order_of_their_entries_alone() -> None:
+    text = text_of([[4, 4, 9], [9, 4]])
+    order = sort_contexts(text, np.argsort(text, kind="stable"))
+    assert order.tolist() == sorted_places([[4, 4, 9], [9, 4]])
+
+
+@given(VERSIONS)
+def test_versions_stand_newest_first_and_give_their_texts_back(versions: dict[int, list[list[int]]]) -> None:
+    index = build(versions)
+    assert index.versions.tolist() == sorted(versions, reverse=True)
+    assert {v: text.tolist() for v, text in index.texts().items()} == {
+        v: text_of(rollouts).tolist() for v, rollouts in versions.items()
+    }
+    assert index.num_tokens == sum(len(rollout) for rollouts in versions.values() for rollout in rollouts)
+
+
+@given(VERSIONS)
+def test_rewards_stand_in_the_order_of_the_text(versions: dict[int, list[list[int]]]) -> None:
+    index = build(versions, with_rewards=True)
+    expected = {v: [10.0 * v + k for k in range(len(rollouts))] for v, rollouts in versions.items()}
+    assert {v: rewards.tolist() for v, rewards in index.rewards_by_version().items()} == expected
+    assert index.rewards.tolist() == [reward for v in sorted(versions, reverse=True) for reward in expected[v]]
+    assert np.isnan(build(versions).rewards).all()
+
+
+@given(VERSIONS, st.booleans())
+def test_an_index_without_its_oldest_version_is_the_one_built_without_it(
+    versions: dict[int, list[list[int]]], with_rewards: bool
+) -> None:
+    rest = build(versions, with_rewards=with_rewards).without_oldest()
+    versions.pop(min(versions))
+    if not versions:
+        assert rest is None
+        return
+    assert rest is not None
+    expected = build(versions, with_rewards=with_rewards)
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(rest, name), getattr(expected, name), strict=True)
+        assert not getattr(rest, name).flags.writeable
+        assert not getattr(expected, name).flags.writeable
+    assert rest.num_bytes == sum(getattr(rest, name).nbytes for name in ARRAYS)
+    for name in ("text", "order", "rewards"):
+        assert getattr(rest, name).base is None, "a view would keep what was evicted in memory"
+
+
+def test_a_token_costs_eight_bytes_and_a_rollout_four() -> None:
+    small, large = build({0: [[1] * 10]}), build({0: [[1] * 110]})
+    assert large.num_bytes - small.num_bytes == 8 * 100
+    assert build({0: [[1], [1]]}).num_bytes - build({0: [[1]]}).num_bytes == 2 * 8 + 4
+
+
+@given(VERSIONS)
+def test_the_median_length_is_that_of_all_rollouts(versions: dict[int, list[list[int]]]) -> None:
+    lengths = [len(rollout) for rollouts in versions.values() for rollout in rollouts]
+    assert build(versions).median_tokens == np.median(lengths)

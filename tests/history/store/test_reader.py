@@ -1,0 +1,205 @@
+"""Readers see whole publishes on mapped memory, and neither disturb the writer nor are disturbed by its files' end."""
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.history.stores import MANIFEST, assert_equal_snapshots, contents, data_files, ids, large, reopened, write
+from treering.errors import StateError
+from treering.history.store import blocks
+from treering.history.store import reader as reader_module
+from treering.history.store.reader import HistoryReader
+from treering.history.store.store import HistoryStore
+
+READING = """
+import json, sys
+from pathlib import Path
+from treering.history.store.reader import HistoryReader
+reader = HistoryReader(Path(sys.argv[1]))
+print(json.dumps({prompt_id: index.text.tolist() for prompt_id, index in reader.snapshot.items()}), flush=True)
+"""
+
+
+def add(store: HistoryStore, prompt_id: str, *tokens: int, version: int = 0) -> None:
+    store.add(prompt_id, [ids(*tokens)], version, rewards=[len(tokens)])
+    store.publish()
+
+
+def test_a_reader_follows_what_is_published_and_only_that(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    reader = HistoryReader(folder)
+    assert (len(reader.snapshot), reader.refresh()) == (0, False)
+    with HistoryStore(folder, max_epochs=2, max_bytes=300) as store:
+        assert not reader.refresh()
+        for version in range(8):
+            add(store, "ab"[version % 2], version, 1, 2, version=version)
+            add(store, "c", version, version=version)
+            before = reader.snapshot
+            seen = contents(reader)
+            assert reader.refresh()
+            assert not reader.refresh()
+            assert_equal_snapshots(store, reader)
+            assert {p: {v: t.tolist() for v, t in index.texts().items()} for p, index in before.items()} == seen
+            store.add("c", [ids(9)], version)
+            assert not reader.refresh()
+    assert_equal_snapshots(store, HistoryReader(folder))
+
+
+def test_prompts_that_did_not_change_are_shared_between_snapshots(tmp_path: Path) -> None:
+    write(tmp_path, {"a": large(1)})
+    reader = HistoryReader(tmp_path)
+    index = reader.snapshot["a"]
+    with HistoryStore(tmp_path) as store:
+        add(store, "b", 1)
+    assert reader.refresh()
+    assert reader.snapshot["a"] is index
+
+
+def test_indexes_lie_in_the_file_and_stay_when_it_goes(tmp_path: Path) -> None:
+    write(tmp_path / "h", {"a": [1, 2, 3], "b": [4]})
+    reader = HistoryReader(tmp_path / "h")
+    index = reader.snapshot["a"]
+    assert index.text.base is not None
+    shutil.rmtree(tmp_path / "h")
+    assert not reader.refresh()
+    assert index.text.tolist() == [-1, 1, 2, 3]
+    # One that nobody had asked for is there too.
+    assert reader.snapshot["b"].text.tolist() == [-1, 4]
+    write(tmp_path / "h", {"c": [5]})
+    assert reader.refresh()
+    assert contents(reader) == {"c": {0: [-1, 5]}}
+
+
+def test_another_process_reads_while_the_store_is_open(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store:
+        add(store, "a", 1, 2)
+        command = [sys.executable, "-c", READING, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == '{"a": [-1, 1, 2]}\n'
+        add(store, "b", 3)
+
+
+WRITING = """
+import sys
+from pathlib import Path
+import numpy as np
+from treering.history.store.store import HistoryStore
+store = HistoryStore(Path(sys.argv[1]), max_epochs=1)
+for version in range(10**6):
+    for prompt_id in ("a", "b", f"q{version % 50}"):
+        store.add(prompt_id, [np.full(50 + version % 100, version, np.int32)], version)
+    store.publish()
+    if version == 0:
+        print("published", flush=True)
+"""
+
+
+def test_beside_a_writer_that_is_then_killed_every_snapshot_is_one_publish(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", WRITING, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"published\n"
+        reader, last, num_seen = HistoryReader(tmp_path), -1, 0
+        while num_seen < 40:
+            newest = int(reader.snapshot["a"].versions[0])
+            assert contents(reader)["b"] == {newest: [-1] + [newest] * (50 + newest % 100)}
+            # Each of the fifty others is of its last turn.
+            others = {f"q{v % 50}": v for v in range(max(0, newest - 49), newest + 1)}
+            assert {p: int(index.versions[0]) for p, index in reader.snapshot.items() if p[0] == "q"} == others
+            assert newest >= last
+            last = newest
+            num_seen += reader.refresh()
+        writer.kill()
+    reader.refresh()
+    assert_equal_snapshots(reopened(tmp_path, max_epochs=1), reader)
+
+
+def test_a_reader_changes_no_file(tmp_path: Path) -> None:
+    write(tmp_path, {"a": [1]})
+    (tmp_path / "history-00000044.bin").write_bytes(b"half")
+    before = [(name, (tmp_path / name).stat().st_mtime_ns) for name in sorted(os.listdir(tmp_path))]
+    assert contents(HistoryReader(tmp_path)) == {"a": {0: [-1, 1]}}
+    assert [(name, (tmp_path / name).stat().st_mtime_ns) for name in sorted(os.listdir(tmp_path))] == before
+
+
+def test_a_publish_that_is_replaced_while_it_is_read_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HistoryStore(tmp_path) as store:
+        add(store, "a", 1)
+        num_publishes = 3
+
+        def publish_first(*arguments: object) -> blocks.Contents:
+            nonlocal num_publishes
+            if num_publishes:
+                num_publishes -= 1
+                add(store, "a", num_publishes)
+            return blocks.map_file(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reader_module, "map_file", publish_first)
+        assert_equal_snapshots(HistoryReader(tmp_path), store)
+        num_publishes = 10**9
+        add(store, "b", 1)
+        # A writer that is always faster leaves the reader where it was, and does not hold it up.
+        reader = HistoryReader(tmp_path)
+        assert len(reader.snapshot) == 0
+        num_publishes = 0
+        assert reader.refresh()
+        assert_equal_snapshots(reader, store)
+
+
+def test_a_missing_or_damaged_file_costs_one_warning_and_its_prompts(tmp_path: Path) -> None:
+    write(tmp_path, {"a": large(1)}, {"b": large(2)[:90_000]}, {"c": [3]})
+    first, second, _ = data_files(tmp_path)
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:30])
+    with pytest.warns(UserWarning, match="is left out") as warned:
+        reader = HistoryReader(tmp_path)
+    assert len(warned) == 2
+    for file, each in zip((first, second), warned, strict=True):
+        assert str(file) in str(each.message)
+    assert contents(reader) == {"c": {2: [-1, 3]}}
+    with pytest.warns(UserWarning, match="is left out"):
+        store = HistoryStore(tmp_path)
+    add(store, "a", 4)
+    add(store, "b", 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.refresh()
+    assert_equal_snapshots(reader, store)
+
+
+def test_a_damaged_manifest_leaves_what_was_read_and_warns_once(tmp_path: Path) -> None:
+    write(tmp_path, {"a": [1]})
+    reader = HistoryReader(tmp_path)
+    good = (tmp_path / MANIFEST).read_bytes()
+    for data in (good[:-1], b"", good + b"?"):
+        (tmp_path / MANIFEST).write_bytes(data)
+        with pytest.warns(UserWarning, match=rf"{MANIFEST} cannot be used: .*what was read before is used") as warned:
+            assert [reader.refresh() for _ in range(3)] == [False] * 3
+        assert len(warned) == 1
+    assert contents(reader) == {"a": {0: [-1, 1]}}
+    (tmp_path / MANIFEST).write_bytes(good)
+    assert not reader.refresh()
+    assert_equal_snapshots(reader, reopened(tmp_path))
+
+
+def test_a_path_that_is_a_file_is_refused_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="is a file; give the folder"):
+        HistoryReader(tmp_path / "file")
+    assert len(HistoryReader(tmp_path / "file" / "below").snapshot) == 0
+
+
+def test_rewards_are_read_too(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store:
+        store.add("a", [ids(1), ids(2)], 0, rewards=[0.5, 1])
+        store.add("a", [ids(3)], 1)
+        store.publish()
+    rewards = HistoryReader(tmp_path).snapshot["a"].rewards
+    np.testing.assert_array_equal(rewards, np.array([np.nan, 0.5, 1], np.float32), strict=True)

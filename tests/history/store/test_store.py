@@ -1,0 +1,257 @@
+"""The store keeps the newest rollouts within its budget, publishes immutable snapshots and saves them whole."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.history.reference import Row, draft_rows, drafted, store_of
+from tests.history.stores import ADDS, ARRAYS, assert_equal_snapshots, contents, ids
+from treering.engine.request import Request, Sampling
+from treering.engine.scripted import ScriptedEngine
+from treering.errors import ConfigError, InputError, StateError
+from treering.history.draft.drafter import Drafter
+from treering.history.store.store import HistoryStore
+
+
+def filled(adds: list[Any], **options: int) -> HistoryStore:
+    store = HistoryStore(**options)
+    for prompt_id, version, rollouts, publishes in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+        if publishes:
+            store.publish()
+    return store
+
+
+@given(ADDS, st.integers(1, 3))
+def test_the_newest_versions_of_every_prompt_are_kept_in_the_order_of_adding(adds: list[Any], max_epochs: int) -> None:
+    store = HistoryStore(max_epochs=max_epochs)
+    expected: dict[Any, dict[int, list[int]]] = {}
+    for prompt_id, version, rollouts, _ in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+        store.publish()
+        text = [entry for rollout in rollouts if rollout for entry in (-1, *rollout)]
+        if text:
+            versions = expected.setdefault(prompt_id, {})
+            versions[version] = versions.get(version, []) + text
+            expected[prompt_id] = {v: versions[v] for v in sorted(versions, reverse=True)[:max_epochs]}
+    assert contents(store) == expected
+    assert store.num_prompts == len(expected)
+    assert store.num_tokens == sum(e >= 0 for versions in expected.values() for text in versions.values() for e in text)
+
+
+@given(ADDS, st.integers(1, 400))
+def test_the_budget_holds_and_whatever_was_evicted_is_no_newer_than_what_stays(adds: list[Any], budget: int) -> None:
+    everything = filled(adds, max_epochs=9)
+    everything.publish()
+    store = HistoryStore(max_bytes=budget, max_epochs=9)
+    for prompt_id, version, rollouts, _ in adds:
+        store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
+    store.publish()
+    assert store.num_bytes == sum(index.num_bytes for index in store.snapshot.values()) <= budget
+    kept = {(p, v) for p, versions in contents(store).items() for v in versions}
+    lost = {(p, v) for p, versions in contents(everything).items() for v in versions} - kept
+    if lost:
+        newest_lost = max(v for _, v in lost)
+        assert all(v >= newest_lost for _, v in kept)
+        # One more would not have fitted.
+        back = [everything.snapshot[p].texts()[v].tolist() for p, v in lost if v == newest_lost]
+        assert store.num_bytes + max(8 * len(text) + 4 * text.count(-1) + 24 for text in back) > budget
+
+
+def test_the_oldest_version_goes_first_whichever_prompt_it_belongs_to() -> None:
+    history = {"a": {1: [[1, 2, 3]], 4: [[1]]}, "b": {2: [[4, 5, 6]], 3: [[4]]}}
+    a4, b3, b2 = {4: [-1, 1]}, {3: [-1, 4]}, {2: [-1, 4, 5, 6]}
+    # 8 bytes an entry, 4 a rollout, 16 a version and 8 a prompt: 96 for each of the two.
+    assert contents(store_of(history, max_bytes=192)) == contents(store_of(history))
+    assert contents(store_of(history, max_bytes=191)) == {"a": a4, "b": b3 | b2}
+    assert contents(store_of(history, max_bytes=139)) == {"a": a4, "b": b3}
+    assert contents(store_of(history, max_bytes=87)) == {"a": a4}
+    assert contents(store_of(history, max_bytes=43)) == {}
+
+
+def test_a_snapshot_never_changes_and_prompts_that_did_not_change_are_shared() -> None:
+    store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3]]}}, max_epochs=1)
+    before = store.snapshot
+    index = before["a"]
+    copies = {name: getattr(index, name).copy() for name in ARRAYS}
+    store.add("a", [ids(9, 9, 9)], 1)
+    assert store.snapshot is before
+    store.publish()
+    assert before["a"] is index
+    for name, copy in copies.items():
+        np.testing.assert_array_equal(getattr(index, name), copy)
+        assert not getattr(index, name).flags.writeable
+    assert store.snapshot["a"].text.tolist() == [-1, 9, 9, 9]
+    assert store.snapshot["b"] is before["b"]
+    with pytest.raises(TypeError):
+        store.snapshot["c"] = index  # type: ignore[index]
+    unchanged = store.snapshot
+    store.publish()
+    assert store.snapshot is unchanged
+
+
+def test_what_is_added_is_copied() -> None:
+    store, tokens = HistoryStore(), ids(1, 2)
+    store.add("a", [tokens], 0)
+    tokens[:] = 9
+    store.publish()
+    assert store.snapshot["a"].text.tolist() == [-1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", [ids(1), ids(-1)], 0), r"token ids lie in .*-1.*rollout 1"),
+        (("a", [ids(1), np.array([2**31])], 0), r"token ids lie in .*2147483648"),
+        (("a", [ids(1), np.array([0.5])], 0), r"integer token ids, got float64"),
+        (("a", [ids(1), np.array([True])], 0), r"integer token ids, got bool"),
+        (("a", [ids(1), np.zeros((1, 2), np.int32)], 0), r"one dimension.*\(1, 2\)"),
+        (("a", [ids(1), np.zeros((0, 2), np.int32)], 0), r"one dimension.*\(0, 2\)"),
+        (("a", [ids(1), [[1], [1, 2]]], 0), r"rollout 1 of 'a' is ragged"),
+        (("a", [ids(1)], -1), r"version is an integer in .*, got -1"),
+        (("a", [ids(1)], True), r"version is an integer in .*, got True"),
+        (("a", [ids(1)], 1.0), r"version is an integer in .*, got 1.0"),
+        (("a", [ids(1)], 2**70), r"version is an integer in .*2147483647.*, got 1180591620717411303424"),
+        ((("a", 1), [ids(1)], 0), r"prompt_id is a string or an integer, got \('a', 1\)"),
+        ((True, [ids(1)], 0), r"prompt_id is a string or an integer, got True"),
+        (("a", [ids(1), ids(2)], 0, [1.0]), r"one number for each of the 2 rollouts of 'a', got float64.*\(1,\)"),
+        (("a", [ids(1)], 0, [True]), r"one number for each of the 1 rollouts of 'a', got bool"),
+        (("a", [ids(1)], 0, [np.nan]), r"finite numbers .* got \[nan\]"),
+        (("a", None, 0), "a list with the token ids of each, got None; write .tokens. for one"),
+        (("a", "text", 0), "a list with the token ids of each, got 'text'"),
+        (("a", [ids(1), ids(2)], 0, [[1.0], [1.0, 2.0]]), r"one reward, got \[\[1.0\], \[1.0, 2.0\]\] for 'a'"),
+        (("a", [ids(1)], 0, [1e39]), r"finite numbers that float32 can hold, got \[1e\+39\]"),
+    ],
+)
+def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str) -> None:
+    store = HistoryStore()
+    with pytest.raises(InputError, match=message):
+        store.add(*arguments)
+    store.publish()
+    assert contents(store) == {}
+
+
+def test_an_engines_rollouts_are_added_by_their_tokens() -> None:
+    request = Request(prompt_id="a", prompt=[5], sampling=Sampling(max_tokens=3))
+    store = HistoryStore()
+    store.add("a", list(ScriptedEngine(lambda request: [7, 8, 9]).generate([request])), 0)
+    store.publish()
+    assert store.snapshot["a"].text.tolist() == [-1, 7, 8, 9]
+
+
+def test_numpys_names_and_versions_are_pythons() -> None:
+    store = HistoryStore()
+    store.add(np.int64(3), [[1]], np.int32(0))
+    store.add(np.str_("a"), [[2]], np.uint8(1))
+    store.publish()
+    assert {(type(name), name) for name in store.snapshot} == {(int, 3), (str, "a")}
+
+
+def test_rewards_stay_with_their_rollouts() -> None:
+    store = HistoryStore(max_epochs=2)
+    store.add("a", [ids(1), ids(), ids(2)], 0, rewards=[0.5, 7.0, -1.0])
+    store.add("a", [ids(3)], 1)
+    store.add("a", [ids(4)], 0, rewards=[2])
+    store.publish()
+    store.add("a", [ids(5)], 1, rewards=np.array([0.25]))
+    store.publish()
+    index = store.snapshot["a"]
+    assert index.text.tolist() == [-1, 3, -1, 5, -1, 1, -1, 2, -1, 4]
+    np.testing.assert_array_equal(index.rewards, np.array([np.nan, 0.25, 0.5, -1.0, 2.0], np.float32), strict=True)
+    assert {version: rewards.size for version, rewards in index.rewards_by_version().items()} == {1: 2, 0: 3}
+    store.add("a", [ids(6)], 2, rewards=[3.0])
+    store.publish()
+    np.testing.assert_array_equal(store.snapshot["a"].rewards, np.array([3.0, np.nan, 0.25], np.float32), strict=True)
+
+
+def test_no_rollouts_and_empty_rollouts_are_fine_and_leave_nothing() -> None:
+    store = HistoryStore()
+    store.add("a", [], 0)
+    store.add("a", [ids(), np.array([])], 0)
+    store.add("b", [ids(), ids(4)], 0)
+    store.publish()
+    assert contents(store) == {"b": {0: [-1, 4]}}
+
+
+@pytest.mark.parametrize("option", ["max_bytes", "max_epochs"])
+def test_a_limit_below_one_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option} .* at least 1, got 0"):
+        HistoryStore(**{option: 0})
+    with pytest.raises(ConfigError, match=rf"{option} .* whole number.*, got 1.5"):
+        HistoryStore(**{option: 1.5})
+
+
+@given(ADDS, st.integers(1, 3), st.sampled_from([100, 10_000]))
+def test_a_loaded_store_equals_the_saved_one_in_all_that_follows(adds: list[Any], epochs: int, budget: int) -> None:
+    store = filled(adds, max_epochs=epochs, max_bytes=budget)
+    with TemporaryDirectory() as folder:
+        store.save(Path(folder, "history.bin"))
+        loaded = HistoryStore.load(Path(folder, "history.bin"), max_epochs=epochs, max_bytes=budget)
+    assert_equal_snapshots(store, loaded)
+    assert (loaded.num_bytes, loaded.num_tokens) == (store.num_bytes, store.num_tokens)
+    rows = draft_rows([Row(prompt_id=p, rollout=r) for p in ("a", 7) for r in ((), (1,), (0, 1), (2, 2, 3))])
+    # What was not yet published comes along too.
+    for step in range(2):
+        for each in (store, loaded):
+            each.publish()
+            each.add("a", [ids(0, 1, 2)], 3 + step)
+        assert_equal_snapshots(store, loaded)
+        drafts = [drafted(Drafter(each, min_acceptance=0.01).propose(rows)) for each in (store, loaded)]
+        assert drafts[0] == drafts[1]
+
+
+def test_integers_and_strings_stay_different_prompts(tmp_path: Path) -> None:
+    store = store_of({7: {0: [[1]]}, "7": {0: [[2]]}, 'ü"\n': {0: [[3]]}})
+    store.save(tmp_path / "history.bin")
+    assert contents(HistoryStore.load(tmp_path / "history.bin")) == contents(store)
+
+
+def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tmp_path: Path) -> None:
+    file = tmp_path / "history.bin"
+    store_of({"a": {0: [[1, 2]]}}).save(file)
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 1
+    file.write_bytes(data)
+    for path in (file, tmp_path / "absent.bin", tmp_path):
+        with pytest.warns(UserWarning, match=path.name) as warned:
+            store = HistoryStore.load(path)
+        assert len(warned) == 1
+        assert contents(store) == {}
+        store.add("b", [ids(1)], 0)
+        store.publish()
+        assert contents(store) == {"b": {0: [-1, 1]}}
+
+
+def test_a_damaged_prompt_of_a_save_is_left_out_alone(tmp_path: Path) -> None:
+    file = tmp_path / "history.bin"
+    store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}})
+    store.add("c", [ids(5)], 0)
+    store.add("d", [ids(6)], 0)
+    store.save(file)
+    data = bytearray(file.read_bytes())
+    for text in ((-1, 3, 4), (-1, 6)):
+        data[data.index(np.array(text, np.int32).tobytes())] ^= 2
+    file.write_bytes(data)
+    with pytest.warns(UserWarning, match=r"prompt '[bd]' in .*history.bin are left out: damaged") as warned:
+        loaded = HistoryStore.load(file)
+    assert len(warned) == 2
+    assert contents(loaded) == {"a": {0: [-1, 1, 2]}}
+    loaded.publish()
+    assert contents(loaded) == {"a": {0: [-1, 1, 2]}, "c": {0: [-1, 5]}}
+
+
+def test_tighter_limits_on_loading_keep_the_newest(tmp_path: Path) -> None:
+    store_of({"a": {v: [[v, v]] for v in range(4)}, "b": {9: [[1]]}}, max_epochs=4).save(tmp_path / "history.bin")
+    loaded = HistoryStore.load(tmp_path / "history.bin", max_epochs=2)
+    assert_equal_snapshots(loaded, store_of({"a": {2: [[2, 2]], 3: [[3, 3]]}, "b": {9: [[1]]}}))
+    assert contents(HistoryStore.load(tmp_path / "history.bin", max_bytes=44)) == {"b": {9: [-1, 1]}}
+
+
+def test_a_save_that_fails_says_how_to_go_on(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"absent.*make its folder or free space"):
+        HistoryStore().save(tmp_path / "absent" / "history.bin")

@@ -1,0 +1,280 @@
+"""Prompts of a file: forms, names, limits, rewards on text, and errors that name the line."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tests.data.conftest import CHAT_TEMPLATE, CORPUS, build_tokenizer
+from tests.rl.rollouts import rollout_of
+from treering.errors import ConfigError, InputError
+from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.task import Prompt, prompt_id_of
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def write_tokenizer(folder: Path, special_tokens: list[str], settings: Mapping[str, object]) -> Path:
+    folder.mkdir()
+    build_tokenizer(special_tokens, CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"chat_template": "SYSTEM " + CHAT_TEMPLATE, "eos_token": "<|endoftext|>"}
+    return write_tokenizer(tmp_path_factory.mktemp("prompts") / "chat", SPECIAL, settings)
+
+
+@pytest.fixture(scope="module")
+def markerless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Knows no chat marker; writes its end of text as an object with settings."""
+    settings = {"eos_token": {"content": "</s>", "lstrip": False}}
+    return write_tokenizer(tmp_path_factory.mktemp("prompts") / "markerless", ["</s>"], settings)
+
+
+@pytest.fixture(scope="module")
+def prefixing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Would put a token of its own before every text."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("prompts") / "prefixing", SPECIAL, {})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "prompts.jsonl"
+
+
+def write(file: Path, *records: object) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def measured(prompt: Prompt, text: str) -> float:
+    """A reward of somebody else's."""
+    return float(len(text)) + (prompt.answer is None)
+
+
+OWN = f"{__name__}:measured"
+
+
+def text_of(task: PromptsFile, prompt: Prompt, tokenizer: Path) -> str:
+    return Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(
+        prompt.tokens.tolist(), skip_special_tokens=False
+    )
+
+
+HI = "<|im_start|>user\nHi?<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "expected"),
+    [
+        ("plain", {"prompt": "Hi?"}, f"{HI}<|im_start|>assistant\n"),
+        ("plain", {"question": "Hi?"}, f"{HI}<|im_start|>assistant\n"),
+        ("plain", {"prompt": "Hi?", "question": "no"}, f"{HI}<|im_start|>assistant\n"),
+        (
+            "plain",
+            {
+                "prompt": [
+                    {"role": "system", "content": "Be"},
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": [{"type": "text", "text": "Hi?"}]},
+                ]
+            },
+            "<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+            f"{HI}<|im_start|>assistant\n",
+        ),
+        ("hf", {"prompt": "Hi?"}, f"SYSTEM {HI}<|im_start|>assistant\n"),
+        ("raw", {"prompt": "Hi?"}, "Hi?"),
+        ("raw", {"prompt": [{"role": "user", "content": "a "}, {"role": "user", "content": "b"}]}, "a b"),
+    ],
+)
+def test_a_prompt_ends_where_the_policy_begins(
+    file: Path, tokenizer: Path, template: str, record: object, expected: str
+) -> None:
+    task = PromptsFile(write(file, record), tokenizer=tokenizer, reward=OWN, template=template)  # type: ignore[arg-type]
+    assert text_of(task, task.prompts[0], tokenizer) == expected
+    assert task.prompts[0].tokens.dtype == np.int32
+
+
+def test_a_prompt_has_no_token_that_its_text_has_not(file: Path, tokenizer: Path, prefixing: Path) -> None:
+    write(file, {"prompt": "Hi?"})
+    tasks = [PromptsFile(file, tokenizer=folder, reward=OWN) for folder in (tokenizer, prefixing)]
+    assert tasks[0].prompts[0].tokens.tolist() == tasks[1].prompts[0].tokens.tolist()
+
+
+def test_answers_and_names_are_those_of_the_file(file: Path, tokenizer: Path) -> None:
+    write(
+        file,
+        {"prompt": "a", "answer": "x", "prompt_id": "first"},
+        {"prompt": "b", "answer": 18, "task_id": 0},
+        {"prompt": "c", "answer": 0.5, "id": "third", "prompt_id": None, "other": 1},
+        {"prompt": "d"},
+    )
+    prompts = PromptsFile(file, tokenizer=tokenizer, reward=OWN).prompts
+    assert [prompt.answer for prompt in prompts] == ["x", "18", "0.5", None]
+    assert [prompt.prompt_id for prompt in prompts] == ["first", 0, "third", prompt_id_of(prompts[3].tokens)]
+
+
+def test_blank_lines_and_compression_change_nothing(tmp_path: Path, tokenizer: Path) -> None:
+    lines = '{"prompt": "a"}\n\n  \n{"prompt": "ü"}'
+    (tmp_path / "p.jsonl").write_text(lines, encoding="utf-8")
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt", encoding="utf-8") as stream:
+        stream.write(lines)
+    plain, zipped = (
+        PromptsFile(tmp_path / name, tokenizer=tokenizer, reward=OWN).prompts for name in ("p.jsonl", "p.jsonl.gz")
+    )
+    assert [p.tokens.tolist() for p in plain] == [p.tokens.tolist() for p in zipped]
+    assert len(plain) == 2
+
+
+def test_limits_leave_out_what_is_too_long_or_too_much(file: Path, tokenizer: Path) -> None:
+    write(file, *({"prompt": "z" * length} for length in (5, 30, 6, 31, 7)))
+
+    def lengths(**limits: int) -> tuple[list[int], int]:
+        task = PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="raw", **limits)
+        return [prompt.tokens.size for prompt in task.prompts], task.num_overlong
+
+    assert lengths() == ([5, 30, 6, 31, 7], 0)
+    assert lengths(max_prompt_tokens=30) == ([5, 30, 6, 7], 1)
+    assert lengths(max_prompt_tokens=29) == ([5, 6, 7], 2)
+    assert lengths(max_prompt_tokens=29, max_prompts=2) == ([5, 6], 1)
+    assert lengths(max_prompts=9) == lengths()
+
+
+def test_prompts_with_equal_tokens_are_kept_once_and_counted(file: Path, tokenizer: Path) -> None:
+    write(file, {"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "a", "answer": "2"})
+    task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
+    assert ([prompt.answer for prompt in task.prompts], task.num_duplicates) == (["1", None], 1)
+
+
+def test_rewards_judge_the_text_without_special_tokens(file: Path, tokenizer: Path) -> None:
+    task = PromptsFile(write(file, {"prompt": "2+2?", "answer": "#### 4"}), tokenizer=tokenizer, reward="exact_answer")
+    (prompt,) = task.prompts
+    end = task.stop_tokens[0]
+
+    def reward_of(text: str) -> float:
+        raw = PromptsFile(write(file, {"prompt": text}), tokenizer=tokenizer, reward=OWN, template="raw")
+        return task.reward(prompt, rollout_of([*raw.prompts[0].tokens, end]))
+
+    assert (reward_of("It is 4"), reward_of("It is 5")) == (1.0, 0.0)
+    own = PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="raw")
+    tokens = [*own.prompts[0].tokens, end]
+    assert own.reward(own.prompts[0], rollout_of(tokens)) == len("It is 5") + 1
+
+
+def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, tokenizer: Path, markerless: Path) -> None:
+    write(file, {"prompt": "a"})
+    task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
+    assert (task.stop_tokens, task.stop_strings) == ((2, 0), ())
+    plain = PromptsFile(file, tokenizer=markerless, reward=OWN)
+    assert (plain.stop_tokens, plain.stop_strings) == ((0,), ("<|im_end|>",))
+    raw = PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw")
+    assert (raw.stop_tokens, raw.stop_strings) == ((0,), ())
+
+
+def test_a_closing_stop_string_is_no_part_of_the_text(file: Path, markerless: Path) -> None:
+    task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=markerless, reward=OWN)
+    ids = PromptsFile(write(file, {"prompt": "abc<|im_end|>"}), tokenizer=markerless, reward=OWN, template="raw")
+    assert task.reward(task.prompts[0], rollout_of(ids.prompts[0].tokens)) == 3 + 1
+
+
+def test_a_folder_without_settings_ends_texts_at_the_chat_marker_alone(
+    file: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=tmp_path / "bare", reward=OWN)
+    assert task.stop_tokens == (2,)
+    (tmp_path / "bare" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is a JSON object"):
+        PromptsFile(file, tokenizer=tmp_path / "bare", reward=OWN)
+
+
+def test_the_vocabulary_covers_every_token_of_the_tokenizer(file: Path, tokenizer: Path) -> None:
+    task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=tokenizer, reward=OWN)
+    assert task.vocab_size == Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "a line is a JSON object, got list"),
+        ("{", "a line must be one JSON object"),
+        ("nan?", "a line must be one JSON object"),
+        (b"\xff\xfe{}", "a line must be UTF-8"),
+        ("{}", "needs prompt or question, got the keys none; add one"),
+        ('{"text": "a", "id": 3}', "got the keys text, id; add one"),
+        ('{"prompt": 3}', "must be text, got 3"),
+        ('{"question": ["a"]}', r"content may be a list of text parts only"),
+        ('{"prompt": ""}', "a prompt holds text, got ''"),
+        ('{"prompt": []}', "at least one message"),
+        ('{"prompt": [{"content": "a"}]}', r"messages\[0\] needs a role"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}', "ends before the policy's turn"),
+        ('{"prompt": "a", "answer": [1]}', r"an answer is text or a number, got \[1\]"),
+        ('{"prompt": "a", "answer": true}', "an answer is text or a number, got True"),
+        ('{"prompt": "a", "id": 1.5}', "id is text or an integer, got 1.5"),
+        ('{"prompt": "a", "prompt_id": ""}', "prompt_id is text or an integer, got ''"),
+        ('{"prompt": "a", "task_id": true}', "task_id is text or an integer, got True"),
+        ('{"prompt": "b", "id": "good"}', "distinct ids, got 'good' again"),
+        ('{"prompt": "\\ud800"}', "valid Unicode"),
+    ],
+)
+def test_a_bad_line_is_named(file: Path, tokenizer: Path, line: str | bytes, message: str) -> None:
+    good = b'{"prompt": "a", "id": "good"}\n\n'
+    file.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
+    with pytest.raises(InputError, match=rf"prompts\.jsonl:3: .*{message}"):
+        PromptsFile(file, tokenizer=tokenizer, reward=OWN)
+
+
+def test_answers_are_checked_against_the_reward_by_line(file: Path, tokenizer: Path) -> None:
+    write(file, {"prompt": "a", "answer": "1"}, {"prompt": "b"})
+    with pytest.raises(InputError, match=r"prompts\.jsonl:2: the reward exact_answer needs an answer, got None"):
+        PromptsFile(file, tokenizer=tokenizer, reward="exact_answer")
+
+
+def test_settings_that_cannot_be_are_refused(file: Path, tmp_path: Path, tokenizer: Path) -> None:
+    write(file, {"prompt": "a" * 20})
+    with pytest.raises(ConfigError, match="one of plain, hf, raw, got 'chatml'"):
+        PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="chatml")  # type: ignore[arg-type]
+    for name in ("max_prompts", "max_prompt_tokens"):
+        with pytest.raises(ConfigError, match=f"{name} is at least 1, got 0"):
+            PromptsFile(file, tokenizer=tokenizer, reward=OWN, **{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nearest names: exact_answer"):
+        PromptsFile(file, tokenizer=tokenizer, reward="exact")
+    with pytest.raises(ConfigError, match="a tokenizer folder holds"):
+        PromptsFile(file, tokenizer=tmp_path, reward=OWN)
+    with pytest.raises(InputError, match="at least one prompt that fits, got 0 and 1 of more than max_prompt_tokens=3"):
+        PromptsFile(file, tokenizer=tokenizer, reward=OWN, max_prompt_tokens=3)
+    with pytest.raises(InputError, match="cannot be read"):
+        PromptsFile(tmp_path / "none.jsonl", tokenizer=tokenizer, reward=OWN)
+
+
+def test_gsm8k_reads_with_its_own_answers_right(real_data: Path) -> None:
+    task = PromptsFile(
+        real_data / "gsm8k" / "test.jsonl.gz",
+        tokenizer=real_data / "tokenizer",
+        reward="exact_answer",
+        max_prompts=50,
+        max_prompt_tokens=120,
+    )
+    assert len(task.prompts) == 50
+    assert max(prompt.tokens.size for prompt in task.prompts) <= 120
+    texts = [str(prompt.answer) for prompt in task.prompts]
+    tokenizer = Tokenizer.from_file(str(real_data / "tokenizer" / "tokenizer.json"))
+    for prompt, text in zip(task.prompts, texts, strict=True):
+        response = [*tokenizer.encode(text).ids, task.stop_tokens[0]]
+        assert task.reward(prompt, rollout_of(response)) == 1.0
+        assert task.reward(prompt, rollout_of(tokenizer.encode("I give up").ids)) == 0.0

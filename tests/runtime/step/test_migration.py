@@ -1,0 +1,317 @@
+"""Running rollouts that go to another worker: when they do, and that no result notices."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import nn
+
+from tests.rl.runs import SAMPLING, TinyTask
+from tests.runtime.kills import killing
+from tests.runtime.runs import Dealt, TinyRecipe, pipeline
+from tests.runtime.test_deaths import is_complete
+from tests.runtime.test_pipeline import Result, assert_same, rows_of, run
+from treering.engine.request import Request
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.torch_engine import TorchEngine
+from treering.history.draft.drafter import Drafter
+from treering.rl.collect import Collection
+from treering.runtime.pipeline import PipelineLoop
+from treering.runtime.step.migration import Held, choose_move, prices_of
+from treering.runtime.step.planning import Plan
+from treering.runtime.step.step_run import StepRun
+from treering.schedule.cluster import Cluster, Rebalancing
+from treering.schedule.latency import linear_latency
+from treering.schedule.policy import Assignment, Moving, Outlook
+from treering.schedule.simulator.destinations import Prices
+from treering.schedule.simulator.migration import MAX_MOVES
+
+NUM_STEPS = 4
+NUM_SLOTS = 16
+GROUP_SIZE = 8
+HALFWAY = 6
+PATIENCE_S = 60
+PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
+DEAR = PRICES._replace(prefill_s=100.0)
+KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range(8)]
+
+
+class Moves(Dealt):
+    """The last three on two workers, which are believed to have long ones, and the rest on the first."""
+
+    def __init__(self, moving: Moving) -> None:
+        super().__init__()
+        self._moving: Moving = moving
+
+    def assign(self, outlook: Outlook) -> Assignment:
+        size = outlook.forecasts[0].num_rollouts
+        workers = np.zeros(size, np.int32)
+        workers[-3:] = (1, 1, 2)
+        beliefs = np.where(workers == 0, 1.0, 12.0)
+        return Assignment(workers=workers, order=np.arange(size), moving=self._moving, beliefs=beliefs)
+
+
+class SlowEngine(TorchEngine):
+    def step(self) -> list[Rollout]:
+        time.sleep(0.03)
+        return super().step()
+
+
+class MeetingEngine(SlowEngine):
+    """Halts in the middle of its rollouts until one has been given up somewhere, so no clock decides whether one is."""
+
+    meeting: Path
+
+    def step(self) -> list[Rollout]:
+        is_halfway = max(self.progress().values(), default=0) >= HALFWAY
+        if is_halfway and not self.meeting.exists() and time.time() < self.meeting.parent.stat().st_mtime + PATIENCE_S:
+            time.sleep(0.03)
+            return []
+        return super().step()
+
+    def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        self.meeting.touch()
+        return super().abort(keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRecipe(TinyRecipe):
+    """Rollouts that last for several reports, and where there is a meeting, until one of them has moved."""
+
+    meeting: Path | None = None
+
+    @property
+    def max_batch(self) -> int:
+        return NUM_SLOTS
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
+        kind = SlowEngine if self.meeting is None else MeetingEngine
+        engine = kind(model, drafter, max_batch=NUM_SLOTS, max_tokens=400, version=version, num_threads=1, costs="none")
+        if isinstance(engine, MeetingEngine) and self.meeting is not None:
+            engine.meeting = self.meeting
+        return engine
+
+
+def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeting: Path | None = None) -> PipelineLoop:
+    return pipeline(
+        SlowRecipe(meeting=meeting),
+        num_steps=NUM_STEPS,
+        num_workers=3,
+        staleness=1,
+        policy=Moves(moving),
+        rebalancing=rebalancing,
+        num_slots=NUM_SLOTS,
+        group_size=GROUP_SIZE,
+    )
+
+
+def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> StepRun:
+    """A step of two groups of four; the first worker's are believed to have 4 tokens, the second's 8."""
+    beliefs = np.where(np.array(workers) == 0, 4.0, 8.0)
+    assignment = Assignment(
+        workers=np.array(workers),
+        order=np.arange(8),
+        moving=moving,
+        beliefs=beliefs,
+        stealing=stealing,  # type: ignore[arg-type]
+    )
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    plan = Plan(step=1, assignment=assignment, predicted=beliefs)
+    return StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
+
+
+def under_way(run: StepRun, so_far: dict[int, int]) -> list[Held]:
+    """Starts everything; these run, with so many tokens each, and the others are over."""
+    requests = {request.key: request for request in run.collection.requests()}
+    for worker in (0, 1):
+        run.take(worker, num_running=0, max_batch=8)
+    for number, num_tokens in so_far.items():
+        run.note_progress(KEYS[number], num_tokens)
+    return [
+        Held(requests={KEYS[n]: requests[KEYS[n]] for n in so_far if (n >= 4) == bool(worker)}) for worker in (0, 1)
+    ]
+
+
+def with_more(held: Held, *numbers: int) -> Held:
+    """Others that have said nothing yet."""
+    requests = {request.key: request for request in step_run("off").collection.requests()}
+    return Held(requests={**held.requests, **{KEYS[n]: requests[KEYS[n]] for n in numbers}})
+
+
+def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
+    run = step_run("gathering")
+    held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
+    move = choose_move(run, PRICES, held, 0)
+    assert move is not None
+    assert (move.target, move.keys) == (1, (KEYS[2],))
+    assert choose_move(run, PRICES, held, 1) is None
+
+
+@pytest.mark.parametrize("so_far", [{2: 3}, {1: 3, 2: 3, 4: 1, 5: 1}, {2: 3, 4: 1, 5: 1, 6: 1, 7: 1}])
+def test_a_tail_stays_where_nobody_has_more_where_it_is_no_tail_or_where_there_is_no_slot(so_far) -> None:
+    run = step_run("gathering")
+    assert choose_move(run, PRICES, under_way(run, so_far), 0) is None
+
+
+def test_a_tail_stays_where_reading_it_again_costs_more_than_it_frees() -> None:
+    run = step_run("gathering")
+    assert choose_move(run, DEAR, under_way(run, {2: 3, 4: 1, 5: 1, 6: 1}), 0) is None
+
+
+def test_nothing_moves_before_its_worker_has_said_how_far_it_is() -> None:
+    run = step_run("gathering")
+    held = under_way(run, {4: 1, 5: 1, 6: 1})
+    assert choose_move(run, PRICES, [with_more(held[0], 2), held[1]], 0) is None
+
+
+def test_a_worker_that_awaits_another_turn_would_not_get_free() -> None:
+    run = step_run("gathering")
+    held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
+    awaiting = Held(requests=held[0].requests, num_awaited=1)
+    assert choose_move(run, PRICES, [awaiting, held[1]], 0) is None
+
+
+def test_a_worker_that_can_steal_has_no_tail() -> None:
+    run = step_run("gathering", stealing="queued")
+    requests = {request.key: request for request in run.collection.requests()}
+    run.take(0, num_running=0, max_batch=4)
+    for number in (2, 4, 5):
+        run.note_progress(KEYS[number], 3)
+    assert run.can_be_stolen
+    held = [Held(requests={KEYS[n]: requests[KEYS[n]] for n in numbers}) for numbers in ((2,), (4, 5))]
+    assert choose_move(run, PRICES, held, 0) is None
+    run.take(1, num_running=0, max_batch=8)
+    assert not run.can_be_stolen
+    assert choose_move(run, PRICES, held, 0) is not None
+
+
+def test_what_has_outgrown_its_worker_goes_to_an_emptier_one_of_longer_rollouts() -> None:
+    run = step_run("faster")
+    move = choose_move(run, PRICES, under_way(run, {0: 5, 1: 6, 2: 3, 5: 1}), 0)
+    assert move is not None
+    # The longest of those that have.
+    assert (move.target, move.keys) == (1, (KEYS[1],))
+    # As full, nothing ends sooner there.
+    run = step_run("faster")
+    assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5, 5: 1, 6: 1}), 0) is None
+
+
+def test_a_worker_is_as_full_as_its_engine_will_be_with_the_next_pass() -> None:
+    for moving in ("faster", "freeing"):
+        run = step_run(moving)
+        held = under_way(run, {1: 6, 5: 1, 6: 1, 7: 1})
+        full = with_more(held[1], 4)
+        assert choose_move(run, PRICES, [held[0], full], 0) is None
+        # Two of three wait there: one that is given would wait behind them.
+        run = step_run(moving, workers=(0, 0, 1, 1, 1, 1, 1, 1))
+        held = under_way(run, {1: 6, 4: 1})
+        waiting = with_more(held[1], 2, 3, 5, 6, 7)
+        assert choose_move(run, PRICES, [held[0], waiting], 0) is None
+
+
+def test_more_rollouts_than_slots_are_no_more_rows_than_slots() -> None:
+    run = step_run("faster", workers=(0,) * 7 + (1,))
+    held = under_way(run, dict.fromkeys(range(8), 6))
+    many = with_more(held[0], *range(7))
+    few = Held(requests={KEYS[7]: held[1].requests[KEYS[7]]})
+    move = choose_move(run, PRICES, [many, few], 0)
+    # Decided by times of at most four rows: 4 there are now, 2 there.
+    assert move is not None
+    assert choose_move(run, PRICES._replace(token_s=np.array([0.0, 21, 21, 21, 21])), [many, few], 0) is None
+
+
+def test_reading_a_token_again_costs_as_much_as_a_row_at_least() -> None:
+    cluster = Cluster(
+        num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=linear_latency(step_s=20, row_s=0.5)
+    )
+    assert prices_of(cluster).prefill_s == pytest.approx(0.5)
+    dear = linear_latency(step_s=20, row_s=0.5, prefill_s=3.0)
+    assert prices_of(replace(cluster, latency=dear)).prefill_s == 3.0
+    assert prices_of(replace(cluster, num_slots=1)).prefill_s == 0
+
+
+def test_a_rollout_moves_a_few_times_at_most() -> None:
+    run = step_run("faster")
+    requests = {request.key: request for request in run.collection.requests()}
+    held = under_way(run, {0: 4, 1: 5, 2: 3, 5: 1})
+    for _ in range(MAX_MOVES):
+        assert choose_move(run, PRICES, held, 0) is not None
+        run.move(requests[KEYS[1]], 0)
+        assert choose_move(run, PRICES, held, 0) is None
+        run.take(0, num_running=2, max_batch=8)
+        run.note_progress(KEYS[1], 5)
+    assert choose_move(run, PRICES, held, 0) is None
+    assert run.account.moved == MAX_MOVES
+
+
+def test_a_later_turn_with_stop_strings_stays_where_it_is() -> None:
+    for strings, moves in (((), True), (("END",), False)):
+        run = step_run("faster")
+        held = under_way(run, {1: 6, 2: 3, 3: 3, 5: 1})
+        request = held[0].requests[KEYS[1]]
+        ended = replace(ended_turn(request), finish_reason="stop")
+        sampling = replace(request.sampling, stop_strings=strings)
+        later = replace(request, so_far=ended, sampling=sampling)
+        held[0] = Held(requests={**held[0].requests, KEYS[1]: later})
+        assert (choose_move(run, PRICES, held, 0) is not None) == moves
+        # What was taken out of its first turn may be taken out again.
+        held[0] = Held(requests={**held[0].requests, KEYS[1]: replace(later, so_far=ended_turn(request))})
+        assert choose_move(run, PRICES, held, 0) is not None
+
+
+def ended_turn(request: Request) -> Rollout:
+    """Two tokens, taken out."""
+    return replace(
+        request.unstarted(),
+        tokens=np.array([3, 4], np.int32),
+        logprobs=np.zeros(2),
+        policy_logprobs=np.zeros(2),
+        loss_mask=np.ones(2, bool),
+        versions=np.zeros(2, np.int32),
+    )
+
+
+def test_without_prices_nothing_moves() -> None:
+    assignment = Assignment(workers=np.zeros(8), order=np.arange(8), moving="faster")
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    plan = Plan(step=1, assignment=assignment, predicted=np.ones(8))
+    run = StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
+    assert run.moving == "off"
+    assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5}), 0) is None
+
+
+@pytest.fixture(scope="module")
+def unmoved() -> Result:
+    with pipeline(num_steps=NUM_STEPS, staleness=1, group_size=GROUP_SIZE) as loop:
+        return run(loop, NUM_STEPS)
+
+
+@pytest.mark.parametrize("moving", ["faster", "freeing", "gathering"])
+def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path) -> None:
+    rows, num_moved = [], []
+    with slow_pipeline(moving, meeting=tmp_path / "meeting") as loop:
+        for _ in range(NUM_STEPS):
+            overlap = loop.step().overlap
+            assert overlap is not None
+            num_moved.append(overlap.num_moved)
+            rows.append(rows_of(loop))
+        assert_same((loop.model.state_dict(), rows), unmoved)
+        assert loop.account.moved == sum(num_moved) > 0
+
+
+def test_a_cluster_that_moves_nothing_running_has_no_moves() -> None:
+    with slow_pipeline("faster", rebalancing="queued") as loop:
+        loop.step()
+        assert loop.account.moved == 0
+
+
+@pytest.mark.parametrize("moments", [{6: "rollout worker 0", 19: "rollout worker 1"}, {11: "rollout worker 1"}])
+def test_workers_that_give_or_take_may_die(unmoved: Result, moments: dict[int, str]) -> None:
+    with killing(moments) as dead, slow_pipeline("faster") as loop:
+        assert_same(run(loop, NUM_STEPS), unmoved)
+        account = loop.account
+    assert len(dead) == len(moments)
+    assert is_complete(account, account.scheduled)

@@ -1,0 +1,135 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.errors import ConfigError, InputError
+from treering.schedule.predict.lengths import EmaLengths, MedianLengths, QuantileLengths, make_predictor
+from treering.schedule.predict.seen_lengths import SeenLengths
+
+KINDS = {
+    "median": lambda: MedianLengths(guess=500.0),
+    "ema": lambda: EmaLengths(guess=500.0, alpha=0.25),
+    "quantile": lambda: QuantileLengths(guess=500.0, quantile=0.9, num_epochs=2),
+}
+
+
+def test_a_group_is_predicted_alike_and_prompts_in_order():
+    lengths = MedianLengths(guess=500.0)
+    lengths.observe("b", np.array([10, 20, 90]))
+    lengths.observe(7, np.array([40]))
+    assert lengths.predict([7, "b"], 3).tolist() == [40.0] * 3 + [20.0] * 3
+    assert lengths.predict([7], 1).dtype == np.float64
+    assert lengths.predict([], 3).shape == (0,)
+
+
+def test_the_median_is_that_of_the_latest_epoch_alone():
+    lengths = MedianLengths(guess=500.0)
+    lengths.observe("a", [1000, 2000])
+    lengths.observe("a", [10, 20, 300, 400])
+    assert lengths.predict(["a"], 1).tolist() == [160.0]
+
+
+def test_the_moving_mean_gives_the_latest_median_its_share():
+    lengths = EmaLengths(guess=500.0, alpha=0.25)
+    for epoch in ([100], [200, 300, 900], [40]):
+        lengths.observe("a", epoch)
+    assert lengths.predict(["a"], 1).tolist() == [0.25 * 40 + 0.75 * (0.25 * 300 + 0.75 * 100)]
+
+
+def test_the_quantile_is_that_of_all_rollouts_of_the_latest_epochs():
+    lengths = QuantileLengths(guess=500.0, quantile=0.5, num_epochs=2)
+    for epoch in ([9000], [10, 30], [20]):
+        lengths.observe("a", epoch)
+    assert lengths.predict(["a"], 1).tolist() == [20.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_without_history_get_the_median_of_all_that_was_seen(kind):
+    lengths = KINDS[kind]()
+    assert lengths.predict(["a", "b"], 2).tolist() == [500.0] * 4
+    lengths.observe("a", [10, 20])
+    lengths.observe("a", [40, 80])
+    assert lengths.predict(["b"], 1).tolist() == [30.0]
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), max_size=6))
+def test_the_median_of_what_was_seen_is_exact(parts):
+    seen = SeenLengths()
+    for part in parts:
+        seen.add(np.array(part))
+        seen.median(default=-1.0)
+    everything = [length for part in parts for length in part]
+    assert seen.median(default=-1.0) == (np.median(everything) if everything else -1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_predictor_goes_on_from_its_state(kind):
+    random = np.random.default_rng(0)
+    steps = [(int(prompt), random.integers(1, 900, 4)) for prompt in random.integers(0, 3, 12)]
+    whole, first = KINDS[kind](), KINDS[kind]()
+    for prompt, lengths in steps:
+        whole.observe(prompt, lengths)
+    for prompt, lengths in steps[:6]:
+        first.observe(prompt, lengths)
+    # As a checkpoint keeps it: text, which later observations cannot reach.
+    state = json.loads(json.dumps(first.state()))
+    first.observe(0, np.array([7]))
+    resumed = KINDS[kind]()
+    resumed.observe("forgotten", [3])
+    resumed.load_state(state)
+    for prompt, lengths in steps[6:]:
+        resumed.observe(prompt, lengths)
+    prompts = [0, 1, 2, "0", "forgotten"]
+    assert np.array_equal(resumed.predict(prompts, 2), whole.predict(prompts, 2))
+    assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_is_not_changed_by_what_is_seen_later(kind):
+    lengths = KINDS[kind]()
+    lengths.observe("a", [10, 20])
+    state = lengths.state()
+    text = json.dumps(state)
+    lengths.observe("a", [30])
+    lengths.observe("b", [30])
+    assert json.dumps(state) == text
+
+
+def test_the_state_of_another_predictor_is_refused():
+    with pytest.raises(InputError, match="ema goes on from its own state, got 'median''s"):
+        KINDS["ema"]().load_state(KINDS["median"]().state())
+
+
+def test_predictors_go_by_their_names():
+    for name in KINDS:
+        predictor = make_predictor(name, max_tokens=1000)
+        assert predictor.name == name
+        assert predictor.predict(["a"], 1).tolist() == [500.0]
+        assert make_predictor(name, max_tokens=1000, guess=70.0).predict(["a"], 1).tolist() == [70.0]
+    with pytest.raises(ConfigError, match="median, ema, quantile, got 'mean'"):
+        make_predictor("mean", max_tokens=1000)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [-3, 4], [1.5], [[1]]])
+def test_lengths_that_are_none_are_refused(lengths):
+    with pytest.raises(InputError, match="whole numbers from 1 on"):
+        MedianLengths(guess=1.0).observe("a", lengths)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MedianLengths(guess=0.0),
+        lambda: MedianLengths(guess=float("nan")),
+        lambda: EmaLengths(guess=1.0, alpha=0.0),
+        lambda: EmaLengths(guess=1.0, alpha=1.5),
+        lambda: QuantileLengths(guess=1.0, quantile=1.1),
+        lambda: QuantileLengths(guess=1.0, num_epochs=0),
+    ],
+)
+def test_settings_out_of_their_range_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from treering.errors import InputError
+from treering.schedule.predict.siblings import expected_lengths
+
+
+def expect(running, finished, *, ratios=(1.0,), predicted=100.0, max_tokens=10_000, prior=2.0):
+    found = expected_lengths(running, finished, predicted=predicted, ratios=ratios, max_tokens=max_tokens, prior=prior)
+    return found.tolist()
+
+
+def test_before_anything_has_ended_it_is_the_mean_of_what_was_predicted():
+    assert expect([0, 0, 0], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([100.0] * 3)
+    # Of 50, 100 and 150 only the last two lie beyond 60, and only the last beyond 100.
+    assert expect([60], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([125.0])
+    assert expect([100], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([150.0])
+
+
+def test_finished_siblings_count_like_predictions_of_their_weight():
+    # Two siblings of 400 against a weight of 2 at 100.
+    assert expect([0], [400, 400]) == pytest.approx([250.0])
+    assert expect([0], [400, 400], prior=6.0) == pytest.approx([175.0])
+    # Behind 100 only the siblings are left.
+    assert expect([150], [400, 600]) == pytest.approx([500.0])
+
+
+def test_a_sibling_that_runs_on_makes_those_behind_it_longer():
+    alone = expect([0], [], ratios=[1.0, 10.0])
+    beside = expect([0, 900], [], ratios=[1.0, 10.0])
+    assert alone == pytest.approx([550.0])
+    # At 100 a weight of 1 ends of the 1 + 1 + 1 that came so far, at 1,000 all the rest.
+    assert beside == pytest.approx([100 / 3 + 1000 * 2 / 3, 1000.0])
+
+
+def test_what_outruns_everything_known_has_as_much_before_it():
+    assert expect([300], []) == [600.0]
+    # The longest is still running: the others may come as far.
+    [short, long] = expect([50, 300], [])
+    assert long == 600.0
+    # At 100 a weight of 2 of 3 ends; the rest ends where the longest does.
+    assert short == pytest.approx(100 * 2 / 3 + 600 / 3)
+
+
+def test_no_expectation_is_beyond_the_limit():
+    assert expect([300, 500], [], max_tokens=500) == [500.0, 500.0]
+    assert expect([0], [], ratios=[9.0], max_tokens=500) == [500.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rollout_is_expected_beyond_what_it_has_and_more_the_more_it_has(seed):
+    random = np.random.default_rng(seed)
+    running = np.sort(random.integers(0, 2000, 6))
+    finished = random.integers(1, 2000, random.integers(0, 5))
+    ratios = random.lognormal(0.0, 0.7, 20)
+    found = expected_lengths(running, finished, predicted=600.0, ratios=ratios, max_tokens=5000)
+    assert (found > running).all()
+    assert (np.diff(found) >= -1e-9).all()
+
+
+def test_nothing_running_has_no_expectation():
+    assert expect([], [30, 40]) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ratios": []},
+        {"ratios": [0.0]},
+        {"ratios": [np.inf]},
+        {"predicted": 0.0},
+        {"prior": 0.0},
+        {"running": [-1]},
+        {"finished": [0]},
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(wrong):
+    given = {"running": [1], "finished": [1], "ratios": [1.0], "predicted": 1.0, "prior": 1.0} | wrong
+    with pytest.raises(InputError):
+        expect(given.pop("running"), given.pop("finished"), **given)

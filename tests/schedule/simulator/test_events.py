@@ -1,0 +1,225 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.schedule.simulator import token_by_token
+from treering.schedule.simulator.destinations import FASTER, FREEING, GATHERING, STAYS
+from treering.schedule.simulator.events import run_step
+from treering.schedule.simulator.migration import MAX_MOVES
+from treering.schedule.simulator.step import Rules, Work
+
+# Whole seconds, so that a sum and a product of them are the same float.
+SECONDS = st.integers(1, 5).map(float)
+
+
+def work_of(queues, lengths, beliefs=None, prompts=None) -> Work:
+    return Work(
+        np.cumsum([0, *map(len, queues)]),
+        np.array([rollout for queue in queues for rollout in queue], np.int64),
+        np.array(lengths, np.int64),
+        np.array(lengths if beliefs is None else beliefs, np.float64),
+        np.array([0] * len(lengths) if prompts is None else prompts, np.int64),
+    )
+
+
+def rules_of(token_s, *, prefill_s=0.0, max_tokens=1000, stealing=False, moving=STAYS) -> Rules:
+    return Rules(np.array(token_s, np.float64), prefill_s, float(max_tokens), stealing, moving)
+
+
+@st.composite
+def steps(draw, longest=9):
+    """Queues of rollouts with lengths, beliefs, prompts, times and starts."""
+    num_workers, num_rollouts = draw(st.integers(1, 4)), draw(st.integers(1, 10))
+    queues = [[] for _ in range(num_workers)]
+    for rollout in draw(st.permutations(range(num_rollouts))):
+        queues[draw(st.integers(0, num_workers - 1))].append(rollout)
+    lists = [draw(st.lists(st.integers(1, longest), min_size=num_rollouts, max_size=num_rollouts)) for _ in range(3)]
+    # Any curve: faster with more rows, too, as speculation can make it.
+    token_s = [0.0, *draw(st.lists(SECONDS, min_size=1, max_size=3))]
+    starts = draw(st.lists(st.integers(0, 20).map(float), min_size=num_workers, max_size=num_workers))
+    return queues, *lists, token_s, starts, float(draw(st.integers(0, 2)))
+
+
+def test_the_example_of_one_worker():
+    outcome = run_step(np.zeros(1), work_of([[0, 1]], [4, 2]), rules_of([0, 1, 1.5]))
+    assert outcome.finished.tolist() == [5, 3]
+    assert (outcome.ends.tolist(), outcome.counts.tolist()) == ([5], [2])
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps())
+def test_a_step_is_what_decoding_token_by_token_gives(step):
+    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    outcome = run_step(
+        np.array(starts), work_of(queues, lengths, beliefs, prompts), rules_of(token_s, prefill_s=prefill_s)
+    )
+    expected = token_by_token.run(starts, queues, lengths, token_s, prompts=prompts, prefill_s=prefill_s)
+    found = (outcome.ends.tolist(), outcome.finished.tolist(), outcome.counts.tolist(), outcome.num_stolen)
+    assert found == expected
+    assert outcome.num_moved == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps())
+def test_stealing_takes_the_first_of_the_longest_queue(step):
+    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    rules = rules_of(token_s, prefill_s=prefill_s, stealing=True)
+    outcome = run_step(np.array(starts), work_of(queues, lengths, beliefs, prompts), rules)
+    expected = token_by_token.run(
+        starts, queues, lengths, token_s, prompts=prompts, prefill_s=prefill_s, steals=beliefs
+    )
+    found = (outcome.ends.tolist(), outcome.finished.tolist(), outcome.counts.tolist(), outcome.num_stolen)
+    assert found == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(longest=60), st.sampled_from([FASTER, FREEING, GATHERING]), st.booleans())
+def test_moves_lose_no_rollout_and_gain_no_token(step, moving, stealing):
+    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    # Few predicted tokens, so that many rollouts outgrow them.
+    beliefs = [1 + belief / 10 for belief in beliefs]
+    work, num_rollouts = work_of(queues, lengths, beliefs, prompts), len(lengths)
+    rules = rules_of(token_s, prefill_s=prefill_s / 100, max_tokens=60, stealing=stealing, moving=moving)
+    outcome = run_step(np.array(starts), work, rules)
+    earliest = min(start for start, queue in zip(starts, queues, strict=True) if queue)
+    assert outcome.counts.sum() == num_rollouts
+    assert 0 <= outcome.num_moved <= MAX_MOVES * num_rollouts
+    assert (outcome.finished >= earliest + np.array(lengths) * min(token_s[1:]) - 1e-9).all()
+    assert outcome.finished.max() <= outcome.ends.max() + 1e-9
+    assert (outcome.ends >= starts).all()
+    rate = max(rows / seconds for rows, seconds in enumerate(token_s) if rows)
+    assert sum(lengths) <= (outcome.ends - starts).sum() * rate + 1e-6
+
+
+def test_moves_do_happen_in_such_steps():
+    rng = np.random.default_rng(0)
+    moved = 0
+    for _ in range(50):
+        lengths = rng.integers(1, 60, 12)
+        work = work_of([range(4), range(4, 8), range(8, 12)], lengths, rng.uniform(1, 7, 12))
+        moved += run_step(np.zeros(3), work, rules_of([0, 1, 2, 3, 4], max_tokens=60, moving=FREEING)).num_moved
+    assert moved > 50
+
+
+def outgrown(moving, *, prefill_s=0.0, first=(12, 100, 100, 100)):
+    """Worker 0 expected 10 tokens each; worker 1 runs one rollout and worker 2 two, all expected to have 300."""
+    queues = [[0, 1, 2, 3][: len(first)], [4], [5, 6]]
+    lengths = [*first, *[0] * (4 - len(first)), 200, 200, 300]
+    beliefs = [10, 10, 10, 10, 300, 300, 300]
+    rules = rules_of([0, 1, 2, 3, 4], prefill_s=prefill_s, max_tokens=320, moving=moving)
+    return run_step(np.zeros(3), work_of(queues, lengths, beliefs), rules)
+
+
+def test_an_outlier_moves_to_the_emptiest_worker_of_longer_ones_where_it_ends_sooner():
+    stays, moves = outgrown(STAYS), outgrown(FASTER)
+    # 12 tokens at 4 s, then 88 at 3 s.
+    assert stays.finished[1:4].tolist() == [312] * 3
+    # After 48 s one of the three moves to worker 1, and both run two rollouts: 88 tokens at 2 s on either.
+    assert moves.num_moved == 1
+    assert moves.finished[1:4].tolist() == [224] * 3
+    assert (stays.finished[4], moves.finished[4]) == (200, 288)
+    assert (stays.counts.tolist(), moves.counts.tolist()) == ([4, 1, 2], [3, 2, 2])
+
+
+def test_a_move_prefills_what_the_rollout_has_while_its_worker_decodes_nothing():
+    moves = outgrown(FASTER, prefill_s=0.125)
+    # 12 tokens take 1.5 s there.
+    assert moves.num_moved == 1
+    assert moves.finished[[2, 3]].tolist() == [224] * 2
+    assert moves.finished[1] == 225.5
+    assert moves.finished[4] == 288 + 1.5
+
+
+def test_no_rollout_moves_where_prefill_costs_more_than_is_saved():
+    # It is thought to go on for 3 tokens, 1 s sooner each; 12 tokens of prefill at 0.2 s are 1.25 x 2.4 s = 3 s.
+    assert outgrown(FASTER, prefill_s=0.2).num_moved == 0
+    assert outgrown(FASTER, prefill_s=0.19).num_moved == 1
+
+
+def test_the_last_outlier_of_a_share_leaves_for_the_fullest_worker_and_frees_its_own():
+    queues, lengths, beliefs = [[0, 1, 2], [3], [4, 5]], [12, 12, 100, 200, 200, 300], [10, 10, 10, 300, 300, 300]
+    found = {}
+    for moving in (STAYS, FASTER, FREEING):
+        rules = rules_of([0, 1, 2, 3, 4], max_tokens=320, moving=moving)
+        found[moving] = run_step(np.zeros(3), work_of(queues, lengths, beliefs), rules)
+    # Alone it would end after 36 + 88 s; on any other worker later.
+    assert found[STAYS].ends[0] == found[FASTER].ends[0] == 124
+    assert (found[FREEING].ends[0], found[FREEING].num_moved) == (36, 1)
+    assert found[FREEING].counts.tolist() == [2, 1, 3]
+    # Worker 2 had 18 tokens then; three rollouts take 3 s a token.
+    assert found[FREEING].finished[2] == 36 + 88 * 3
+
+
+def gathered(prefill_s=0.0):
+    work = work_of([[0, 1, 2], [3, 4]], [12, 12, 100, 150, 200])
+    return run_step(np.zeros(2), work, rules_of([0, 1, 1, 1], prefill_s=prefill_s, moving=GATHERING))
+
+
+def test_a_worker_gives_the_last_tenth_of_its_share_to_the_one_that_has_the_most_left():
+    outcome = gathered()
+    assert (outcome.ends[0], outcome.num_moved) == (12, 1)
+    assert outcome.counts.tolist() == [2, 3]
+    # Three rows take no longer than two here.
+    assert outcome.finished.tolist() == [12, 12, 100, 150, 200]
+
+
+def test_a_tail_stays_where_its_prefill_takes_as_long_as_the_worker_would_be_held():
+    # 88 s of an own worker, for 1.25 times the prefill of 12 tokens.
+    assert gathered(88 / 15 - 0.01).num_moved == 1
+    assert gathered(88 / 15 + 0.01).num_moved == 0
+
+
+def test_slots_that_moves_leave_are_filled_at_once():
+    queues, lengths = [[0, 1, 2, 3, 4], [5]], [12, 100, 100, 100, 50, 300]
+    work = work_of(queues, lengths, [10, 10, 10, 10, 10, 300])
+    outcome = run_step(np.zeros(2), work, rules_of([0, 1, 2, 3], max_tokens=320, moving=FASTER))
+    # After 36 s rollout 0 ends, 3 starts, 1 moves, and 4 starts: 50 tokens at 3 s.
+    assert outcome.num_moved == 1
+    assert outcome.finished[[0, 4]].tolist() == [36, 186]
+
+
+def test_a_worker_without_a_share_neither_steals_nor_gets_a_rollout():
+    work = work_of([[0, 1, 2, 3], []], [5, 100, 100, 100], [1, 1, 1, 1])
+    outcome = run_step(np.array([0.0, 7.0]), work, rules_of([0, 1, 2], stealing=True, moving=FREEING))
+    assert outcome.counts.tolist() == [4, 0]
+    assert outcome.ends[1] == 7
+
+
+def test_a_worker_that_comes_late_finds_its_queue_taken():
+    outcome = run_step(np.array([0.0, 50.0]), work_of([[0], [1, 2]], [5, 5, 5]), rules_of([0, 1], stealing=True))
+    assert outcome.finished.tolist() == [5, 10, 15]
+    assert (outcome.counts.tolist(), outcome.num_stolen) == ([3, 0], 2)
+    assert outcome.ends.tolist() == [15, 50]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_of_workers_that_are_free_at_the_same_time_the_lowest_takes_first(swap):
+    # Workers 0 and 1 end at 4 s; worker 2 has two rollouts queued, the longer one first.
+    queues = [[0], [1], [2, 3, 4]]
+    starts = np.array([0.0, 0.0, 0.0])
+    lengths = [4, 4, 30, 20, 10]
+    outcome = run_step(starts, work_of(queues[::-1] if swap else queues, lengths), rules_of([0, 1], stealing=True))
+    assert outcome.finished[3:].tolist() == [24, 14]
+    assert outcome.ends.tolist() == ([30, 24, 14] if swap else [24, 14, 30])
+
+
+def test_the_same_step_runs_the_same_way_twice():
+    rng = np.random.default_rng(3)
+    work = work_of([range(50), range(50, 90), range(90, 100)], rng.integers(1, 9, 100), rng.uniform(1, 3, 100))
+    rules = rules_of([0, 1, 1.3, 1.7, 2.2], prefill_s=0.1, max_tokens=9, stealing=True, moving=FREEING)
+    one, other = (run_step(np.zeros(3), work, rules) for _ in range(2))
+    assert one.finished.tolist() == other.finished.tolist()
+    assert (one.num_stolen, one.num_moved) == (other.num_stolen, other.num_moved)
+
+
+def test_a_rollout_moves_with_tails_a_few_times_and_then_stays():
+    """Worker k has 20 rollouts of 100 (k + 1) tokens; one of worker 0 is long, and every tail would take it along."""
+    queues = [list(range(20 * k, 20 * (k + 1))) for k in range(8)]
+    lengths = [100 * (k + 1) for k in range(8) for _ in range(20)]
+    lengths[0] = 5000
+    work = work_of(queues, lengths)
+    outcome = run_step(np.zeros(8), work, rules_of([0.0, *[1.0] * 40], max_tokens=6000, moving=GATHERING))
+    assert outcome.num_moved == MAX_MOVES
+    assert outcome.counts.tolist() == [19, 20, 20, 20, 21, 20, 20, 20]
+    assert outcome.finished[0] == 5000

@@ -1,0 +1,70 @@
+import heapq
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treering.schedule.simulator.heaps import pop, push, remove
+
+# Few keys, so that many tie.
+ENTRIES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=12)
+
+
+def heap_of(entries, base):
+    """A heap of float keys within arrays that hold something else on both sides."""
+    keys, numbers = np.full(base + 20, -7.0), np.full(base + 20, -7)
+    for size, (key, number) in enumerate(entries):
+        push(keys, numbers, base, size, float(key), number)
+    return keys, numbers
+
+
+def drained(keys, numbers, base, size):
+    """All entries in the order in which they come out."""
+    found = []
+    for left in range(size, 0, -1):
+        found.append((keys[base], numbers[base]))
+        pop(keys, numbers, base, left)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(ENTRIES, st.integers(0, 3))
+def test_entries_come_out_by_key_and_then_by_number(entries, base):
+    keys, numbers = heap_of(entries, base)
+    assert drained(keys, numbers, base, len(entries)) == sorted(entries)
+    assert (keys[:base] == -7).all()
+    assert (keys[base + len(entries) :] == -7).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ENTRIES, st.data())
+def test_an_entry_taken_out_of_the_middle_is_missing_and_no_other(entries, data):
+    keys, numbers = heap_of(entries, 2)
+    place = data.draw(st.integers(0, len(entries) - 1))
+    gone = (keys[2 + place], numbers[2 + place])
+    remove(keys, numbers, 2, len(entries), place)
+    expected = sorted(entries)
+    expected.remove(gone)
+    assert drained(keys, numbers, 2, len(entries) - 1) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.tuples(st.integers(0, 4), st.integers(0, 9)), st.none()), max_size=30))
+def test_pushes_and_pops_in_any_order_are_those_of_a_plain_heap(changes):
+    keys, numbers, plain = np.zeros(40), np.zeros(40, np.int64), []
+    for change in changes:
+        if change is not None:
+            push(keys, numbers, 0, len(plain), float(change[0]), change[1])
+            heapq.heappush(plain, change)
+        elif plain:
+            assert (keys[0], numbers[0]) == heapq.heappop(plain)
+            pop(keys, numbers, 0, len(plain) + 1)
+
+
+def test_what_takes_the_place_of_an_entry_may_belong_above_it():
+    # 3 comes from the other side into the place of 11, which is below 10.
+    keys, numbers = heap_of([(key, 0) for key in (0, 10, 1, 11, 12, 2, 3)], 0)
+    assert keys[:7].tolist() == [0, 10, 1, 11, 12, 2, 3]
+    remove(keys, numbers, 0, 7, 3)
+    assert keys[:6].tolist() == [0, 3, 1, 10, 12, 2]
+    assert drained(keys, numbers, 0, 6) == [(key, 0) for key in (0, 1, 2, 3, 10, 12)]

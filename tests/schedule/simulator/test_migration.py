@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from treering.schedule.simulator.migration import HYSTERESIS, LATE, saved_s
+
+STEPS = 20 + 0.05 * np.arange(129)
+
+
+def saved(generated, *, belief=8000.0, max_tokens=16384.0, here=128, there=39, prefill_s=0.1, context=None):
+    return saved_s(float(generated), belief, max_tokens, here, there, STEPS, prefill_s, float(context or generated))
+
+
+def test_the_example():
+    # 2,500 more tokens at 26.4 instead of 22.0 s, for a prefill of 10,000 tokens.
+    assert saved(10_000) == pytest.approx(2500 * 4.4 - 1.25 * 1000)
+
+
+def test_what_keeps_to_its_prediction_stays():
+    assert saved(LATE * 8000 - 1) == 0
+    assert saved(LATE * 8000 + 1) > 0
+
+
+def test_what_has_outgrown_its_prediction_by_more_is_taken_to_go_on_for_as_long():
+    # 4,000 over a prediction of 6,000: as many to go, not a quarter of 10,000.
+    assert saved(10_000, belief=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
+
+
+def test_nothing_is_saved_of_tokens_beyond_the_longest_possible():
+    assert saved(10_000, max_tokens=10_100.0, prefill_s=0.0) == pytest.approx(100 * 4.4)
+    assert saved(10_000, max_tokens=10_000.0) < 0
+
+
+def test_a_worker_as_full_is_no_better():
+    assert saved(10_000, here=40, there=39, prefill_s=0.0) == 0
+    assert saved(10_000, here=40, there=50, prefill_s=0.0) < 0
+
+
+def test_a_move_saves_more_than_it_costs_by_a_margin():
+    costs = 2500 * 4.4 / HYSTERESIS / 10_000
+    assert saved(10_000, prefill_s=costs * 1.001) < 0 < saved(10_000, prefill_s=costs * 0.999)
+    # The prompt is prefilled, too.
+    assert saved(10_000, context=20_000) == pytest.approx(2500 * 4.4 - 1.25 * 2000)

@@ -1,0 +1,186 @@
+"""Measured times: a law is found again, sums have no order, and what says nothing of a slope gives no latency."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.errors import InputError
+from treering.schedule.measured_latency import PassTimes, merged
+
+SECONDS = st.floats(0.0, 0.1)
+COUNTS = st.integers(0, 40)
+PASSES = st.lists(st.tuples(SECONDS, COUNTS, COUNTS, COUNTS), max_size=80)
+SIZES = (1, 2, 3, 5, 8, 16)
+
+
+def told(passes, loads=(), trainings=()):
+    times = PassTimes()
+    for seconds, rows, prefilled, sampled in passes:
+        times.note_pass(seconds, num_rows=rows, num_prefilled=prefilled, num_sampled=sampled)
+    for seconds in loads:
+        times.note_load(seconds)
+    for seconds in trainings:
+        times.note_training(seconds)
+    return times
+
+
+def lawful(step_s, row_s, prefill_s, *, gain=1, num=20):
+    """Passes of some sizes that take what the law says, every third with a prefill."""
+    return [
+        (step_s + row_s * rows + prefill_s * prefilled, rows, prefilled, gain * rows)
+        for rows in SIZES
+        for prefilled in (0, 0, rows * 7)
+        for _ in range(num)
+    ]
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.floats(0.0, 0.01))
+def test_a_known_law_is_found_again(step_s, row_s, prefill_s):
+    latency = told(lawful(step_s, row_s, prefill_s)).latency()
+    expected = [step_s + row_s * rows for rows in range(1, 33)]
+    # Whole nanoseconds are kept.
+    assert latency.token_s(32)[1:].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    assert latency.prefill_s == pytest.approx(prefill_s, rel=1e-4, abs=1e-7)
+    assert latency.tokens_per_step is None
+
+
+def test_the_example_holds():
+    times = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20)
+    assert times.latency().token_s(9)[[1, 4, 9]].tolist() == pytest.approx([0.003, 0.006, 0.011])
+
+
+def test_noise_moves_the_law_little():
+    random = np.random.default_rng(0)
+    passes = [
+        (seconds * float(random.lognormal(-0.045, 0.3)), *counts)
+        for seconds, *counts in lawful(0.0004, 0.00004, 0.00001, num=60)
+    ]
+    latency = told(passes).latency()
+    assert latency.token_s(16)[[1, 16]].tolist() == pytest.approx([0.00044, 0.00104], rel=0.1)
+
+
+def test_long_prefills_that_vary_leave_the_line_of_decoding_alone():
+    decoding = [(0.001 + 0.0001 * rows, rows, 0, rows) for rows in SIZES for _ in range(20)]
+    prefilling = [
+        (factor * tokens / 4000, rows, tokens, rows)
+        for rows, factor in ((1, 1.5), (2, 0.8), (16, 1.0))
+        for tokens in (1000, 4000)
+        for _ in range(20)
+    ]
+    latency = told([*decoding, *prefilling]).latency()
+    assert latency.token_s(16)[[1, 16]].tolist() == pytest.approx([0.0011, 0.0026], rel=0.05)
+
+
+@pytest.mark.parametrize("at", range(0, 360, 40))
+def test_a_pass_that_something_held_up_changes_nothing(at):
+    passes = lawful(0.001, 0.0001, 0.0)
+    alone = told(passes).latency()
+    disturbed = told([*passes, (5.0, *passes[at][1:])]).latency()
+    np.testing.assert_array_equal(disturbed.token_s(16), alone.token_s(16))
+
+
+@given(PASSES, st.lists(SECONDS), st.lists(SECONDS), st.randoms(use_true_random=False))
+def test_the_order_in_which_times_are_told_and_added_is_nothing(passes, loads, trainings, random):
+    whole = told(passes, loads, trainings)
+    shuffled = random.sample(passes, len(passes))
+    middle = len(passes) // 2
+    parts = [told(shuffled[:middle], loads[1:], trainings), told(shuffled[middle:], loads[:1])]
+    for some in (parts, parts[::-1]):
+        assert merged(some) == whole
+        assert merged(some).state() == whole.state()
+    left, right = whole.latency(), merged(parts).latency()
+    assert (left is None) == (right is None)
+    if left is not None:
+        np.testing.assert_array_equal(left.token_s(40), right.token_s(40))
+
+
+@given(PASSES)
+def test_every_latency_is_one_that_plans_can_be_made_with(passes):
+    # `Latency` itself refuses times that fall, or are not positive.
+    latency = told(passes * 16).latency()
+    if latency is not None:
+        assert np.isfinite(latency.token_s(64)).all()
+        assert (latency.token_s(64)[1:] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [],
+        [(0.01, 8, 0, 8)] * 1000,
+        # 5 to 8 rows are one size, and 9 are less than twice as many.
+        [(0.01, 8, 0, 8)] * 100 + [(0.02, 9, 0, 9)] * 100,
+        [(0.01, 8, 0, 8)] * 100 + [(0.005, 1, 0, 1)] * 15,
+        # Nobody samples in a pass without rows.
+        [(0.01, 8, 0, 8)] * 100 + [(0.005, 0, 50, 0)] * 100,
+    ],
+)
+def test_passes_that_are_all_alike_give_no_latency(passes):
+    assert told(passes).latency() is None
+
+
+def test_speculation_gives_tokens_by_rows():
+    passes = [(0.01, 1, 0, 3)] * 20 + [(0.01, 2, 0, 4)] * 20 + [(0.02, 8, 0, 8)] * 20
+    latency = told(passes).latency()
+    assert latency.num_rows.tolist() == [1, 2, 8]
+    assert latency.tokens_per_step.tolist() == [3.0, 2.0, 1.0]
+
+
+def test_passes_that_gain_less_than_a_token_a_row_count_as_one():
+    passes = [(0.01, 1, 0, 3)] * 20 + [(0.02, 8, 64, 0)] * 20
+    assert told(passes).latency().tokens_per_step.tolist() == [3.0, 1.0]
+
+
+def test_loads_and_updates_count_with_their_median():
+    times = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20, [0.2, 0.1, 9.0], [5.0, 1.0, 2.0, 1.0])
+    assert (times.latency().load_s, times.latency().training_s) == (0.2, 1.5)
+    unseen = told(lawful(0.1, 0.1, 0.0)).latency()
+    assert (unseen.load_s, unseen.training_s) == (0.0, 0.0)
+
+
+def test_passes_that_were_timed_together_count_as_so_many():
+    single, together = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20), PassTimes()
+    together.note_pass(0.06, num_rows=20, num_prefilled=0, num_sampled=20, num_passes=20)
+    for _ in range(4):
+        together.note_pass(0.05, num_rows=40, num_prefilled=0, num_sampled=40, num_passes=5)
+    assert together == single
+
+
+def test_a_clock_that_stands_still_gives_times_above_nothing():
+    latency = told([(0.0, 1, 0, 1)] * 20 + [(0.0, 8, 0, 8)] * 20).latency()
+    assert (latency.token_s(8)[1:] > 0).all()
+
+
+@given(PASSES, st.lists(SECONDS), st.lists(SECONDS))
+def test_times_survive_pipes_and_checkpoints(passes, loads, trainings):
+    times = told(passes, loads, trainings)
+    assert pickle.loads(pickle.dumps(times)) == times
+    assert PassTimes.from_state(times.state()) == times
+    numbers = [number for cell in times.state()["cells"] for number in cell]
+    assert all(type(number) is int for number in numbers)
+
+
+def test_what_numpy_counts_is_kept_as_plain_numbers():
+    times = told([(0.01, np.int64(3), np.int32(2), np.int64(3))])
+    assert {type(number) for number in times.state()["cells"][0]} == {int}
+
+
+@pytest.mark.parametrize("name", ["num_rows", "num_prefilled", "num_sampled", "num_passes"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_counts_that_are_none_are_refused_by_name(name, value):
+    counts = {"num_rows": 1, "num_prefilled": 0, "num_sampled": 1, name: value}
+    with pytest.raises(InputError, match=name):
+        PassTimes().note_pass(0.1, **counts)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_times_that_are_none_are_refused(seconds):
+    for note in (PassTimes().note_load, PassTimes().note_training, lambda s: told([(s, 1, 0, 1)])):
+        with pytest.raises(InputError, match="at least 0"):
+            note(seconds)
+    with pytest.raises(InputError, match="num_passes is a whole number from 1"):
+        PassTimes().note_pass(0.1, num_rows=0, num_prefilled=0, num_sampled=0, num_passes=0)

@@ -1,0 +1,175 @@
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from treering.data import Trajectory, append_trajectories
+from treering.errors import InputError
+from treering.schedule.predict.lengths import MedianLengths, make_predictor
+from treering.schedule.traces.logs import read_log
+from treering.schedule.traces.replay import predicted_steps, read_trace
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def line(prompt, length, epoch=0, **more):
+    return {"prompt": prompt, "epoch": epoch, "length": length, **more}
+
+
+def shape(steps):
+    return [list(zip(step.prompts, step.lengths.tolist(), strict=True)) for step in steps]
+
+
+def test_rollouts_of_one_epoch_and_step_are_a_step(tmp_path):
+    rows = [
+        line("b", 5, epoch=1, step=1),
+        line("a", 1, epoch=0, step=2),
+        line("a", 2, epoch=0, step=1),
+        line(7, 3, epoch=0, step=1),
+        line("a", 4, epoch=0, step=1),
+    ]
+    steps = read_log(write(tmp_path / "log.jsonl", rows), num_rollouts=1)
+    assert shape(steps) == [[("a", 2), ("a", 4), (7, 3)], [("a", 1)], [("b", 5)]]
+
+
+def test_without_steps_an_epoch_is_cut_in_file_order_and_groups_stay_whole(tmp_path):
+    rows = [line("a", 1), line("b", 2), line("c", 3), line("a", 4), line("c", 5), line("d", 6), line("b", 7, epoch=1)]
+    file = write(tmp_path / "log.jsonl", rows)
+    expected = [[("a", 1), ("a", 4)], [("b", 2), ("c", 3), ("c", 5)], [("d", 6)], [("b", 7)]]
+    assert shape(read_log(file, num_rollouts=2)) == expected
+    whole = [[("a", 1), ("a", 4), ("b", 2), ("c", 3), ("c", 5), ("d", 6)], [("b", 7)]]
+    assert shape(read_log(file)) == whole
+
+
+def test_prompt_tokens_are_kept_and_packed_files_read(tmp_path):
+    file = tmp_path / "log.jsonl.gz"
+    with gzip.open(file, "wt") as stream:
+        stream.write(json.dumps(line("a", 4, prompt_tokens=9)) + "\n\n" + json.dumps(line("a", 5)) + "\n")
+    [step] = read_log(file)
+    assert step.num_prompt_tokens.tolist() == [9, 0]
+    assert shape([step]) == [[("a", 4), ("a", 5)]]
+
+
+def trajectory(task, mask, epoch, step):
+    tokens = np.arange(len(mask), dtype=np.int32)
+    return Trajectory(task_id=task, tokens=tokens, loss_mask=np.array(mask, bool), epoch=epoch, step=step)
+
+
+def test_a_run_is_read_from_its_own_rollouts(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    append_trajectories(folder / "epoch-000.jsonl", [trajectory("a", [0, 0, 1, 1, 1], 0, 1)])
+    # An observation between two turns is not sampled, and a rollout without a token took no time.
+    later = [trajectory("b", [0, 1, 0, 0, 1], 1, 3), trajectory("a", [0, 1], 1, 2), trajectory("a", [0, 0], 1, 2)]
+    append_trajectories(folder / "epoch-001.jsonl", later)
+    for path in (tmp_path / "run", folder):
+        steps = read_log(path)
+        assert shape(steps) == [[("a", 3)], [("a", 1)], [("b", 2)]]
+        assert [step.num_prompt_tokens.tolist() for step in steps] == [[2], [1], [1]]
+    assert shape(read_log(folder / "epoch-000.jsonl")) == [[("a", 3)]]
+
+
+def test_tokens_without_a_mask_are_all_sampled(tmp_path):
+    [step] = read_log(write(tmp_path / "log.jsonl", [{"task_id": 3, "epoch": 0, "tokens": [5, 6, 7]}]))
+    assert (shape([step]), step.num_prompt_tokens.tolist()) == ([[(3, 3)]], [0])
+
+
+def steps_of(tmp_path, rows):
+    return read_log(write(tmp_path / "log.jsonl", rows))
+
+
+def test_a_step_is_predicted_from_the_steps_before_it(tmp_path):
+    rows = [line("a", length, epoch=epoch) for epoch, length in enumerate([100, 200, 300])]
+    rows += [line("b", 10, epoch=2), line("b", 30, epoch=2), line("b", 50, epoch=3)]
+    steps = steps_of(tmp_path, rows)
+    fresh = predicted_steps(steps, MedianLengths(guess=7.0))
+    # b is new in epoch 2: the median of 100 and 200.
+    assert [step.forecast.lengths.tolist() for step in fresh] == [[7.0], [100.0], [200.0, 150.0, 150.0], [20.0]]
+    assert [step.forecast.prompts.tolist() for step in fresh] == [[0], [0], [0, 1, 1], [1]]
+    late = predicted_steps(steps, MedianLengths(guess=7.0), staleness=1)
+    assert [step.forecast.lengths.tolist() for step in late] == [[7.0], [7.0], [100.0] * 3, [150.0]]
+
+
+def test_what_comes_later_never_changes_a_prediction(tmp_path):
+    random = np.random.default_rng(0)
+    rows = [
+        line(int(p), int(n), epoch=e)
+        for e in range(6)
+        for p, n in zip(range(5), random.integers(1, 99, 5), strict=True)
+    ]
+    other = rows[:15] + [{**row, "length": 100 - row["length"]} for row in rows[15:]]
+    for name in ("median", "ema", "quantile"):
+        first, second = (
+            predicted_steps(steps_of(tmp_path, log), make_predictor(name, max_tokens=100)) for log in (rows, other)
+        )
+        for at in range(4):
+            assert np.array_equal(first[at].forecast.lengths, second[at].forecast.lengths)
+        assert not np.array_equal(first[4].forecast.lengths, second[4].forecast.lengths)
+
+
+def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
+    file = write(tmp_path / "log.jsonl", [line("a", 40), line("b", 80), line("a", 60, epoch=1, prompt_tokens=3)])
+    limits = []
+
+    def predictor(limit):
+        limits.append(limit)
+        return make_predictor("median", max_tokens=limit)
+
+    trace = read_trace(file, predictor, num_rollouts=1)
+    assert (trace.max_tokens, limits) == (80, [80])
+    assert [step.lengths.tolist() for step in trace.steps] == [[40], [80], [60]]
+    assert [step.forecast.lengths.tolist() for step in trace.steps] == [[40.0], [40.0], [40.0]]
+    assert trace.steps[0].num_prompt_tokens is None
+    assert trace.steps[2].num_prompt_tokens.tolist() == [3]
+    assert read_trace(file, predictor, num_rollouts=1, staleness=2).steps[2].forecast.lengths.tolist() == [40.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a line is a JSON object"),
+        ("[1]", "names its prompt, or its task_id"),
+        ('{"epoch": 0, "length": 3}', "names its prompt, or its task_id"),
+        ('{"prompt": "a", "epoch": 0}', "length is a whole number from 0 on, got None"),
+        ('{"prompt": "a", "epoch": 0, "length": 1.5}', "length is a whole number from 0 on, got 1.5"),
+        ('{"prompt": "a", "epoch": 0, "length": true}', "length is a whole number from 0 on, got True"),
+        ('{"prompt": "a", "length": 3}', "epoch is a whole number from 0 on, got None"),
+        ('{"prompt": "a", "epoch": 0, "length": 3, "step": -1}', "step is a whole number from 0 on, got -1"),
+        ('{"prompt": "a", "epoch": 0, "length": 3, "prompt_tokens": "x"}', "prompt_tokens is a whole number"),
+        ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt is text or an integer, got 1.5"),
+        ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt is text or an integer, got True"),
+        ('{"task_id": "a", "epoch": 0, "messages": []}', "log token ids"),
+        ('{"task_id": "a", "epoch": 0, "tokens": [1, 2], "loss_mask": [1]}', "for each of 2 tokens"),
+        ('{"task_id": "a", "epoch": 0, "tokens": [1], "loss_mask": [2]}', "for each of 1 tokens"),
+        ('{"task_id": "a", "epoch": 0, "tokens": [1], "loss_mask": [[]]}', "for each of 1 tokens"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_rule(tmp_path, text, message):
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps(line("a", 1)) + "\n" + text + "\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        read_log(file)
+    assert str(caught.value).startswith(f"{file}:2: ")
+    assert message in str(caught.value)
+
+
+def test_a_path_without_rollouts_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_log(tmp_path / "absent.jsonl")
+    with pytest.raises(InputError, match=r"rollouts/epoch-\*\.jsonl, found none"):
+        read_log(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="at least one rollout"):
+        read_log(tmp_path / "empty.jsonl")
+    write(tmp_path / "none.jsonl", [line("a", 0)])
+    with pytest.raises(InputError, match="at least one rollout"):
+        read_log(tmp_path / "none.jsonl")
+
+
+def test_steps_are_on_all_lines_or_on_none(tmp_path):
+    file = write(tmp_path / "log.jsonl", [line("a", 1, step=1), line("a", 1), line("a", 1)])
+    with pytest.raises(InputError, match="got it in 1 of 3"):
+        read_log(file)

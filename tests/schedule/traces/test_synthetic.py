@@ -1,0 +1,206 @@
+import numpy as np
+import pytest
+
+from treering.errors import InputError
+from treering.schedule.policy import Forecast
+from treering.schedule.traces.distort import distort
+from treering.schedule.traces.length_laws import parse_law
+from treering.schedule.traces.stability import MATH_SHARE, noise_for_stability, sigma_for_stability, stable_trace
+from treering.schedule.traces.synthetic import synthetic_trace
+from treering.schedule.traces.trace import Trace, TraceStep
+
+LAWS = ("lognormal:8.2,0.8,16384", "exponential:5000,16384", "bimodal:1500,9000,0.2,0.3,16384")
+
+
+def pairs(trace):
+    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
+    return predicted, np.concatenate([step.lengths for step in trace.steps])
+
+
+def test_predictions_miss_by_the_noise_that_was_asked_for():
+    trace = synthetic_trace("lognormal:8.2,0.3", num_steps=4, num_rollouts=5000, noise=0.25, seed=1)
+    predicted, actual = pairs(trace)
+    assert [step.num_rollouts for step in trace.steps] == [5000] * 4
+    errors = np.log(predicted / actual)
+    assert errors.std() == pytest.approx(0.25, rel=0.03)
+    assert errors.mean() == pytest.approx(0.0, abs=0.01)
+    # The error has nothing to do with the length.
+    assert np.corrcoef(errors, np.log(actual))[0, 1] == pytest.approx(0.0, abs=0.03)
+
+
+def test_without_noise_every_prediction_is_exact():
+    predicted, actual = pairs(synthetic_trace(LAWS[0], num_steps=2, num_rollouts=100, noise=0.0, seed=1))
+    assert np.array_equal(predicted, actual)
+
+
+def test_neither_lengths_nor_predictions_leave_the_limits():
+    trace = synthetic_trace("lognormal:5,3,900", num_steps=3, num_rollouts=2000, noise=1.0, seed=1)
+    assert trace.max_tokens == 900
+    for values in pairs(trace):
+        assert (values.min(), values.max()) == (1, 900)
+    unlimited = synthetic_trace("exponential:100", num_steps=3, num_rollouts=2000, noise=1.0, seed=1)
+    assert unlimited.max_tokens == pairs(unlimited)[1].max() == pairs(unlimited)[0].max()
+
+
+def test_a_seed_gives_one_trace_and_another_seed_another():
+    make = lambda seed: pairs(synthetic_trace(LAWS[0], num_steps=2, num_rollouts=50, seed=seed))  # noqa: E731
+    assert np.array_equal(make(3), make(3))
+    assert not np.array_equal(make(3), make(4))
+    first, second = synthetic_trace(LAWS[0], num_steps=2, num_rollouts=50, seed=3).steps
+    assert not np.array_equal(first.lengths, second.lengths)
+
+
+def test_every_group_is_a_prompt_of_its_own():
+    first, second = synthetic_trace("constant:5", num_steps=2, num_rollouts=6, group_size=3, seed=0).steps
+    assert first.forecast.prompts.tolist() == [0, 0, 0, 1, 1, 1]
+    assert second.forecast.prompts.tolist() == [2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("spec", LAWS)
+@pytest.mark.parametrize("share", [MATH_SHARE, 0.28])
+def test_groups_move_up_as_often_as_was_asked_for(spec, share):
+    spread = sigma_for_stability(spec, share, group_size=16, num_rollouts=8192)
+    trace = stable_trace(spec, num_steps=2, num_rollouts=16_384, group_size=16, spread=spread, seed=9)
+    moved = []
+    for step in trace.steps:
+        # Equal eighths of the lengths; a prompt belongs where the middle of its predictions' ranks lies.
+        real = np.argsort(np.argsort(step.lengths)) // (16_384 // 8)
+        predicted = step.forecast.lengths
+        ranks = np.searchsorted(np.sort(predicted), predicted, "left") + np.searchsorted(
+            np.sort(predicted), predicted, "right"
+        )
+        moved.append((real > ranks / 2 * 8 // 16_384).mean())
+    assert np.mean(moved) == pytest.approx(share, abs=0.015)
+
+
+@pytest.mark.parametrize("spec", LAWS)
+def test_rollouts_that_end_early_make_moves_near(spec):
+    spread, early = noise_for_stability(spec, 0.28, 0.24)
+    assert 0 < early < 0.5
+    size = 32_768
+    (step,) = stable_trace(spec, num_steps=1, num_rollouts=size, spread=spread, early=early, seed=9).steps
+    for found, asked in zip(moves(step), (0.24, 0.28), strict=True):
+        # It was solved with 1,024 prompts: three standard errors of the difference between their mean and this one.
+        by_prompt = found.reshape(-1, 16).mean(axis=1)
+        error = by_prompt.std() * np.sqrt(1 / 1024 + 1 / by_prompt.size)
+        assert found.mean() == pytest.approx(asked, abs=3 * error)
+    # By spread alone far fewer stay near: the paper's figures of code are out of its reach.
+    alone = sigma_for_stability(spec, 0.28)
+    (plain,) = stable_trace(spec, num_steps=1, num_rollouts=size, spread=alone, seed=9).steps
+    assert moves(plain)[0].mean() < 0.16
+
+
+def moves(step) -> tuple[np.ndarray, np.ndarray]:
+    """Which rollouts are one group up in its shorter half, and which are up at all, by ranks counted here."""
+    predicted, size = step.forecast.lengths, step.lengths.size
+    ordered = np.sort(predicted)
+    planned = (np.searchsorted(ordered, predicted, "left") + np.searchsorted(ordered, predicted, "right")) / 2
+    real = np.argsort(np.argsort(step.lengths, kind="stable"), kind="stable") / size * 8
+    group = np.floor(planned / size * 8)
+    up = np.floor(real) > group
+    return up & (real < group + 1.5), up
+
+
+def test_spread_alone_gives_what_mathematics_has():
+    spread, early = noise_for_stability(LAWS[0], MATH_SHARE, 0.12)
+    assert (spread, early) == (sigma_for_stability(LAWS[0], MATH_SHARE, num_rollouts=16384), 0.0)
+
+
+def test_a_prompt_without_spread_has_its_length_but_for_what_ends_early():
+    trace = stable_trace("lognormal:8.2,0.8", num_steps=1, num_rollouts=16_000, spread=0.0, early=0.2, seed=3)
+    parts = trace.steps[0].lengths / trace.steps[0].forecast.lengths
+    is_whole = np.isclose(parts, 1.0, atol=1e-3)
+    assert is_whole.mean() == pytest.approx(0.8, abs=0.02)
+    assert parts[~is_whole].mean() == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("early", [-0.1, 1.0, float("nan")])
+def test_a_share_that_ends_early_is_a_share(early):
+    with pytest.raises(InputError, match="early is a share"):
+        stable_trace("constant:5", num_steps=1, num_rollouts=4, group_size=2, spread=0.1, early=early, seed=0)
+
+
+def test_moves_that_nothing_brings_near_are_refused():
+    with pytest.raises(InputError, match=r"got crossed=0\.4; lower it"):
+        noise_for_stability(LAWS[0], 0.28, 0.4, num_rollouts=4096)
+
+
+def test_the_spread_lies_within_prompts_and_the_law_between_them():
+    trace = stable_trace("lognormal:8.2,0.8", num_steps=1, num_rollouts=16_000, group_size=16, spread=0.3, seed=2)
+    logs = np.log(trace.steps[0].lengths).reshape(-1, 16)
+    assert logs.std(axis=1, ddof=1).mean() == pytest.approx(0.3, rel=0.05)
+    assert logs.mean(axis=1).std() == pytest.approx(np.hypot(0.8, 0.3 / 4), rel=0.05)
+    predicted = np.log(trace.steps[0].forecast.lengths).reshape(-1, 16)
+    assert np.ptp(predicted, axis=1).max() == 0.0
+    # The median of 16 others: off by 1.25 times their standard error.
+    assert (predicted[:, 0] - logs.mean(axis=1)).std() == pytest.approx(np.hypot(1.22, 1.0) * 0.3 / 4, rel=0.1)
+
+
+def test_no_spread_predicts_all_rollouts_of_a_prompt_exactly():
+    predicted, actual = pairs(stable_trace(LAWS[1], num_steps=2, num_rollouts=64, group_size=4, spread=0.0, seed=1))
+    assert np.array_equal(predicted, actual)
+    assert (np.ptp(actual.reshape(-1, 4), axis=1) == 0).all()
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 0.5, 1.0])
+def test_a_share_of_moves_that_no_spread_gives_is_refused(share):
+    with pytest.raises(InputError, match=r"above 0 and below the 0\.4"):
+        sigma_for_stability(LAWS[0], share, num_rollouts=4096)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_steps": 0}, {"num_rollouts": 0}, {"group_size": 0}, {"group_size": 3}, {"noise": -1.0}]
+)
+def test_counts_that_do_not_fit_are_refused(wrong):
+    given = {"num_steps": 1, "num_rollouts": 4, "group_size": 2} | wrong
+    with pytest.raises(InputError):
+        synthetic_trace("constant:5", seed=0, **given)
+    spread = -1.0 if "noise" in wrong else 0.1
+    given.pop("noise", None)
+    with pytest.raises(InputError):
+        stable_trace("constant:5", seed=0, spread=spread, **given)
+
+
+def one_step(predicted):
+    forecast = Forecast(lengths=predicted, prompts=np.arange(len(predicted)))
+    step = TraceStep(
+        lengths=np.arange(1, len(predicted) + 1), forecast=forecast, num_prompt_tokens=np.ones(len(predicted))
+    )
+    return Trace(steps=(step, step), max_tokens=100)
+
+
+def test_reversed_predictions_call_the_longest_the_shortest():
+    trace = distort(one_step([10.0, 30.0, 20.0, 25.0]), "reversed", seed=0)
+    assert [step.forecast.lengths.tolist() for step in trace.steps] == [[30.0, 10.0, 25.0, 20.0]] * 2
+
+
+def test_constant_predictions_tell_nothing():
+    trace = distort(one_step([10.0, 30.0, 20.0, 90.0]), "constant", seed=0)
+    assert trace.steps[0].forecast.lengths.tolist() == [25.0] * 4
+
+
+def test_random_predictions_are_the_same_ones_dealt_out_anew():
+    trace = one_step(list(range(1, 51)))
+    first, second = (distort(trace, "random", seed=5).steps[at].forecast.lengths for at in range(2))
+    assert sorted(first) == list(range(1, 51))
+    assert not np.array_equal(first, second)
+    assert np.array_equal(first, distort(trace, "random", seed=5).steps[0].forecast.lengths)
+    assert not np.array_equal(first, distort(trace, "random", seed=6).steps[0].forecast.lengths)
+
+
+@pytest.mark.parametrize("how", ["reversed", "constant", "random"])
+def test_a_distortion_leaves_everything_else(how):
+    trace = one_step([10.0, 30.0, 20.0])
+    wrong = distort(trace, how, seed=1)
+    assert wrong.max_tokens == trace.max_tokens
+    for before, after in zip(trace.steps, wrong.steps, strict=True):
+        assert np.array_equal(before.lengths, after.lengths)
+        assert np.array_equal(before.forecast.prompts, after.forecast.prompts)
+        assert np.array_equal(before.num_prompt_tokens, after.num_prompt_tokens)
+    assert trace.steps[0].forecast.lengths.tolist() == [10.0, 30.0, 20.0]
+
+
+def test_a_law_may_be_given_as_one_that_is_parsed():
+    by_text = synthetic_trace("exponential:50,90", num_steps=1, num_rollouts=9, seed=1)
+    by_law = synthetic_trace(parse_law("exponential:50,90"), num_steps=1, num_rollouts=9, seed=1)
+    assert np.array_equal(pairs(by_text), pairs(by_law))

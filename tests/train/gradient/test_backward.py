@@ -1,0 +1,296 @@
+"""Law 2, gradients: a tree step equals training every branch as a flat sequence, whatever differs on shared tokens."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.backends import EXACT_BACKENDS
+from tests.forests import SHAPES, comb, star
+from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, global_norm, take_gradients
+from tests.train.flat import Batch, batches, flat_loss
+from treering.attention import api
+from treering.errors import InputError, StateError
+from treering.train.gradient.backward import backward
+from treering.train.objectives import Objective, dapo, grpo, sft
+from treering.tree.forest import Forest
+
+MODEL = build_float64()
+NORMALIZERS = ["token_mean", "sequence_mean", "tree_mean", "constant", "sum"]
+SHARED = ["sum", "once"]
+KINDS = ["sft", "grpo", "dapo"]
+CLIPS = {"sft": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28)}
+EXACT = 1e-10
+
+
+def objective_of(kind: str, batch: Batch, normalizer: str, shared: str, on_policy: bool = False) -> Objective:
+    options = {"normalizer": normalizer, "shared": shared, "divisor": 7.0 if normalizer == "constant" else None}
+    if kind == "sft":
+        return sft(batch.masks, **options)  # type: ignore[arg-type]
+    make: Callable[..., Objective] = {"grpo": grpo, "dapo": dapo}[kind]
+    return make(batch.advantages, batch.masks, None if on_policy else batch.old_logprobs, **options)
+
+
+def assert_step_is_exact(
+    model: nn.Module,
+    batch: Batch,
+    kind: str,
+    normalizer: str,
+    shared: str = "sum",
+    *,
+    tolerance: float = EXACT,
+    on_policy: bool = False,
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    backend: str = "auto",
+) -> None:
+    """Law 2 for one batch: the loss and every parameter's gradient."""
+    expected = flat_loss(
+        model,
+        batch,
+        kind=kind,
+        normalizer=normalizer,
+        shared=shared,
+        clip=CLIPS[kind],
+        divisor=7.0,
+        on_policy=on_policy,
+        temperature=temperature,
+    )
+    if expected.requires_grad:
+        expected.backward()  # type: ignore[no-untyped-call]
+    expected_gradients = take_gradients(model)
+    result = backward(
+        model,
+        forests_of(batch),
+        objective_of(kind, batch, normalizer, shared, on_policy),
+        max_tokens,
+        temperature=temperature,
+        backend=backend,
+    )
+    assert result.loss == pytest.approx(float(expected.detach()), rel=tolerance, abs=tolerance)
+    assert_gradients_equal(take_gradients(model), expected_gradients, tolerance)
+
+
+def batch_of(groups: list[list[list[int]]], seed: int = 0) -> Batch:
+    """A batch with random masks, advantages and old log-probs, all different on shared tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [sequence for group in groups for sequence in group]
+    return Batch(
+        groups=groups,
+        masks=[torch.randint(0, 2, (len(s),), generator=generator).tolist() for s in sequences],
+        advantages=torch.randn(len(sequences), generator=generator).tolist(),
+        old_logprobs=[(-3 + torch.randn(len(s), generator=generator)).tolist() for s in sequences],
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(batch=batches(), normalizer=st.sampled_from(NORMALIZERS), shared=st.sampled_from(SHARED))
+@settings(max_examples=40)
+def test_gradients_equal_those_of_flat_sequences(kind: str, batch: Batch, normalizer: str, shared: str) -> None:
+    assert_step_is_exact(MODEL, batch, kind, normalizer, shared)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@given(batch=batches(), normalizer=st.sampled_from(NORMALIZERS), shared=st.sampled_from(SHARED))
+@settings(max_examples=15)
+def test_without_old_logprobs_the_ratio_is_one(kind: str, batch: Batch, normalizer: str, shared: str) -> None:
+    assert_step_is_exact(MODEL, batch, kind, normalizer, shared, on_policy=True)
+
+
+@given(batch=batches(max_groups=3), spare=st.integers(0, 10), shared=st.sampled_from(SHARED))
+@settings(max_examples=25)
+def test_micro_batches_change_nothing(batch: Batch, spare: int, shared: str) -> None:
+    trees = [tree for group in batch.groups for tree in Forest.from_sequences(group).trees()]
+    budget = max(tree.num_tokens for tree in trees) + spare
+    for normalizer in NORMALIZERS:
+        assert_step_is_exact(MODEL, batch, "dapo", normalizer, shared, max_tokens=budget)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_exact(shape: str) -> None:
+    assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
+
+
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_family_and_backend_is_exact(family: str, tied: bool, backend: str) -> None:
+    model = build_float64(family, tie_word_embeddings=tied)
+    batch = batch_of([SHAPES["long segments"], SHAPES["prefixes of each other"]])
+    assert_step_is_exact(model, batch, "grpo", "sequence_mean", backend=backend, temperature=0.8)
+
+
+@pytest.mark.parametrize("sequences", [comb(1000)[::20], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
+def test_deep_and_wide_trees_are_exact(sequences: list[list[int]]) -> None:
+    assert_step_is_exact(build_float64(vocab_size=1024), batch_of([sequences]), "dapo", "token_mean")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_code_in_float64_stays_within_1e_6(family: str) -> None:
+    model = build(family).double()
+    assert_step_is_exact(model, batch_of([SHAPES["long segments"]]), "sft", "token_mean", tolerance=1e-6)
+
+
+def test_whole_gradients_accumulate_into_existing_ones() -> None:
+    batch = batch_of([SHAPES["duplicates"]])
+    forest = Forest.from_sequences(batch.groups[0])
+    objective = sft(normalizer="sum")
+    backward(MODEL, forest, objective)
+    once = take_gradients(MODEL)
+    backward(MODEL, forest, objective)
+    backward(MODEL, forest, objective)
+    twice = {name: gradient / 2 for name, gradient in take_gradients(MODEL).items()}
+    assert_gradients_equal(twice, once, EXACT)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_ranks_that_share_denominators_add_up_to_one_rank(normalizer: str) -> None:
+    groups = [SHAPES["long segments"], SHAPES["prefixes of each other"], SHAPES["duplicates"]]
+    batch = batch_of(groups, seed=3)
+    backward(MODEL, forests_of(batch), objective_of("dapo", batch, normalizer, "sum"))
+    expected = take_gradients(MODEL)
+    for rank_batch in split_after(batch, num_groups=1):
+
+        def sum_over_ranks(own: np.ndarray, part: Batch = rank_batch) -> np.ndarray:
+            assert own.tolist() == totals_of(part)
+            return np.array(totals_of(batch))
+
+        objective = objective_of("dapo", rank_batch, normalizer, "sum")
+        backward(MODEL, forests_of(rank_batch), objective, sum_over_ranks=sum_over_ranks)
+    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
+
+
+def forests_of(batch: Batch) -> list[Forest]:
+    return [Forest.from_sequences(group) for group in batch.groups]
+
+
+def split_after(batch: Batch, num_groups: int) -> list[Batch]:
+    cut = sum(map(len, batch.groups[:num_groups]))
+    halves = [(slice(None, num_groups), slice(None, cut)), (slice(num_groups, None), slice(cut, None))]
+    return [
+        Batch(
+            groups=batch.groups[groups],
+            masks=batch.masks[branches],
+            advantages=batch.advantages[branches],
+            old_logprobs=batch.old_logprobs[branches],
+        )
+        for groups, branches in halves
+    ]
+
+
+def totals_of(batch: Batch) -> list[float]:
+    """Trained entries, branches and trees, counted by hand."""
+    return [float(sum(sum(mask[1:]) for mask in batch.masks)), float(len(batch.masks)), float(len(set(batch.trees)))]
+
+
+def low_precision_distance(family: str, seed: int, path: str) -> float:
+    """Distance of the whole bf16 gradient from float32's, tree or flat."""
+    batch = batch_of([SHAPES["long segments"]], seed)
+    reference = build(family, seed)
+    flat_loss(reference, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(reference)
+    model = build(family, seed).bfloat16()
+    if path == "flat":
+        flat_loss(model, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    else:
+        backward(model, Forest.from_sequences(batch.groups[0]), sft(batch.masks))
+    actual = take_gradients(model)
+    return global_norm({name: actual[name].float() - expected[name] for name in expected}) / global_norm(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(family: str) -> None:
+    ratios = [
+        low_precision_distance(family, seed, "tree") / low_precision_distance(family, seed, "flat") for seed in range(9)
+    ]
+    assert sorted(ratios)[4] <= 1.1
+
+
+def test_autocast_to_bfloat16_is_close_to_float32() -> None:
+    model = build()
+    forest = Forest.from_sequences(SHAPES["long segments"])
+    backward(model, forest, sft())
+    expected = take_gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(model, forest, sft())
+    actual = take_gradients(model)
+    assert global_norm({name: actual[name] - expected[name] for name in expected}) <= 0.05 * global_norm(expected)
+
+
+def test_nothing_to_train_is_a_loss_of_zero_and_no_gradient() -> None:
+    result = backward(MODEL, Forest.from_sequences([[1, 2], [3]]), sft([[1, 0], [1]]))
+    assert (result.loss, result.metrics["num_trained_tokens"]) == (0.0, 0.0)
+    assert backward(MODEL, [], sft([])).plan.micro_batches == ()
+    assert all(weight.grad is None for weight in MODEL.parameters())
+
+
+def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
+    batch = batch_of([SHAPES["long segments"], SHAPES["comb"][:30]])
+    forests = forests_of(batch)
+    objective = dapo(batch.advantages, batch.masks, batch.old_logprobs)
+    whole = backward(MODEL, forests, objective).metrics
+    parts = backward(MODEL, forests, objective, max_tokens=max(forest.num_tokens for forest in forests)).metrics
+    MODEL.zero_grad(set_to_none=True)
+    assert (whole.pop("num_micro_batches"), parts.pop("num_micro_batches")) == (1, 2)
+    assert parts == pytest.approx(whole, rel=1e-10)
+    assert whole["num_trained_tokens"] == sum(sum(mask[1:]) for mask in batch.masks)
+    assert 0 < whole["clip_high"] + whole["clip_low"] < 1
+    assert whole["sharing"] == pytest.approx(1 - sum(f.num_tokens for f in forests) / sum(map(len, batch.sequences)))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals_come_before_the_first_gradient() -> None:
+    good, bad = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [5]]), Forest.from_sequences([[1, 2, 99]])
+    nothing: list[object] = []
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (InputError, "token id 99", lambda: backward(MODEL, [good, bad], sft(), 4, sum_over_ranks=nothing.append)),
+        (InputError, "expected a Forest, got list", lambda: backward(MODEL, [good, [1]], sft())),  # type: ignore[list-item]
+        (InputError, "expected an objective, got <function sft", lambda: backward(MODEL, good, sft)),  # type: ignore[arg-type]
+        (
+            InputError,
+            "max_tokens must be an integer of at least 1, or None, got '8'",
+            lambda: backward(MODEL, good, sft(), "8"),
+        ),  # type: ignore[arg-type]
+        (StateError, "they are switched off here", lambda: torch.no_grad()(backward)(MODEL, good, sft())),
+        (StateError, "they are switched off here", lambda: torch.inference_mode()(backward)(MODEL, good, sft())),
+        (StateError, "all are frozen", lambda: backward(build().requires_grad_(False), good, sft())),
+    ]
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+    assert nothing == []
+    assert all(weight.grad is None for weight in MODEL.parameters())
+
+
+@pytest.mark.parametrize("name", EXACT_BACKENDS)
+def test_the_backend_that_is_asked_for_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for backend in EXACT_BACKENDS:
+        honest = getattr(api, {"segments": "segment_attention", "reference": "reference_attention"}[backend])
+        spy = functools.partial(
+            lambda which, run, *args, **kwargs: ran.append(which) or run(*args, **kwargs), backend, honest
+        )
+        monkeypatch.setattr(api, honest.__name__, spy)
+    backward(MODEL, Forest.from_sequences([[1, 2], [1, 3]]), sft(), backend=name)
+    MODEL.zero_grad(set_to_none=True)
+    assert set(ran) == {name}
+
+
+def test_extreme_ratios_leave_gradients_finite() -> None:
+    model = build()
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [1, 5]])
+    objective = grpo([1.0, 0.0, 2.0], [[0, 1, 1], [0, 1, 1], [0, 1]], [[0, -200.0, -200.0]] * 2 + [[0, -1e30]])
+    result = backward(model, forest, objective)
+    assert math.isfinite(result.loss)
+    assert all(bool(gradient.isfinite().all()) for gradient in take_gradients(model).values())
+
+
+def test_a_foreign_token_is_refused() -> None:
+    with pytest.raises(InputError, match="token id 99"):
+        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 99]]), sft())

@@ -1,0 +1,139 @@
+"""What each family adds to attention and heads, left out or done wrong on purpose: law 2's check must catch it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from tests.forests import SHAPES
+from tests.models import FAMILIES, assert_gradients_equal, build_float64, take_gradients
+from tests.partitions import random_partitions
+from tests.train.flat import Batch, flat_loss
+from tests.train.gradient.test_backward import assert_step_is_exact, batch_of
+from tests.train.gradient.test_partitioned import cut_by
+from treering.attention import Form, api, layout, segments
+from treering.model import context
+from treering.train.gradient import partitioned, scoring
+from treering.train.gradient.backward import backward
+from treering.train.objectives import sft
+from treering.tree.forest import Forest
+from treering.tree.plan.fragment import Sight
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+BATCH = batch_of([[[*PROMPT, 5, 8, 9, 7, 9], [*PROMPT, 3, 2, 3, 8, 4, 6, 2], [*PROMPT, 3, 2, 3, 8, 6]]])
+BATCH = Batch(
+    groups=BATCH.groups,
+    masks=[[1] * len(sequence) for sequence in BATCH.sequences],
+    advantages=BATCH.advantages,
+    old_logprobs=BATCH.old_logprobs,
+)
+
+
+def count_a_window_in_packed_order(patch: pytest.MonkeyPatch) -> None:
+    """A token sees the packed tokens before it that are in its window by index, siblings' tokens counted."""
+    honest = Sight.within
+
+    def packed(forest: Forest) -> Sight:
+        return honest(forest)._replace(position=np.arange(forest.num_tokens))
+
+    patch.setattr(layout.Sight, "within", staticmethod(packed))
+
+
+def forget_the_window(patch: pytest.MonkeyPatch) -> None:
+    change_the_form(patch, window=None)
+
+
+def count_a_window_one_too_far(patch: pytest.MonkeyPatch) -> None:
+    honest = Form
+
+    def wider(**given: Any) -> Form:
+        return honest(**{**given, "window": given["window"] and given["window"] + 1})
+
+    patch.setattr(context, "Form", wider)
+
+
+def forget_the_softcap_of_scores(patch: pytest.MonkeyPatch) -> None:
+    change_the_form(patch, softcap=None)
+
+
+def change_the_form(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    honest = Form
+    patch.setattr(context, "Form", lambda **given: replace(honest(**given), **changes))
+
+
+def forget_the_softcap_of_logits(patch: pytest.MonkeyPatch) -> None:
+    honest = scoring.score_edges
+    patch.setattr(scoring, "score_edges", lambda *args, **given: honest(*args, **{**given, "softcap": None}))
+
+
+def forget_the_sinks(patch: pytest.MonkeyPatch) -> None:
+    honest = api.segment_attention
+    patch.setattr(api, "segment_attention", lambda *args, **given: honest(*args, **{**given, "sinks": None}))
+
+
+def lose_the_gradient_of_sinks(patch: pytest.MonkeyPatch) -> None:
+    honest = segments._sink_gradient
+    patch.setattr(segments, "_sink_gradient", lambda *args: 0 * honest(*args))
+
+
+TRAPS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
+    ("mistral window", count_a_window_in_packed_order),
+    ("mistral window", forget_the_window),
+    ("qwen2 window", count_a_window_in_packed_order),
+    ("qwen2 window", count_a_window_one_too_far),
+    ("gemma2", count_a_window_in_packed_order),
+    ("gemma2", forget_the_softcap_of_scores),
+    ("gemma2", forget_the_softcap_of_logits),
+    ("gemma3", count_a_window_in_packed_order),
+    ("gemma3", forget_the_window),
+    ("gpt_oss", forget_the_sinks),
+    ("gpt_oss", lose_the_gradient_of_sinks),
+    ("gpt_oss", count_a_window_in_packed_order),
+]
+
+
+@pytest.mark.parametrize(("family", "trap"), TRAPS, ids=lambda value: getattr(value, "__name__", value))
+def test_each_trap_of_a_family_breaks_law_2(
+    family: str, trap: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_float64(family)
+    assert_step_is_exact(model, BATCH, "grpo", "token_mean")
+    trap(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_step_is_exact(model, BATCH, "grpo", "token_mean")
+
+
+@pytest.mark.parametrize("family", ["mistral window", "gemma2", "gpt_oss"])
+def test_a_window_that_restarts_in_every_partition_breaks_law_4(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_float64(family)
+    honest = partitioned.sight_of
+
+    def restarted(*args: Any) -> Sight:
+        sight = honest(*args)
+        return sight._replace(position=sight.position - sight.position.min())
+
+    with cut_by(lambda tree: random_partitions(tree, 4, 5, cut=0.2)):
+        assert_step_is_exact(model, BATCH, "sft", "sum")
+        monkeypatch.setattr(partitioned, "sight_of", restarted)
+        with pytest.raises(AssertionError):
+            assert_step_is_exact(model, BATCH, "sft", "sum")
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointed_adapters_of_every_family_are_exact(family: str, mode: str) -> None:
+    base = build_float64(family)
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config).double()
+    batch = batch_of([SHAPES["long segments"]])
+    flat_loss(model, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(model)
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": mode == "reentrant"})
+    backward(model, Forest.from_sequences(batch.groups[0]), sft(batch.masks))
+    actual = take_gradients(model)
+    assert actual
+    assert_gradients_equal(actual, expected, 1e-10)

@@ -1,0 +1,450 @@
+"""Law 4: a tree trained in partitions gives the gradients of the whole tree, in the memory that was promised."""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.common.saved_bytes import peak_saved_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from tests.backends import EXACT_BACKENDS
+from tests.forests import SHAPES, comb, star
+from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, take_gradients
+from tests.partitions import chain_partitions, random_partitions
+from tests.train.flat import Batch, batches
+from tests.train.gradient.test_backward import assert_step_is_exact, batch_of, objective_of
+from treering.attention import TreeLayout
+from treering.attention.gateway import Gateway
+from treering.errors import ConfigError, InputError
+from treering.model.context import tree_attention
+from treering.model.families import find_parts
+from treering.model.forward import hidden_states
+from treering.train.gradient import backward as step
+from treering.train.gradient import partitioned
+from treering.train.gradient import run as units
+from treering.train.gradient.activation_policy import Memory, Parents, choose_parents, free_memory
+from treering.train.gradient.backward import backward
+from treering.train.gradient.partitioned import PartitionedStep
+from treering.train.gradient.saved_tensors import saved_bytes
+from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
+from treering.train.objectives import gspo, ppo, sft
+from treering.tree.forest import Forest
+from treering.tree.plan.fragment import Sight
+from treering.tree.plan.partition import Partition, PartitionedTree
+from treering.tree.plan.plan import Plan
+
+MODEL = build_float64()
+EXACT = 1e-10
+MODES: list[Parents] = ["keep", "recompute"]
+Cut = Callable[[Forest], tuple[Partition, ...]]
+
+
+@contextmanager
+def cut_by(cut: Cut) -> Iterator[None]:
+    """Every tree of every plan is cut by this function, whatever its size."""
+
+    def plan(forests: list[Forest], max_tokens: int | None, **options: object) -> Plan:
+        trees, first = [], 0
+        for forest in forests:
+            for tree, branches in zip(forest.trees(), forest.branches_by_tree(), strict=True):
+                trees.append(PartitionedTree(forest=tree, branches=first + branches, partitions=cut(tree)))
+            first += forest.num_branches
+        return Plan(micro_batches=(), partitioned=tuple(trees), max_tokens=max_tokens)
+
+    honest = step.plan_batch
+    step.plan_batch = plan  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        step.plan_batch = honest
+
+
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+@given(batch=batches(), seed=st.integers(0, 10**6), size=st.integers(1, 12), shared=st.sampled_from(["sum", "once"]))
+@settings(max_examples=25)
+def test_any_partition_gives_the_gradients_of_flat_sequences(
+    backend: str, batch: Batch, seed: int, size: int, shared: str
+) -> None:
+    with cut_by(lambda tree: random_partitions(tree, seed, size)):
+        assert_step_is_exact(MODEL, batch, "dapo", "sequence_mean", shared, backend=backend)
+
+
+@given(batch=batches(), seed=st.integers(0, 10**6), size=st.integers(1, 12))
+@settings(max_examples=25)
+def test_keeping_and_recomputing_parents_agree_bit_for_bit(batch: Batch, seed: int, size: int) -> None:
+    kept, again = (gradients_of(MODEL, batch, lambda tree: random_partitions(tree, seed, size), mode) for mode in MODES)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def gradients_of(model: nn.Module, batch: Batch, cut: Cut, parents: Parents) -> dict[str, Tensor]:
+    with cut_by(cut):
+        backward(
+            model,
+            [Forest.from_sequences(group) for group in batch.groups],
+            objective_of("grpo", batch, "token_mean", "sum"),
+            parents=parents,
+        )
+    return take_gradients(model)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_exact_in_partitions(shape: str) -> None:
+    with cut_by(lambda tree: random_partitions(tree, 0, 40, cut=0.03)):
+        assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
+
+
+@pytest.mark.parametrize("sequences", [comb(1000)[::50], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
+def test_deep_and_wide_trees_are_exact_under_a_budget(sequences: list[list[int]]) -> None:
+    model = build_float64(vocab_size=1024)
+    assert_step_is_exact(model, batch_of([sequences]), "dapo", "token_mean", max_tokens=100)
+
+
+def test_a_chain_of_a_hundred_partitions_is_exact() -> None:
+    batch = batch_of([[[i % 7 for i in range(100)]]])
+    with cut_by(lambda tree: chain_partitions(tree.num_tokens, 1)):
+        assert_step_is_exact(build_float64(num_hidden_layers=1), batch, "sft", "sum")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_exact_in_partitions(family: str) -> None:
+    batch = batch_of([SHAPES["long segments"], SHAPES["prefixes of each other"]])
+    with cut_by(lambda tree: random_partitions(tree, 1, 20, cut=0.05)):
+        assert_step_is_exact(build_float64(family), batch, "grpo", "sequence_mean", temperature=0.8)
+
+
+@pytest.mark.parametrize("parents", MODES)
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+def test_activation_checkpointing_changes_nothing(checkpointing: GradientCheckpointing, parents: Parents) -> None:
+    model = build_float64()
+    batch = batch_of([SHAPES["long segments"]])
+    cut = lambda tree: random_partitions(tree, 2, 20, cut=0.05)  # noqa: E731
+    expected = gradients_of(model, batch, lambda tree: chain_of_all(tree), "keep")
+    enable_gradient_checkpointing(model, checkpointing)
+    assert_gradients_equal(gradients_of(model, batch, cut, parents), expected, EXACT)
+
+
+def chain_of_all(tree: Forest) -> tuple[Partition, ...]:
+    return (Partition(tokens=np.arange(tree.num_tokens, dtype=np.int32), parent=-1),)
+
+
+@pytest.mark.parametrize("parents", MODES)
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "v_proj", "lm_head"]])
+def test_lora_is_exact_in_partitions(targets: list[str], parents: Parents) -> None:
+    base = build_float64(tie_word_embeddings=False)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
+    batch = batch_of([SHAPES["long segments"]])
+    expected = gradients_of(model, batch, chain_of_all, "keep")
+    got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), parents)
+    assert sum(float(gradient.norm()) for gradient in expected.values()) > 0
+    assert_gradients_equal(got, expected, EXACT)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"]])
+def test_lora_with_reentrant_checkpointing_is_exact_in_partitions(targets: list[str]) -> None:
+    base = build_float64()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
+    batch = batch_of([SHAPES["long segments"]])
+    expected = gradients_of(model, batch, chain_of_all, "keep")
+    enable_gradient_checkpointing(model, "reentrant")
+    got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), "keep")
+    assert_gradients_equal(got, expected, EXACT)
+
+
+def test_only_recomputed_parents_cost_tokens() -> None:
+    forest = Forest.from_sequences([[1] * 40])
+    recomputed = {}
+    for parents in MODES:
+        with cut_by(lambda tree: chain_partitions(tree.num_tokens, 12)):
+            result = backward(MODEL, forest, sft(), parents=parents)
+        take_gradients(MODEL)
+        recomputed[parents] = result.num_recomputed_tokens
+        assert result.metrics["sharing"] == pytest.approx(-recomputed[parents] / 40)
+    assert recomputed == {"keep": 0, "recompute": 36}
+
+
+def test_partitions_above_nothing_that_is_trained_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    honest = partitioned.hidden_states
+
+    def counted(parts: object, fragment: Forest, layout: object) -> Tensor:
+        lengths.append(fragment.num_tokens)
+        return honest(parts, fragment, layout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(partitioned, "hidden_states", counted)
+    forest = Forest.from_sequences([[1] * 40])
+    with cut_by(lambda tree: chain_partitions(tree.num_tokens, 10)):
+        backward(MODEL, forest, sft([[0] * 12 + [1] + [0] * 27]), parents="keep")
+        assert lengths == [10, 10]
+        backward(MODEL, forest, sft([[0] * 20 + [1] + [0] * 19]), parents="keep")
+        assert lengths == [10, 10, 10, 10], "a partition's first token is scored where its parent is"
+        backward(MODEL, forest, sft([[0] * 40]), parents="keep")
+        assert len(lengths) == 4
+    take_gradients(MODEL)
+
+
+def long_tree(size: int) -> Forest:
+    """A tree of ten times `size` tokens with chains of at most four partitions: prompts, middles and leaves."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 32, size).tolist()
+    middles = [[*prompt, i, *rng.integers(0, 32, size - 1)] for i in range(3)]
+    return Forest.from_sequences([[*middle, j, *rng.integers(0, 32, size - 1)] for middle in middles for j in range(2)])
+
+
+def long_chain(size: int) -> Forest:
+    return Forest.from_sequences([np.random.default_rng(0).integers(0, 32, 10 * size)])
+
+
+@pytest.mark.parametrize("make", [long_tree, long_chain])
+def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[[int], Forest]) -> None:
+    size, model = 64, build(num_hidden_layers=4)
+    forest = make(size)
+    assert forest.num_tokens == 10 * size
+
+    def peak(run: Callable[[], object]) -> int:
+        return peak_saved_bytes(run, model.parameters())
+
+    one = peak(lambda: backward(model, Forest.from_sequences([[1] * size]), sft()))
+    chain = max(tree.chain_tokens for tree in backward(model, forest, sft(), max_tokens=size).plan.partitioned)
+    kept = peak(lambda: backward(model, forest, sft(), max_tokens=size, parents="keep"))
+    again = peak(lambda: backward(model, forest, sft(), max_tokens=size, parents="recompute"))
+    config = model.config
+    key_value_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert kept <= 1.25 * one * chain / size
+    assert again <= 1.25 * (one + chain * key_value_bytes)
+    assert kept > 2 * again, "a bound that both meet would show nothing"
+
+
+def lose_gateway_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Partitions below leave nothing."""
+    patch.setattr(Gateway, "take_gradient", lambda self, layer: None)
+
+
+def lose_one_layer(patch: pytest.MonkeyPatch) -> None:
+    """One of two layers is forgotten."""
+    honest = Gateway.take_gradient
+    patch.setattr(Gateway, "take_gradient", lambda self, layer: None if layer == 1 else honest(self, layer))
+
+
+def see_no_ancestors(patch: pytest.MonkeyPatch) -> None:
+    """A partition begins as if nothing were above it."""
+    honest = partitioned.TreeLayout
+    patch.setattr(
+        partitioned,
+        "TreeLayout",
+        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, **rest),
+    )
+
+
+def see_the_parent_only(patch: pytest.MonkeyPatch) -> None:
+    """Grandparents are forgotten."""
+    honest = partitioned.TreeLayout
+    patch.setattr(
+        partitioned,
+        "TreeLayout",
+        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, ancestors=ancestors[:1], **rest),
+    )
+
+
+def see_all_of_the_parent(patch: pytest.MonkeyPatch) -> None:
+    """Siblings in the parent partition leak."""
+    honest = partitioned.sight_of
+
+    def wide(tree: Forest, keys: np.ndarray, queries: np.ndarray) -> Sight:
+        sight = honest(tree, keys, queries)
+        return sight._replace(first=np.zeros_like(sight.first), stop=np.full_like(sight.stop, queries.size))
+
+    patch.setattr(partitioned, "sight_of", wide)
+
+
+def count_positions_from_the_cut(patch: pytest.MonkeyPatch) -> None:
+    """RoPE restarts in every partition."""
+    honest = partitioned.take_fragment
+
+    def restarted(tree: Forest, tokens: np.ndarray) -> Forest:
+        fragment = copy.copy(honest(tree, tokens))
+        object.__setattr__(fragment, "position", fragment.position - fragment.position.min())
+        return fragment
+
+    patch.setattr(partitioned, "take_fragment", restarted)
+
+
+def forget_edges_across_cuts(patch: pytest.MonkeyPatch) -> None:
+    """The first token of a child partition has no label: its row belongs to the parent."""
+    honest = PartitionedStep.__init__
+
+    def forgetful(self: PartitionedStep, tree: PartitionedTree, wanted: np.ndarray, *rest: object) -> None:
+        inside = wanted.copy()
+        for part in tree.partitions:
+            above = tree.forest.parent[part.tokens]
+            inside[part.tokens[~np.isin(above, part.tokens)]] = False
+        honest(self, tree, inside, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(PartitionedStep, "__init__", forgetful)
+
+
+MUTATIONS = [
+    lose_gateway_gradients,
+    lose_one_layer,
+    see_no_ancestors,
+    see_the_parent_only,
+    see_all_of_the_parent,
+    count_positions_from_the_cut,
+    forget_edges_across_cuts,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_every_trap_of_partitioning_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = batch_of([[[1] * 6 + [2] * 5, [1] * 6 + [3] * 5 + [4] * 4, [1] * 6 + [3] * 5 + [5] * 4]])
+    batch = Batch(
+        groups=batch.groups,
+        masks=[[1] * len(sequence) for sequence in batch.sequences],
+        advantages=batch.advantages,
+        old_logprobs=batch.old_logprobs,
+    )
+    with cut_by(lambda tree: random_partitions(tree, 4, 5, cut=0.2)):
+        assert_step_is_exact(MODEL, batch, "sft", "sum")
+        mutate(monkeypatch)
+        with pytest.raises((AssertionError, IndexError)):
+            assert_step_is_exact(MODEL, batch, "sft", "sum")
+    MODEL.zero_grad(set_to_none=True)
+
+
+def test_steps_leave_nothing_behind() -> None:
+    """A probe that held its own graph once cost 64 tokens of activations per step."""
+    model, forest = build(), Forest.from_sequences([[1] * 30, [1] * 20 + [2] * 10])
+    gc.collect()
+    before = num_layouts()
+    for _ in range(2):
+        assert backward(model, forest, sft(), max_tokens=7).parents is not None
+    gc.collect()
+    assert num_layouts() == before
+
+
+def num_layouts() -> int:
+    return sum(type(thing) is TreeLayout for thing in gc.get_objects())
+
+
+def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
+    def memory(free: float, host: float | None) -> Callable[[], Memory]:
+        return lambda: Memory(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
+
+    assert choose_parents("auto", memory(2e10, 2e10)).parents == "keep"
+    assert choose_parents("auto", memory(5e9, 2e10)).parents == "offload"
+    assert choose_parents("auto", memory(5e9, 5e9)).parents == "recompute"
+    assert choose_parents("auto", memory(5e9, None)).parents == "recompute"
+    assert choose_parents("keep", memory(0, None)) == choose_parents("keep", memory(2e10, 2e10))
+    assert "10,000 tokens, about 10.00 GB" in choose_parents("auto", memory(5e9, None)).reason
+
+
+def test_the_memory_model_chooses_by_what_a_token_costs() -> None:
+    model, forest = build(), Forest.from_sequences([[1] * 400])
+    token_bytes = saved_bytes(lambda: hidden_of(model, 200), find_parts(model)) / 200
+    chosen = {}
+    for share in (1.2, 0.8):
+        room = int(share * 400 * token_bytes)
+        result = backward(model, forest, sft(), max_tokens=100, max_bytes=room)
+        assert result.parents is not None
+        chosen[share] = result.parents.parents
+    assert chosen == {1.2: "keep", 0.8: "recompute"}
+    assert backward(model, forest, sft()).parents is None
+    assert free_memory(torch.device("cpu"), None)[0] > 0
+
+
+def hidden_of(model: nn.Module, num_tokens: int) -> object:
+    with tree_attention(model):
+        return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_options_that_make_no_sense_are_refused_before_any_gradient() -> None:
+    forest = Forest.from_sequences([[1, 2, 3]])
+    for options, message in (
+        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
+        ({"parents": "offload"}, "the model is there already"),
+        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            backward(MODEL, forest, sft(), 2, **options)  # type: ignore[arg-type]
+    assert all(weight.grad is None for weight in MODEL.parameters())
+
+
+def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    honest = units.hidden_states
+    monkeypatch.setattr(units, "hidden_states", lambda *given: passes.append(0) or honest(*given))  # type: ignore[func-returns-value]
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
+    backward(MODEL, forest, sft(normalizer="sum"))
+    expected = take_gradients(MODEL)
+    del passes[:]
+    backward(MODEL, forest, sft(normalizer="sum"), min_micro_batches=4)
+    assert len(passes) == 4
+    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
+    backward(MODEL, forest, sft([[0, 0, 0]] * 2), min_micro_batches=2)
+    assert len(passes) == 6
+    assert all(not gradient.any() for gradient in take_gradients(MODEL).values())
+
+
+def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
+    forest = Forest.from_sequences([[1, 2, 3, 4], [1, 2, 5, 6]])
+    only_head = build_float64(tie_word_embeddings=False)
+    for name, weight in only_head.named_parameters():
+        weight.requires_grad_("lm_head" in name)
+    backward(only_head, forest, sft(normalizer="sum"))
+    expected = take_gradients(only_head)
+    backward(only_head, forest, sft(normalizer="sum"), 3, min_micro_batches=9)
+    assert_gradients_equal(take_gradients(only_head), expected, EXACT)
+    frozen, head = build_float64().requires_grad_(False), nn.Linear(32, 1).double()
+    objective = ppo([1.0, 2.0], [[0, 1, 1, 1]] * 2, returns=[1.0, 2.0])
+    backward(frozen, forest, objective, value_head=head)
+    expected = take_gradients(head)
+    backward(frozen, forest, objective, 3, value_head=head)
+    assert_gradients_equal(take_gradients(head), expected, EXACT)
+    assert expected["weight"].any()
+
+
+def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    forest = Forest.from_sequences([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9]])
+    masks = [[0, 1, 1, 1, 1, 1]] * 2
+    by_sequence = gspo([1.0, -1.0], masks, [[-3.0] * 6] * 2)
+    backward(MODEL, forest, sft(masks))
+    expected = take_gradients(MODEL)
+    monkeypatch.setattr(step, "FILL_TOKENS", {"cpu": 4})
+    few = backward(MODEL, forest, sft(masks), 16)
+    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
+    assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
+    # Elsewhere a pass without gradients would be the price, ranks plan alike, and None is everything at one time.
+    for objective, max_tokens, num_passes in ((by_sequence, 16, 0), (sft(masks), 16, 1), (sft(masks), None, 0)):
+        plan = backward(MODEL, forest, objective, max_tokens, min_micro_batches=num_passes).plan
+        assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)
+    take_gradients(MODEL)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
+        ({"min_micro_batches": True}, "min_micro_batches must be an integer"),
+        ({"temperature": True}, "temperature must be a positive number"),
+        ({"value_head": "x"}, "value_head is a module"),
+        ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
+        ({"forests": None}, "expected a Forest or several, got None"),
+        ({"forests": [3]}, "expected a Forest, got int"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(options: dict[str, object], message: str) -> None:
+    given = {"forests": Forest.from_sequences([[1, 2, 3]]), "objective": sft(), "max_tokens": np.int64(2)} | options
+    with pytest.raises(InputError, match=message):
+        backward(MODEL, **given)  # type: ignore[arg-type]
+    assert all(weight.grad is None for weight in MODEL.parameters())

@@ -1,0 +1,72 @@
+"""Tiny tasks, loops and checkpoint folders that tests of training share."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import VOCAB, build
+from treering.data import AgentSpec, generate_trajectories, render
+from treering.train.loop.batches import Task, group_by_task
+from treering.train.loop.checkpoint import CheckpointStore
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.sft import LoopOptions, SftLoop
+
+IDENTITY = {"model.hidden_size": 32, "data": "generated", "train.seed": 0}
+
+
+def tiny_tasks(num_tasks: int = 5) -> list[Task]:
+    """Generated agent tasks of three short trials each; trees of 60 to 200 tokens."""
+    spec = AgentSpec(
+        num_tasks=num_tasks,
+        num_trials=3,
+        vocab_size=VOCAB,
+        num_system_tokens=10,
+        num_task_tokens=6,
+        num_turns=3,
+        num_action_tokens=6,
+        num_observation_tokens=6,
+    )
+    return group_by_task(render(list(generate_trajectories(spec))))
+
+
+def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None = None, **options: object) -> SftLoop:
+    """A loop over `tiny_tasks`, two trees per step unless the options, those of computing too, say otherwise."""
+    chosen = LoopOptions(**({"trees_per_step": 2} | nested(options)))  # type: ignore[arg-type]
+    return SftLoop(
+        build() if model is None else model,
+        tiny_tasks(),
+        optim=OptimOptions(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1) if optim is None else optim,
+        options=chosen,
+    )
+
+
+def nested(options: Mapping[str, object]) -> dict[str, object]:
+    """Options of a loop with those of computing as its `compute`."""
+    names = {field.name for field in fields(ComputeOptions)}
+    compute = ComputeOptions(**{name: value for name, value in options.items() if name in names})  # type: ignore[arg-type]
+    return {name: value for name, value in options.items() if name not in names} | {"compute": compute}
+
+
+def store(folder: Path, **options: object) -> CheckpointStore:
+    """A checkpoint store of the run `IDENTITY`."""
+    return CheckpointStore(**({"folder": folder, "identity": IDENTITY} | options))  # type: ignore[arg-type]
+
+
+def tensors_of(loop: SftLoop) -> dict[str, torch.Tensor]:
+    """Copies of every tensor that a step depends on: weights, AdamW's moments and counts, torch's random state."""
+    state = loop.state()["optimizer"]["state"]
+    moments = {f"{i}.{name}": value for i, values in state.items() for name, value in values.items()}
+    weights = loop.model.state_dict()
+    return {name: value.clone() for name, value in {**weights, **moments, "random": torch.get_rng_state()}.items()}
+
+
+def assert_bitwise_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes and bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name

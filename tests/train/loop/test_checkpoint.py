@@ -1,0 +1,312 @@
+"""Checkpoints: Hugging Face loads them, they come back bit by bit, and a damaged one is never used."""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.models import build
+from tests.train.loop.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
+from treering.atomic import MANIFEST, read_facts, write_folder
+from treering.errors import StateError, UnsupportedError
+from treering.train.loop.checkpoint import STATE_FILE, checkpoint_path
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.run import METRICS_FILE, open_run
+from treering.train.loop.sft import LoopOptions, SftLoop
+
+WEIGHTS = "model.safetensors"
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"flipped bit": flip_a_bit, "cut": cut_short, "gone": Path.unlink}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_hugging_face_loads_a_checkpoint_as_the_model_that_was_trained(tmp_path: Path, tied: bool) -> None:
+    loop = tiny_loop(build(tie_word_embeddings=tied))
+    loop.step()
+    loaded = AutoModelForCausalLM.from_pretrained(store(tmp_path).save(loop))
+    assert type(loaded) is type(loop.model)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_bitwise_equal(loaded.state_dict(), loop.model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_moments_and_random_state_come_back_bit_by_bit(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    loop = tiny_loop(build(tie_word_embeddings=tied).to(dtype))
+    for _ in range(3):
+        loop.step()
+    store(tmp_path).save(loop)
+    saved = tensors_of(loop)
+    other = tiny_loop(build(seed=1, tie_word_embeddings=tied).to(dtype))
+    torch.manual_seed(99)
+    assert store(tmp_path).restore_newest(other) == other.num_steps_done == 3
+    assert_bitwise_equal(tensors_of(other), saved)
+    loop.step(), other.step()
+    assert_bitwise_equal(tensors_of(other), tensors_of(loop))
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    loop = tiny_loop()
+    for _ in range(4):
+        loop.step()
+        assert store(tmp_path, keep=2).save(loop) == checkpoint_path(tmp_path, loop.num_steps_done)
+    assert names_in(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_folders_that_the_user_made_are_left_alone(tmp_path: Path) -> None:
+    loop, checkpoints = tiny_loop(), store(tmp_path, keep=1)
+    loop.step()
+    shutil.copytree(checkpoints.save(loop), tmp_path / "step-000001-best")
+    (tmp_path / "step-notes").mkdir()
+    loop.step()
+    checkpoints.save(loop)
+    assert names_in(tmp_path) == ["step-000001-best", "step-000002", "step-notes"]
+    assert checkpoints.restore_newest(tiny_loop()) == 2
+
+
+def test_step_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path: Path) -> None:
+    loop = tiny_loop()
+    loop.step()
+    state = loop.state()
+    for step in (999_999, 1_000_000):
+        loop.load_state(state | {"num_steps_done": step})
+        store(tmp_path).save(loop)
+    assert store(tmp_path).restore_newest(tiny_loop()) == 1_000_000
+
+
+def test_tokenizer_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "notes.txt").write_text("private")
+    saved = store(tmp_path / "checkpoints", tokenizer=tokenizer).save(tiny_loop())
+    expected = {"config.json", "generation_config.json", MANIFEST, WEIGHTS, "tokenizer.json", STATE_FILE}
+    assert set(names_in(saved)) == expected
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, STATE_FILE, "config.json", MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_checkpoint_is_named_once_and_the_one_before_is_used(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    loop = tiny_loop()
+    loop.step()
+    store(tmp_path).save(loop)
+    saved = tensors_of(loop)
+    loop.step()
+    damage(store(tmp_path).save(loop) / file)
+    other = tiny_loop(build(seed=1))
+    # In the manifest a flipped bit may hit a checksum or a name: either way the folder no longer agrees with itself.
+    with pytest.warns(UserWarning, match=r"left out: step-000002: .*; using step-000001") as caught:
+        assert store(tmp_path).restore_newest(other) == 1
+    assert len(caught) == 1
+    assert file in str(caught[0].message) or file == MANIFEST
+    assert_bitwise_equal(tensors_of(other), saved)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again_and_later_ones_go(tmp_path: Path) -> None:
+    loop = tiny_loop()
+    for _ in range(3):
+        loop.step()
+        store(tmp_path, keep=3).save(loop)
+    for step in (2, 3):
+        cut_short(checkpoint_path(tmp_path, step) / WEIGHTS)
+    again = tiny_loop()
+    with pytest.warns(UserWarning, match=r"step-000003: .*step-000002: .*using step-000001"):
+        store(tmp_path).restore_newest(again)
+    again.step()
+    store(tmp_path, keep=1).save(again)
+    assert names_in(tmp_path) == ["step-000002"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store(tmp_path).restore_newest(tiny_loop()) == 2
+
+
+def test_without_any_checkpoint_nothing_is_restored(tmp_path: Path) -> None:
+    assert store(tmp_path / "none").restore_newest(tiny_loop()) is None
+
+
+def test_without_a_whole_checkpoint_resuming_is_refused(tmp_path: Path) -> None:
+    loop = tiny_loop()
+    cut_short(store(tmp_path).save(loop) / WEIGHTS)
+    before = tensors_of(loop)
+    with pytest.raises(StateError, match=r"all are damaged \(step-000000: model.safetensors has changed"):
+        store(tmp_path).restore_newest(loop)
+    assert_bitwise_equal(tensors_of(loop), before)
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_every_differing_key(tmp_path: Path) -> None:
+    store(tmp_path).save(tiny_loop())
+    other = store(tmp_path, identity=IDENTITY | {"train.seed": 1, "train.layout": "packed"})
+    message = "train.layout is 'nothing' there and 'packed' here; train.seed is 0 there and 1 here; set these back"
+    with pytest.raises(StateError, match=message) as caught:
+        other.restore_newest(tiny_loop())
+    assert "hidden_size" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 16}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}])
+def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    store(tmp_path).save(tiny_loop())
+    with pytest.raises(StateError, match="resume with the model that was saved"):
+        store(tmp_path).restore_newest(tiny_loop(build(**changes)))
+
+
+def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
+    store(tmp_path).save(tiny_loop())
+    with pytest.raises(StateError, match=r"as torch.float32 .*the model has torch.bfloat16"):
+        store(tmp_path).restore_newest(tiny_loop(build().to(torch.bfloat16)))
+
+
+def test_a_model_that_hugging_face_could_not_load_again_is_refused(tmp_path: Path) -> None:
+    loop = tiny_loop()
+    loop.model = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="and this is Linear; merge adapters"):
+        store(tmp_path).save(loop)
+    assert names_in(tmp_path) == []
+
+
+def test_leftovers_of_a_kill_are_ignored_and_cleared(tmp_path: Path) -> None:
+    whole = store(tmp_path).save(tiny_loop())
+    shutil.copytree(whole, tmp_path / ".unfinished-step-000007")
+    assert store(tmp_path).restore_newest(tiny_loop()) == 0
+    loop = tiny_loop()
+    loop.step()
+    store(tmp_path).save(loop)
+    assert names_in(tmp_path) == ["step-000000", "step-000001"]
+
+
+def test_a_folder_whose_writing_fails_does_not_appear(tmp_path: Path) -> None:
+    def fill(draft: Path) -> None:
+        (draft / "a.bin").write_bytes(b"half")
+        raise ZeroDivisionError
+
+    write_folder(tmp_path / "whole", lambda draft: None, {"number": 1})
+    for target in ("new", "whole"):
+        with pytest.raises(ZeroDivisionError):
+            write_folder(tmp_path / target, fill, {})
+    assert not (tmp_path / "new").exists()
+    assert read_facts(tmp_path / "whole") == {"number": 1}
+
+
+def test_a_folder_keeps_its_facts_and_files_in_folders(tmp_path: Path) -> None:
+    def fill(draft: Path) -> None:
+        (draft / "inner").mkdir()
+        (draft / "inner" / "a.bin").write_bytes(b"abc")
+
+    write_folder(tmp_path / "whole", fill, {"list": [1, "x"]})
+    assert read_facts(tmp_path / "whole") == {"list": [1, "x"]}
+    manifest = json.loads((tmp_path / "whole" / MANIFEST).read_text())
+    # The SHA-256 of "abc" is the standard's own example.
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert manifest["files"] == {"inner/a.bin": {"num_bytes": 3, "sha256": digest}}
+    cut_short(tmp_path / "whole" / "inner" / "a.bin")
+    with pytest.raises(StateError, match=r"whole: inner/a\.bin has changed"):
+        read_facts(tmp_path / "whole")
+
+
+def test_opening_a_run_makes_its_folder_once_and_refuses_other_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first, second = (open_run(folder, tiny_loop(), store(folder / "checkpoints")) for _ in range(2))
+    assert (first.is_new, first.step, first.resume_step) == (True, 0, None)
+    # Killed before its first checkpoint: the same run begins again at its start.
+    assert (second.is_new, second.step, second.resume_step) == (False, 0, 0)
+    (folder / METRICS_FILE).write_text('{"step": 1}\n')
+    other = store(folder / "checkpoints", identity=IDENTITY | {"data": "files"})
+    with pytest.raises(StateError, match="data is 'generated' there and 'files' here"):
+        open_run(folder, tiny_loop(), other)
+
+
+def test_a_run_that_ended_before_its_first_step_may_start_with_other_settings(tmp_path: Path) -> None:
+    open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
+    (tmp_path / METRICS_FILE).touch()
+    other = store(tmp_path / "checkpoints", identity=IDENTITY | {"data": "files"})
+    loop = tiny_loop()
+    assert open_run(tmp_path, loop, other).resume_step == 0
+    loop.step()
+    other.save(loop)
+    with pytest.raises(StateError, match="data is 'files' there and 'generated' here"):
+        open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(StateError, match=r"can be written, and .*file.* is not one .*choose another"):
+            open_run(folder, tiny_loop(), store(folder / "checkpoints"))
+
+
+def test_a_folder_with_foreign_metrics_is_refused_every_time(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"step": 1}\n')
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"metrics.jsonl holds rows of another run"):
+            open_run(tmp_path, tiny_loop(), store(tmp_path / "checkpoints"))
+    assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1}\n'
+
+
+class Hinting(SftLoop):
+    """A loop with hints: the number of its step, as text."""
+
+    hint: str | None = None
+
+    def save_hints(self, file: Path) -> None:
+        file.write_text(str(self.num_steps_done))
+
+    def load_hints(self, file: Path) -> None:
+        self.hint = file.read_text() if file.exists() else "lost"
+
+
+def hinting_loop() -> Hinting:
+    options = LoopOptions(trees_per_step=2)
+    return Hinting(build(), tiny_tasks(), optim=OptimOptions(learning_rate=1e-2), options=options)
+
+
+def test_hints_lie_apart_one_file_per_checkpoint_that_is_kept(tmp_path: Path) -> None:
+    checkpoints = store(tmp_path / "checkpoints", keep=2, hints=tmp_path / "hints")
+    loop = hinting_loop()
+    (tmp_path / "hints").mkdir()
+    (tmp_path / "hints" / "notes").write_text("mine")
+    (tmp_path / "hints" / ".unfinished-step-000001").write_text("half")
+    for _ in range(3):
+        loop.step()
+        checkpoints.save(loop)
+    assert names_in(tmp_path / "hints") == ["notes", "step-000002", "step-000003"]
+    other = hinting_loop()
+    checkpoints.restore_newest(other)
+    assert (other.num_steps_done, other.hint) == (3, "3")
+
+
+def test_hints_are_there_before_their_checkpoint_and_lost_ones_are_no_damage(tmp_path: Path) -> None:
+    checkpoints = store(tmp_path / "checkpoints", keep=1, hints=tmp_path / "hints")
+    loop = hinting_loop()
+    for _ in range(2):
+        loop.step()
+        newest = checkpoints.save(loop)
+    # A kill between the two leaves hints without a checkpoint; the next start removes them.
+    (tmp_path / "hints" / "step-000009").write_text("9")
+    (tmp_path / "hints" / newest.name).unlink()
+    other = hinting_loop()
+    assert checkpoints.restore_newest(other) == 2
+    assert other.hint == "lost"
+    assert names_in(tmp_path / "hints") == []

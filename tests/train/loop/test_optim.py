@@ -1,0 +1,139 @@
+"""The optimiser: the schedule's formula, what decays, and clipping by the global norm."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from treering.errors import ConfigError, StateError
+from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+
+STEPS = range(1, 9)
+
+
+def rates(**options: object) -> list[float]:
+    chosen = OptimOptions(**({"learning_rate": 1.0} | options))  # type: ignore[arg-type]
+    return [learning_rate_at(step, chosen) for step in STEPS]
+
+
+def with_gradients(*values: list[float] | None) -> list[nn.Parameter]:
+    weights = [nn.Parameter(torch.zeros(2 if value is None else len(value))) for value in values]
+    for weight, value in zip(weights, values, strict=True):
+        weight.grad = None if value is None else torch.tensor(value)
+    return weights
+
+
+def test_without_warm_up_a_constant_rate_holds_from_the_first_step() -> None:
+    assert rates() == [1.0] * 8
+
+
+def test_warm_up_rises_linearly_from_zero_and_reaches_the_rate_at_its_last_step() -> None:
+    assert rates(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_cosine_falls_from_the_rate_to_its_floor_at_the_last_step_and_stays_there() -> None:
+    # cos of 0, 45, 90, 135 and 180 degrees, moved to [0.2, 1].
+    root = math.sqrt(0.5)
+    expected = [0.5, 1.0, 0.6 + 0.4 * root, 0.6, 0.6 - 0.4 * root, 0.2, 0.2, 0.2]
+    found = rates(schedule="cosine", warmup_steps=2, num_steps=6, min_learning_rate=0.2)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@given(warmup=st.integers(0, 20), length=st.integers(1, 50), floor=st.floats(0, 1), steps=st.lists(st.integers(1, 90)))
+def test_a_rate_lies_between_zero_and_the_peak_and_never_rises_after_warm_up(
+    warmup: int, length: int, floor: float, steps: list[int]
+) -> None:
+    options = OptimOptions(
+        learning_rate=1.0,
+        schedule="cosine",
+        warmup_steps=warmup,
+        num_steps=warmup + length,
+        min_learning_rate=floor,
+    )
+    after = [learning_rate_at(step, options) for step in sorted(steps) if step >= warmup]
+    assert all(first >= second for first, second in pairwise(after))
+    assert all(floor - 1e-12 <= rate <= 1 for rate in after)
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 3), nn.LayerNorm(3))
+    optimizer = make_optimizer(model, OptimOptions(learning_rate=0.1, weight_decay=0.5))
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {"0.weight", "1.weight"}
+    torch.testing.assert_close(model[1].weight.detach(), before["1.weight"] * (1 - 0.1 * 0.5))
+
+
+def test_frozen_parameters_are_left_out_and_a_model_without_others_is_refused() -> None:
+    model = nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    [group] = make_optimizer(model, OptimOptions(learning_rate=0.1)).param_groups
+    assert [weight is model.weight for weight in group["params"]] == [True]
+    model.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="Linear has no parameter with requires_grad=True"):
+        make_optimizer(model, OptimOptions(learning_rate=0.1))
+
+
+def test_a_rate_is_set_for_every_group() -> None:
+    optimizer = make_optimizer(nn.Linear(2, 3), OptimOptions(learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6))
+    set_learning_rate(optimizer, 0.025)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.025]
+    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.8, 0.9), 1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "expected"), [(1.0, ([0.6, 0.0], [0.8])), (5.0, ([3.0, 0.0], [4.0])), (0.0, ([3.0, 0.0], [4.0]))]
+)
+def test_gradients_are_scaled_together_and_their_norm_before_is_returned(
+    max_norm: float, expected: tuple[list[float], list[float]]
+) -> None:
+    weights = with_gradients([3.0, 0.0], None, [4.0])
+    assert clip_gradients(weights, max_norm) == pytest.approx(5.0)
+    assert weights[1].grad is None
+    for weight, values in zip((weights[0], weights[2]), expected, strict=True):
+        torch.testing.assert_close(weight.grad, torch.tensor(values))
+
+
+def test_the_norm_of_low_precision_gradients_is_added_up_in_float32() -> None:
+    [weight] = [nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))]
+    weight.grad = torch.full_like(weight, 0.01)
+    element = float(torch.tensor(0.01, dtype=torch.bfloat16))
+    # The nearest bfloat16 number is 2e-3 away.
+    assert clip_gradients([weight], 0.0) == pytest.approx(element * math.sqrt(100_000), rel=1e-3)
+
+
+def test_no_gradient_at_all_has_norm_zero() -> None:
+    assert clip_gradients(with_gradients(None), 1.0) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_are_refused_before_anything_is_scaled(bad: float) -> None:
+    weights = with_gradients([3.0, 0.0], [bad])
+    with pytest.raises(StateError, match=r"a step needs finite gradients, and their norm is (nan|inf); lower"):
+        clip_gradients(weights, 1.0)
+    assert weights[0].grad is not None
+    assert weights[0].grad.tolist() == [3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+        ({"learning_rate": math.nan}, "learning_rate must be positive, got nan"),
+        ({"warmup_steps": -1}, "at least 0, got -1 and 1.0"),
+        ({"max_grad_norm": -0.5}, "at least 0, got 0 and -0.5"),
+        ({"schedule": "cosine"}, "num_steps=None and warmup_steps=0"),
+        ({"schedule": "cosine", "num_steps": 3, "warmup_steps": 3}, "num_steps=3 and warmup_steps=3"),
+        ({"schedule": "cosine", "num_steps": 3, "min_learning_rate": 2.0}, r"in \[0, learning_rate=1.0\], got 2.0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_their_value(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rates(**options)

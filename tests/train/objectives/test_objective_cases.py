@@ -1,0 +1,82 @@
+"""Law 2 for every objective and option: loss and gradients are those of flat sequences, whole and in micro-batches."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.forests import SHAPES
+from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
+from tests.train.objectives.flat_objectives import Data, data_of, datas, run_flat
+from tests.train.objectives.objective_cases import CASES, Case
+from treering.train.gradient.backward import BackwardResult, backward
+from treering.train.objectives import dpo
+from treering.tree.forest import Forest
+
+EXACT = 1e-10
+MODEL = build_float64()
+HEAD = nn.Linear(32, 1).double()
+SHAPED = [SHAPES["bushy"][:6], SHAPES["prefixes of each other"], SHAPES["duplicates"], [[3]]]
+
+
+def assert_case_is_exact(
+    case: Case, data: Data, *, max_tokens: int | None = None, temperature: float = 1.0
+) -> BackwardResult:
+    expected = case.loss(data, run_flat(MODEL, data, value_head=HEAD, temperature=temperature))
+    if expected.requires_grad:
+        expected.backward()  # type: ignore[no-untyped-call]
+    both = nn.ModuleList([MODEL, HEAD])
+    expected_gradients = take_gradients(both)
+    result = backward(
+        MODEL,
+        [Forest.from_sequences(group) for group in data.groups],
+        case.make(data),
+        max_tokens,
+        temperature=temperature,
+        value_head=HEAD if case.needs_value_head else None,
+    )
+    assert result.loss == pytest.approx(expected.item(), rel=EXACT, abs=EXACT)
+    assert_gradients_equal(take_gradients(both), expected_gradients, EXACT)
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=datas(MODEL), temperature=st.sampled_from([1.0, 0.7]))
+@settings(max_examples=2)
+def test_an_objective_equals_its_flat_version(name: str, data: Data, temperature: float) -> None:
+    assert_case_is_exact(CASES[name], data, temperature=temperature)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_so_in_micro_batches(name: str) -> None:
+    data = data_of(SHAPED, MODEL, seed=7)
+    largest = max(Forest.from_sequences(group).num_tokens for group in data.groups)
+    assert len(assert_case_is_exact(CASES[name], data, max_tokens=largest).plan.micro_batches) > 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_so_in_partitions(name: str) -> None:
+    result = assert_case_is_exact(CASES[name], data_of(SHAPED, MODEL, seed=8), max_tokens=12)
+    assert result.plan.partitioned
+    is_of_sequences = CASES[name].make(data_of(SHAPED, MODEL, seed=8)).scope != "entry"
+    assert (result.num_scoring_tokens > 0) == is_of_sequences
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9, 4])
+def test_pairs_and_sequences_without_a_trained_token_count_wherever_they_are_computed(max_tokens: int | None) -> None:
+    sequences = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 6], [7, 2, 3, 4], [7, 2, 1, 1], [8, 1, 1, 1], [8, 1, 1, 2]]
+    masks = [[0] * 5, [0] * 5, [0] * 4, [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 0]]
+    pairs = [(0, 1), (2, 3), (4, 5), (0, 4)]
+    forest = Forest.from_sequences(sequences)
+    ratios = [
+        sum(lp.item() for lp, m in zip(flat_logprobs(MODEL, s)[0], mask[1:], strict=True) if m)
+        for s, mask in zip(sequences, masks, strict=True)
+    ]
+    expected = [math.log1p(math.exp(-0.1 * (ratios[chosen] - ratios[rejected]))) for chosen, rejected in pairs]
+    result = backward(MODEL, forest, dpo(pairs, masks), max_tokens)
+    assert result.loss == pytest.approx(sum(expected) / len(pairs), rel=EXACT)
+    untrained = dpo([(0, 1)], [[0] * len(s) for s in sequences])
+    assert backward(MODEL, forest, untrained, max_tokens).loss == pytest.approx(math.log(2), rel=1e-6)
+    MODEL.zero_grad(set_to_none=True)

@@ -1,0 +1,94 @@
+"""Weights by hand: what each normaliser and convention makes of small masks."""
+
+import numpy as np
+import pytest
+
+from treering.errors import ConfigError
+from treering.train.loss_weights import Weighting, entry_counts, entry_weights
+from treering.tree.forest import Forest
+
+FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [9, 6]])
+MASKS = [np.array([1, 1, 1], bool), np.array([1, 1, 0], bool), np.array([0, 1], bool)]
+
+
+def weights_of(weighting: Weighting) -> list[float]:
+    return entry_weights(
+        entry_counts([FOREST], MASKS, weighting.shared),
+        branch_length=FOREST.branch_length,
+        branch_tree=FOREST.branch_tree,
+        weighting=weighting,
+        sum_over_ranks=lambda totals: totals,
+    ).tolist()
+
+
+def test_counts_ignore_first_tokens_and_share_edges_under_once() -> None:
+    assert entry_counts([FOREST], MASKS, "sum").tolist() == [0, 1, 1, 0, 1, 0, 0, 1]
+    assert entry_counts([FOREST], MASKS, "once").tolist() == [0, 0.5, 1, 0, 0.5, 0, 0, 1]
+
+
+def test_once_shares_among_the_branches_that_train_the_edge_only() -> None:
+    masks = [np.array([1, 1, 1], bool), np.array([1, 0, 1], bool), np.array([1, 1], bool)]
+    assert entry_counts([FOREST], masks, "once").tolist() == [0, 1, 1, 0, 0, 1, 0, 1]
+
+
+def test_equal_tokens_in_different_forests_are_not_shared() -> None:
+    twice = entry_counts([FOREST, FOREST], MASKS + MASKS, "once").tolist()
+    assert twice == [0, 0.5, 1, 0, 0.5, 0, 0, 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "divisor", "expected"),
+    [
+        ("sum", None, [0, 1, 1, 0, 1, 0, 0, 1]),
+        ("constant", 8.0, [0, 1 / 8, 1 / 8, 0, 1 / 8, 0, 0, 1 / 8]),
+        ("token_mean", None, [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 4]),
+        ("sequence_mean", None, [0, 1 / 6, 1 / 6, 0, 1 / 3, 0, 0, 1 / 3]),
+        ("sequence_sum", None, [0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 1 / 3]),
+        ("tree_mean", None, [0, 1 / 4, 1 / 4, 0, 1 / 4, 0, 0, 1 / 2]),
+    ],
+)
+def test_normalisers_under_sum(normalizer: str, divisor: float | None, expected: list[float]) -> None:
+    weighting = Weighting(normalizer=normalizer, divisor=divisor)  # type: ignore[arg-type]
+    assert weights_of(weighting) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "expected"),
+    [
+        ("token_mean", [0, 1 / 6, 1 / 3, 0, 1 / 6, 0, 0, 1 / 3]),
+        ("sequence_sum", [0, 1 / 6, 1 / 3, 0, 1 / 6, 0, 0, 1 / 3]),
+        ("sequence_mean", [0, 1 / 9, 2 / 9, 0, 1 / 3, 0, 0, 1 / 3]),
+    ],
+)
+def test_normalisers_under_once_count_an_edge_as_one_entry(normalizer: str, expected: list[float]) -> None:
+    assert weights_of(Weighting(normalizer=normalizer, shared="once")) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def test_denominators_cover_all_ranks() -> None:
+    counts = entry_counts([FOREST], MASKS, "sum")
+    weights = entry_weights(
+        counts,
+        branch_length=FOREST.branch_length,
+        branch_tree=FOREST.branch_tree,
+        weighting=Weighting(normalizer="token_mean"),
+        sum_over_ranks=lambda totals: 2 * totals,
+    )
+    assert weights.tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 8, 0, 0, 1 / 8])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalizer": "mean"}, "unknown normalizer 'mean': choose token_mean, sequence_mean"),
+        ({"normalizer": "sum", "shared": "first"}, "unknown sharing convention 'first': choose sum, once"),
+        ({"normalizer": "constant"}, "divisor belongs to normalizer 'constant'"),
+        ({"normalizer": "sum", "divisor": 2.0}, "divisor belongs to normalizer 'constant' and only to it"),
+        ({"normalizer": "constant", "divisor": 0.0}, r"divisor must be a positive number, got 0\.0"),
+        ({"normalizer": "constant", "divisor": float("inf")}, "divisor must be a positive number, got inf"),
+        ({"normalizer": "constant", "divisor": "3"}, "divisor must be a positive number, got '3'"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_weightings_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Weighting(**options)  # type: ignore[arg-type]
