@@ -2,7 +2,7 @@
 
 `make gpu` runs this behind the tests that need a device, in the machine's own python, which has torch and transformers
 but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cpu --size tiny` runs the same code
-without a device, to see that it works; such figures claim nothing, so no file is written unless one is named. The engine
+without a device, to see that it works; such figures claim nothing, so a file is written only if named. The engine
 comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of it
 for what it is compared with to compile. Every part measures first what matters most to it, and `--only` gives any a run
 of its own. On a device every part has a process of its own, too. Knows the order, the budget and the files; each part

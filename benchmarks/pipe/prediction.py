@@ -15,7 +15,7 @@ from treering.config import RlConfig
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD, Latency
 from treering.schedule.policies import make_policy
-from treering.schedule.policy import Assignment, Forecast, Outlook, Policy
+from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.simulator.run import simulate
 from treering.schedule.simulator.timeline import Timeline
@@ -57,7 +57,7 @@ class Told(Policy):
     def choices(self) -> tuple[str, ...]:
         return self._policy.choices
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         known = self._latencies[max(0, outlook.step - 2 - outlook.cluster.staleness)]
         cluster = replace(outlook.cluster, latency=known or outlook.cluster.latency)
         return self._policy.assign(replace(outlook, cluster=cluster))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from treering.runtime.ipc.process import MAX_DEATHS, Seat
+from treering.runtime.ipc.process import MAX_DEATHS, ChildProcess
 
 
 @contextmanager
@@ -21,18 +21,18 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
     Yields:
         The names of the dead, in order.
     """
-    seats: dict[int, Seat] = {}
+    seats: dict[int, ChildProcess] = {}
     due = sorted(moments.items())
     dead: list[str] = []
     killed: set[int] = set()
-    receive, fill = Seat.receive, Seat.fill
+    receive, fill = ChildProcess.receive, ChildProcess.fill
     count = 0
 
-    def filled(seat: Seat, settings: object) -> None:
+    def filled(seat: ChildProcess, settings: object) -> None:
         fill(seat, settings)
         seats[id(seat)] = seat
 
-    def received(seat: Seat) -> tuple[list[Any], bool]:
+    def received(seat: ChildProcess) -> tuple[list[Any], bool]:
         nonlocal count
         messages, has_died = receive(seat)
         for _ in messages:
@@ -48,8 +48,8 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
                     del due[0]
         return messages, has_died
 
-    Seat.receive, Seat.fill = received, filled  # type: ignore[method-assign]
+    ChildProcess.receive, ChildProcess.fill = received, filled  # type: ignore[method-assign]
     try:
         yield dead
     finally:
-        Seat.receive, Seat.fill = receive, fill  # type: ignore[method-assign]
+        ChildProcess.receive, ChildProcess.fill = receive, fill  # type: ignore[method-assign]

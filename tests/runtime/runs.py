@@ -19,7 +19,7 @@ from treering.rl.tasks.task import Task
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
-from treering.schedule.policy import Assignment, Outlook, Policy
+from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
 
 MAX_BATCH = 3
@@ -35,7 +35,7 @@ class Dealt(Policy):
     def name(self) -> str:
         return f"dealt {self._stealing}"
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         size = outlook.forecasts[0].num_rollouts
         workers = (np.arange(size) + outlook.step) % outlook.cluster.num_workers
         return Assignment(workers=workers, order=np.arange(size)[::-1], stealing=self._stealing)
@@ -44,7 +44,7 @@ class Dealt(Policy):
 class Lopsided(Dealt):
     """All on the first worker, but the last one."""
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         size = outlook.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-1] = outlook.cluster.num_workers - 1

@@ -9,13 +9,13 @@ from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import Dealt
 from treering.errors import StateError
 from treering.rl.collect import Collection
-from treering.rl.judging import Verdict
+from treering.rl.judging import RewardResult
 from treering.runtime.account import Account
 from treering.runtime.step.planning import Plan, Planner
 from treering.runtime.step.step_run import StepRun
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import linear_latency
-from treering.schedule.policy import Assignment, Outlook
+from treering.schedule.policy import Assignment, PlanRequest
 from treering.schedule.predict.lengths import MedianLengths
 
 
@@ -106,7 +106,7 @@ def test_a_step_is_whole_after_its_last_verdict() -> None:
                 )
             },
         )
-        assert run.collection.take(Verdict(rollout=rollout)) is None
+        assert run.collection.take(RewardResult(rollout=rollout)) is None
         run.note_over(rollout)
     assert run.is_whole
     # The order is reversed: the last rollout was the first, without tokens, which counts as one.
@@ -121,7 +121,7 @@ class Watching(Dealt):
         super().__init__()
         self.seen: list[tuple[str, int, list[float]]] = []
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         self.seen.append(("asked", outlook.step, [float(f.lengths.sum()) for f in outlook.forecasts]))
         return super().assign(outlook)
 

@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.runtime.runs import Dealt, pipeline
-from treering.runtime.pools.trainer_client import Workshop
-from treering.runtime.run_state import Course
-from treering.schedule.policy import Assignment, Outlook
+from treering.runtime.pools.trainer_client import TrainerClient
+from treering.runtime.run_state import RunState
+from treering.schedule.policy import Assignment, PlanRequest
 
 
 class Noting(Dealt):
@@ -20,7 +20,7 @@ class Noting(Dealt):
         super().__init__()
         self._events = events
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         self._events.append(("planned", outlook.step))
         return super().assign(outlook)
 
@@ -33,8 +33,8 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(
     staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, int]] = []
-    monkeypatch.setattr(Workshop, "train", noting(Workshop.train, "sent", events))
-    monkeypatch.setattr(Course, "take_over", noting(Course.take_over, "trained", events))
+    monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
+    monkeypatch.setattr(RunState, "take_over", noting(RunState.take_over, "trained", events))
     with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
         for _ in range(4):
             loop.step()

@@ -14,7 +14,7 @@ from treering.runtime.workers.pass_watch import PassWatch
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.measured_latency import PassTimes
-from treering.schedule.policy import Assignment, Outlook
+from treering.schedule.policy import Assignment, PlanRequest
 from treering.schedule.predict.lengths import MedianLengths
 
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
@@ -27,7 +27,7 @@ class Listening(Dealt):
         super().__init__()
         self.told: dict[int, Latency] = {}
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         self.told[outlook.step] = outlook.cluster.latency
         return super().assign(outlook)
 

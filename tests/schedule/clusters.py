@@ -4,7 +4,7 @@ import numpy as np
 
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.policy import Forecast, Outlook
+from treering.schedule.policy import Forecast, PlanRequest
 from treering.schedule.traces.trace import Trace, TraceStep
 
 
@@ -35,5 +35,5 @@ def trace(*steps, max_tokens=1000, predicted=None) -> Trace:
     )
 
 
-def outlook(cluster, *steps, step=1) -> Outlook:
-    return Outlook(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))
+def outlook(cluster, *steps, step=1) -> PlanRequest:
+    return PlanRequest(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))

@@ -3,7 +3,7 @@ import pytest
 
 from tests.schedule.clusters import cluster, forecast
 from treering.errors import ConfigError, InputError
-from treering.schedule.policy import Assignment, Forecast, Outlook
+from treering.schedule.policy import Assignment, Forecast, PlanRequest
 from treering.schedule.traces.trace import Trace, TraceStep
 
 
@@ -34,9 +34,9 @@ def test_beliefs_are_a_positive_length_for_each_rollout():
 
 def test_an_outlook_has_a_step_from_1_and_a_forecast():
     with pytest.raises(InputError, match="steps count from 1"):
-        Outlook(step=0, cluster=cluster(), forecasts=(forecast([1.0]),))
+        PlanRequest(step=0, cluster=cluster(), forecasts=(forecast([1.0]),))
     with pytest.raises(InputError, match="steps count from 1"):
-        Outlook(step=1, cluster=cluster(), forecasts=())
+        PlanRequest(step=1, cluster=cluster(), forecasts=())
 
 
 @pytest.mark.parametrize("name", ["num_workers", "num_slots", "max_tokens", "staleness"])

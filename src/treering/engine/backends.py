@@ -12,7 +12,7 @@ from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
-from treering.engine.kv_cache.allocator import Arena, Spans
+from treering.engine.kv_cache.allocator import Arena, SpanAllocator
 from treering.errors import ConfigError, UnsupportedError
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
@@ -23,10 +23,10 @@ Timing = Literal["allowed", "never"]
 """never: for runs that must repeat bit for bit."""
 
 
-class Machinery(NamedTuple):
+class BackendParts(NamedTuple):
     """What computes an engine's passes.
 
-    Example: `make_machinery(weights, 1000, "auto")` for float32 weights on CPU is named "fused on cpu".
+    Example: `make_backend(weights, 1000, "auto")` for float32 weights on CPU is named "fused on cpu".
     """
 
     decoder: Decoder
@@ -38,7 +38,7 @@ class Machinery(NamedTuple):
     """The backend, the device, and why it is not another where that may surprise."""
 
 
-def make_machinery(weights: DecoderWeights, num_slots: int, backend: Backend, timing: Timing = "allowed") -> Machinery:
+def make_backend(weights: DecoderWeights, num_slots: int, backend: Backend, timing: Timing = "allowed") -> BackendParts:
     """A decoder with an arena of `num_slots` and what belongs to it; `timing` says whether a clock may choose kernels.
 
     Raises:
@@ -56,14 +56,14 @@ def make_machinery(weights: DecoderWeights, num_slots: int, backend: Backend, ti
                 f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
                 f'{weights.device}; use backend="auto"'
             )
-        return Machinery(CpuDecoder(weights, num_slots), Spans(num_slots), draw, f"fused on {device}")
+        return BackendParts(CpuDecoder(weights, num_slots), SpanAllocator(num_slots), draw, f"fused on {device}")
     lack = _lack_for_cuda(weights)
     if backend == "cuda" and lack is not None:
         raise UnsupportedError(f'the cuda backend {lack}; use backend="auto"')
     if backend == "cuda" or (backend == "auto" and device == "cuda" and lack is None):
         return _on_cuda(weights, num_slots, timing)
     reason = f" (cuda {lack})" if backend == "auto" and device == "cuda" else ""
-    return Machinery(TorchDecoder(weights, num_slots), Spans(num_slots), draw, f"plain on {device}{reason}")
+    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), draw, f"plain on {device}{reason}")
 
 
 def _lack_for_cuda(weights: DecoderWeights) -> str | None:
@@ -75,10 +75,10 @@ def _lack_for_cuda(weights: DecoderWeights) -> str | None:
     return lack_of(weights)
 
 
-def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> Machinery:
+def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> BackendParts:
     from treering.engine.decoder.cuda.decoder import CudaDecoder
     from treering.engine.decoder.cuda.verify import DeviceDrawer
 
     decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
     device = weights.device
-    return Machinery(decoder, decoder.spans, DeviceDrawer(device).draw, f"cuda on {device.type}")
+    return BackendParts(decoder, decoder.spans, DeviceDrawer(device).draw, f"cuda on {device.type}")

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from treering.engine.admission import Admission
-from treering.engine.backends import Backend, Timing, make_machinery
-from treering.engine.batch.commit import NOT_FINISHED, STOPPED, Gains, counts_of, take_gains
+from treering.engine.backends import Backend, Timing, make_backend
+from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
 from treering.engine.batch.duplicate_rows import EqualRows, leaders_of, resolved
 from treering.engine.batch.prefill import join, plan_chunks
-from treering.engine.batch.state import Work, plan_pass
+from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.decoder.self_check import check_decoder
 from treering.engine.decoder.weights import read_weights
@@ -100,7 +100,7 @@ class TorchEngine(Engine):
         max_context = min(int(limit), max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
         timing: Timing = "allowed" if costs == "measured" else "never"
-        machinery = make_machinery(self._weights, max_tokens, backend, timing)
+        machinery = make_backend(self._weights, max_tokens, backend, timing)
         self._decoder, self._draw, self._backend = machinery.decoder, machinery.draw, machinery.name
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(
@@ -241,7 +241,7 @@ class TorchEngine(Engine):
         drawn = self._draw(logits, work, table.columns, drafts)
         if not chunks:
             self._speculation.note_pass(work.tokens.size, time.perf_counter() - start)
-        gains = take_gains(table.columns, work, self._version, *drawn)
+        gains = commit_tokens(table.columns, work, self._version, *drawn)
         if gains.sources.size:
             self._decoder.move(gains.sources, gains.targets)
         self._speculation.learn(gains)
@@ -249,7 +249,7 @@ class TorchEngine(Engine):
             self._counts[name] += count
         return self._collect(work, gains)
 
-    def _collect(self, work: Work, gains: Gains) -> list[Rollout]:
+    def _collect(self, work: StepInputs, gains: CommittedTokens) -> list[Rollout]:
         """Takes out the rows that finished, last one first, so that removing one moves none that is still to come."""
         finished = []
         for index in reversed(range(work.rows.size)):

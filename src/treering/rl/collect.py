@@ -17,7 +17,7 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.judging import Verdict, judge
+from treering.rl.judging import RewardResult, judge
 from treering.rl.tasks.task import Prompt, Task
 from treering.types import PromptId
 
@@ -202,7 +202,7 @@ class Collection:
         self._turns[rollout.key] += 1
         return self._turns[rollout.key] == self._max_turns
 
-    def take(self, verdict: Verdict) -> Request | None:
+    def take(self, verdict: RewardResult) -> Request | None:
         """Takes the verdict on a turn; returns the request of the next one, or None where the rollout is over."""
         rollout = verdict.rollout
         if verdict.goes_on:

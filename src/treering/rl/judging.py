@@ -12,10 +12,10 @@ _MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
+class RewardResult:
     """What becomes of a rollout.
 
-    Example: a calculator's answer [5, 9] behind a turn [7, 8] is `Verdict(rollout=[7, 8, 5, 9], goes_on=True)`.
+    Example: a calculator's answer [5, 9] behind a turn [7, 8] is `RewardResult(rollout=[7, 8, 5, 9], goes_on=True)`.
     """
 
     rollout: Rollout
@@ -26,7 +26,7 @@ class Verdict:
     """Why there is no reward, in words, where the task raised."""
 
 
-def judge(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> Verdict:
+def judge(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
     """Asks the task about a rollout that an engine has ended.
 
     Args:
@@ -41,21 +41,21 @@ def judge(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, m
     try:
         longer = None if is_last_turn else _observed(task, prompt, rollout)
         if longer is not None and longer.num_tokens < max_tokens:
-            return Verdict(rollout=longer, goes_on=True)
+            return RewardResult(rollout=longer, goes_on=True)
         rollout = rollout if longer is None else replace(rollout, finish_reason="length")
-        return Verdict(rollout=_rewarded(task, prompt, rollout))
+        return RewardResult(rollout=_rewarded(task, prompt, rollout))
     except Exception as error:
         return left_out(rollout, error)
 
 
-def left_out(rollout: Rollout, error: Exception) -> Verdict:
+def left_out(rollout: Rollout, error: Exception) -> RewardResult:
     """The verdict on a rollout that has no reward because of an error.
 
     Example: a message of 500 characters is cut to 300 that end with "...".
     """
     text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
     short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
-    return Verdict(rollout=rollout, error=short)
+    return RewardResult(rollout=rollout, error=short)
 
 
 def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:

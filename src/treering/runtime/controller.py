@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.rl.judging import Verdict
+from treering.rl.judging import RewardResult
 from treering.runtime.ipc.messages import Case, TrainedStep
-from treering.runtime.ipc.process import Seat
+from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.pools.reward_client import Court
-from treering.runtime.pools.rollout_pool import Fleet
-from treering.runtime.pools.trainer_client import Workshop
+from treering.runtime.pools.reward_client import RewardClient
+from treering.runtime.pools.rollout_pool import RolloutPool
+from treering.runtime.pools.trainer_client import TrainerClient
 from treering.runtime.step.step_run import StepRun
 from treering.schedule.measured_latency import PassTimes
 
@@ -45,7 +45,7 @@ class Finished:
     times: PassTimes
 
 
-class Crew:
+class Controller:
     """Rollout workers, judge and trainer of one run.
 
     Example: with the steps 4 and 5 open, `finish(4, print)` returns once 4 is trained, and 5 is sampled all the while.
@@ -53,9 +53,9 @@ class Crew:
 
     def __init__(
         self,
-        fleet: Fleet,
-        court: Court,
-        workshop: Workshop,
+        fleet: RolloutPool,
+        court: RewardClient,
+        workshop: TrainerClient,
         ring: WeightRing,
         *,
         labels: Mapping[int, int],
@@ -82,7 +82,7 @@ class Crew:
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[ChildProcess]:
         """Where the processes sit."""
         return [*self._fleet.seats, self._court.seat, self.workshop.seat]
 
@@ -163,12 +163,12 @@ class Crew:
         rollout = case.rollout
         if rollout.num_tokens == 0:
             # Nothing to ask anybody about.
-            self._take(run, rollout.key, Verdict(rollout=rollout))
+            self._take(run, rollout.key, RewardResult(rollout=rollout))
             return
         self._judged_for[rollout.key] = run
         self._court.add(case)
 
-    def _take(self, run: StepRun, key: RolloutKey, verdict: Verdict) -> None:
+    def _take(self, run: StepRun, key: RolloutKey, verdict: RewardResult) -> None:
         following = run.collection.take(verdict)
         self._fleet.note_judged(run, key, following)
         if following is not None:

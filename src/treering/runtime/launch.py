@@ -14,14 +14,14 @@ from treering.engine.rollout import Rollout
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
 from treering.runtime.account import Account
-from treering.runtime.controller import Crew
+from treering.runtime.controller import Controller
 from treering.runtime.ipc.messages import JudgeSettings, TrainerSettings, WorkerSettings
 from treering.runtime.ipc.process import start_method
 from treering.runtime.ipc.recipe import Recipe
 from treering.runtime.ipc.weight_ring import BASE, WeightRing
-from treering.runtime.pools.reward_client import Court
-from treering.runtime.pools.rollout_pool import Fleet
-from treering.runtime.pools.trainer_client import Workshop
+from treering.runtime.pools.reward_client import RewardClient
+from treering.runtime.pools.rollout_pool import RolloutPool
+from treering.runtime.pools.trainer_client import TrainerClient
 from treering.runtime.workers.trainer_worker import packed
 from treering.schedule.cluster import Cluster
 from treering.train.loop.optim import OptimOptions
@@ -58,22 +58,22 @@ class Beginning:
     """Earlier weights that the next steps are sampled with: each its "step", "label" and "weights" by name."""
 
 
-def start_crew(
+def start_controller(
     blueprint: Blueprint,
     beginning: Beginning,
     model: nn.Module,
     *,
     account: Account,
     on_over: Callable[[Rollout], bool] | None,
-) -> Crew:
-    """Starts every process; `Crew.wait_until_ready` says when all are there, and what is wrong with them.
+) -> Controller:
+    """Starts every process; `Controller.wait_until_ready` says when all are there, and what is wrong with them.
 
     Args:
         blueprint: the run.
         beginning: where it begins.
         model: has its weights, and gets those of each finished step by the caller.
         account: takes deaths.
-        on_over: see `Crew`.
+        on_over: see `Controller`.
     """
     num_slots, step = blueprint.cluster.staleness + 2, beginning.step
     ring = WeightRing(model, num_slots)
@@ -94,10 +94,10 @@ def start_crew(
         recipe=blueprint.recipe, num_slots=num_slots, history=blueprint.history, drafts=blueprint.drafts
     )
     judge = JudgeSettings(recipe=blueprint.recipe, max_tokens=blueprint.max_tokens)
-    return Crew(
-        Fleet(worker, ring.memory, context, num_workers=blueprint.cluster.num_workers, account=account),
-        Court(judge, ring.memory, context, time_limit_s=blueprint.time_limit_s, account=account),
-        Workshop(trainer, ring, context, model=model, account=account),
+    return Controller(
+        RolloutPool(worker, ring.memory, context, num_workers=blueprint.cluster.num_workers, account=account),
+        RewardClient(judge, ring.memory, context, time_limit_s=blueprint.time_limit_s, account=account),
+        TrainerClient(trainer, ring, context, model=model, account=account),
         ring,
         labels={step: beginning.label, **{past["step"]: past["label"] for past in beginning.past}},
         on_over=on_over,

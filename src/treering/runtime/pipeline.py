@@ -20,11 +20,11 @@ from treering.rl.options import RlOptions
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
-from treering.runtime.controller import Crew, Finished
+from treering.runtime.controller import Controller, Finished
 from treering.runtime.ipc.recipe import Recipe
-from treering.runtime.launch import Beginning, Blueprint, start_crew
+from treering.runtime.launch import Beginning, Blueprint, start_controller
 from treering.runtime.reports import report_of
-from treering.runtime.run_state import Course
+from treering.runtime.run_state import RunState
 from treering.runtime.workers.trainer_worker import unpacked
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
@@ -90,7 +90,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
         check_routers(model, options.router_losses)
         self.model = model
-        self._course = Course(task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor)
+        self._course = RunState(task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor)
         self._drafting = drafting
         self._blueprint = Blueprint(
             recipe=recipe,
@@ -104,7 +104,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         )
         self._latest: list[Trajectory] = []
         self._beginning = Beginning()
-        self._crew: Crew | None = None
+        self._crew: Controller | None = None
         self._is_closed = False
 
     @property
@@ -212,23 +212,25 @@ class PipelineLoop(Resumable[RlStepReport]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self) -> Crew:
+    def _started(self) -> Controller:
         if self._is_closed:
             raise StateError("a loop that was closed, or has failed, is over; make a new one from its last checkpoint")
         if self._crew is None:
             on_over = None if self._drafting is None else self._remember
-            self._crew = start_crew(self._blueprint, self._beginning, self.model, account=self.account, on_over=on_over)
+            self._crew = start_controller(
+                self._blueprint, self._beginning, self.model, account=self.account, on_over=on_over
+            )
             self._beginning = Beginning()
             # Plans are made while the processes import.
             self._open_steps(self._crew)
             self._crew.wait_until_ready()
         return self._crew
 
-    def _open_steps(self, crew: Crew) -> None:
+    def _open_steps(self, crew: Controller) -> None:
         for run in self._course.steps_to_open(crew.last_open):
             crew.open(run)
 
-    def _take_over(self, crew: Crew, finished: Finished) -> None:
+    def _take_over(self, crew: Controller, finished: Finished) -> None:
         """Makes a trained step the latest one: in the account, in what is learnt, in the weights here and elsewhere."""
         self._latest = self._course.take_over(finished)
         crew.ring.read(self.num_steps_done, self.model)

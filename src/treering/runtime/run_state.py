@@ -24,7 +24,7 @@ from treering.schedule.policy import Policy
 from treering.schedule.predict.lengths import LengthPredictor
 
 
-class Course:
+class RunState:
     """The steps of a run, one after another.
 
     Example: at staleness 1 `steps_to_open(0)` gives the steps 1 and 2. Once 1 is sampled the third is planned, and when

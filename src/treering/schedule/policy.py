@@ -19,7 +19,7 @@ from treering.schedule.cluster import Cluster
 Stealing = Literal["off", "queued"]
 """Whether a worker whose queue is empty takes rollouts that have not started from other queues of the same step."""
 
-Moving = Literal["off", "faster", "freeing", "gathering"]
+Moving = Literal["off", "faster", "drain", "consolidate"]
 """Whether running rollouts move to another worker of the same step. faster: one that outgrows what its worker's share
 was predicted to reach goes where it ends sooner. freeing: also where its worker has little else left, and can begin its
 next step. gathering: a worker with no more than the last tenth of its share gives all of it to the one that has the
@@ -61,10 +61,11 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outlook:
+class PlanRequest:
     """What a policy knows when it is asked for a step.
 
-    Example: `Outlook(step=3, cluster=cluster, forecasts=(third, fourth))` asks for the third, with the fourth in sight.
+    Example: `PlanRequest(step=3, cluster=cluster, forecasts=(third, fourth))` asks for the third;
+    the fourth is known too.
     """
 
     step: int
@@ -128,7 +129,7 @@ class Policy(ABC):
         return ()
 
     @abstractmethod
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         """The assignment of the outlook's step; every rollout has one of the cluster's workers."""
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:  # noqa: B027

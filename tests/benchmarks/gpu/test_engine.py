@@ -15,7 +15,7 @@ from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import forget_compiled, seconds_per_token
 
 from tests.benchmarks.gpu.clocks import Clock
-from treering.engine.backends import make_machinery
+from treering.engine.backends import make_backend
 from treering.engine.decoder.weights import read_weights
 from treering.engine.torch_engine import TorchEngine
 from treering.history.types import DraftRows
@@ -137,7 +137,7 @@ def test_as_many_replayed_tokens_are_wrong_as_is_set_and_all_of_them_are_the_mod
 
 def test_a_pass_for_timing_is_one_that_an_engine_makes() -> None:
     weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
-    machinery = make_machinery(weights, 100, "plain")
+    machinery = make_backend(weights, 100, "plain")
     free = machinery.arena.num_free
     batch = gpu_engine.rows_of_tokens(machinery, 2, 10, 3)
     assert batch.positions.tolist() == [10, 11, 12] * 2
@@ -153,8 +153,8 @@ def test_the_kernels_of_products_are_told_by_tokens_of_a_pass_where_passes_are_c
     if not pytest.importorskip("treering.attention.triton.ops").INTERPRETED:
         pytest.skip("the kernels are compiled here")
     weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
-    assert gpu_engine.products_of(make_machinery(weights, 100, "plain")) == {}
-    machinery = make_machinery(weights, 100, "cuda")
+    assert gpu_engine.products_of(make_backend(weights, 100, "plain")) == {}
+    machinery = make_backend(weights, 100, "cuda")
     machinery.decoder.run(gpu_engine.rows_of_tokens(machinery, 3, 4, 1))
     by_torch = dict.fromkeys(("qkv", "out", "gate_up", "down", "head"), "torch")
     assert gpu_engine.products_of(machinery) == {"4": by_torch}

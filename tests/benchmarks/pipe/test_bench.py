@@ -27,7 +27,7 @@ from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import make_policy
-from treering.schedule.policy import Assignment, Forecast, Outlook, Policy
+from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.simulator.run import simulate
 from treering.schedule.simulator.timeline import Timeline
 
@@ -336,7 +336,7 @@ def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
     config = config_of(tmp_path, "histopipe", 1)
     cluster = cluster_of(config)
     assert cluster.rebalancing == "queued"
-    assert make_policy("histopipe").assign(Outlook(step=1, cluster=cluster, forecasts=(forecast,))).moving == "off"
+    assert make_policy("histopipe").assign(PlanRequest(step=1, cluster=cluster, forecasts=(forecast,))).moving == "off"
 
 
 class Listening(Policy):
@@ -349,7 +349,7 @@ class Listening(Policy):
     def name(self) -> str:
         return "listening"
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         self.told.append(float(outlook.cluster.latency.decode_s[0]))
         size = outlook.forecasts[0].num_rollouts
         return Assignment(workers=np.zeros(size, np.int32), order=np.arange(size))

@@ -12,7 +12,7 @@ from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chai
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB, build, build_float64
 from treering.engine.batch.duplicate_rows import leaders_of, resolved
-from treering.engine.batch.state import Columns, make_columns
+from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
@@ -267,7 +267,7 @@ ROWS = st.tuples(
 PROMPTS = {(5,): 0, (8, 6): 0, (9, 6): 4, (8, 6, 6): 7}
 
 
-def columns_of(rows: list[tuple[int, list[int], bool, int]]) -> Columns:
+def columns_of(rows: list[tuple[int, list[int], bool, int]]) -> BatchState:
     c = make_columns(max_rows=len(rows) + 2, max_context=12, max_stops=1)
     for row, (number, rollout, is_ready, num_missing) in enumerate(rows):
         prompt, start = [*PROMPTS.items()][number]

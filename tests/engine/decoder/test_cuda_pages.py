@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.engine.decoder.cuda.paged_spans import PagedSpans
+from treering.engine.decoder.cuda.paged_spans import PagedAllocator
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS, Pages
 from treering.errors import InputError
 
@@ -175,13 +175,13 @@ def check(pages: Pages, slots: dict, spans: list[tuple[list[int], np.ndarray | N
             assert beginnings[0].size % PAGE_SLOTS == 0
 
 
-def slots_of(spans: PagedSpans, start: int, length: int) -> list[int]:
+def slots_of(spans: PagedAllocator, start: int, length: int) -> list[int]:
     addresses = np.arange(start, start + length)
     return (spans.table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS).tolist()
 
 
 def test_spans_are_addresses_whose_pages_are_shared() -> None:
-    spans = PagedSpans(64)
+    spans = PagedAllocator(64)
     first = spans.take_known(prompt(1, 2, rest=3))
     own = spans.take(20)
     second = spans.take_known(prompt(1, 9))
@@ -194,7 +194,7 @@ def test_spans_are_addresses_whose_pages_are_shared() -> None:
 
 
 def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
-    spans = PagedSpans(64)
+    spans = PagedAllocator(64)
     whole = spans.num_free
     for take in (lambda: spans.take(40), lambda: spans.take_known(prompt(1, 2))):
         start = take()
@@ -205,7 +205,7 @@ def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
 
 
 def test_without_pages_no_address_is_lost() -> None:
-    spans = PagedSpans(16)
+    spans = PagedAllocator(16)
     most = spans.num_free
     assert spans.take(most + 1) is None
     assert spans.take(most) == 0
@@ -213,7 +213,7 @@ def test_without_pages_no_address_is_lost() -> None:
 
 
 def test_without_addresses_no_page_is_lost() -> None:
-    spans = PagedSpans(16)
+    spans = PagedAllocator(16)
     whole, starts = spans.num_free, []
     while (start := spans.take_known(prompt(1))) is not None:
         starts.append(start)
@@ -228,13 +228,13 @@ def test_without_addresses_no_page_is_lost() -> None:
 @pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 100])
 def test_what_fits_into_the_slots_fits_into_the_pages(num_slots: int) -> None:
     for num_prefix in range(num_slots):
-        spans = PagedSpans(num_slots)
+        spans = PagedAllocator(num_slots)
         assert num_prefix == 0 or spans.take(num_prefix) is not None
         assert spans.take(num_slots - num_prefix) is not None
 
 
 def test_changes_of_the_table_are_told_once() -> None:
-    spans = PagedSpans(64)
+    spans = PagedAllocator(64)
     told = np.full_like(spans.table, -1)
 
     def follow() -> None:

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.engine.speculation.scripted_drafts import make_drafts
-from treering.engine.batch.draft_tree import MOST_DRAFTS, Proposed, nothing, readable
+from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts, nothing
 from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
-from treering.engine.batch.state import Columns, Work, make_columns
+from treering.engine.batch.state import BatchState, StepInputs, make_columns
 from treering.engine.sampling.noise import row_key
 from treering.errors import StateError
 
@@ -31,11 +31,11 @@ def random_tree(rng: np.random.Generator, vocabulary: int, most: int) -> tuple[l
     return tokens, parents
 
 
-def drafts_of(trees: list[tuple[list[int], list[int]]], vocabulary: int) -> Proposed:
-    return readable(make_drafts(trees), np.full(len(trees), MOST_DRAFTS), vocabulary)
+def drafts_of(trees: list[tuple[list[int], list[int]]], vocabulary: int) -> DraftTrees:
+    return clip_drafts(make_drafts(trees), np.full(len(trees), MOST_DRAFTS), vocabulary)
 
 
-def columns_of(num_rows: int) -> Columns:
+def columns_of(num_rows: int) -> BatchState:
     columns = make_columns(max_rows=num_rows, max_context=8, max_stops=1)
     for row in range(num_rows):
         columns.keys[row] = row_key(0, "p", 0, row)
@@ -44,10 +44,10 @@ def columns_of(num_rows: int) -> Columns:
     return columns
 
 
-def work_of(rows: list[int], drafts: Proposed) -> Work:
+def work_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
     """Rows that are sampled, each behind its context and each of its drafts."""
     counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
-    return Work(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
+    return StepInputs(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
 
 def assert_same(actual: Drawn, expected: Drawn) -> None:
@@ -127,7 +127,7 @@ def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() 
     columns.num_tokens[:] = columns.num_tokens[leaders]
     first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
     logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
-    work = Work(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
+    work = StepInputs(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
     # As if each row had logits and a draft of its own.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
     places = np.concatenate(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tests.engine.decoder.cuda_cases import batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.draft_tree import nothing
-from treering.engine.batch.state import Work, make_columns
+from treering.engine.batch.state import StepInputs, make_columns
 
 pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -104,7 +104,7 @@ def test_drawing_copies_to_the_device_in_one_go_and_waits_once(is_led: bool, mon
     rows = np.arange(2)
     first = rows * 0 if is_led else rows
     zeros = np.zeros(0, np.int64)
-    work = Work(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
+    work = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
     columns = make_columns(max_rows=2, max_context=1, max_stops=1)
     with Operations() as operations:
         verify.DeviceDrawer(META).draw(torch.empty(1 + first[-1], VOCAB, device=META), work, columns, nothing(2))

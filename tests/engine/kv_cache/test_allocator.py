@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.engine.kv_cache.allocator import Spans
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.errors import InputError
 
 
@@ -13,7 +13,7 @@ def prompt(number: int, length: int) -> np.ndarray:
     return np.full(length, number, np.int32)
 
 
-def computed(spans: Spans, tokens: np.ndarray) -> int:
+def computed(spans: SpanAllocator, tokens: np.ndarray) -> int:
     start = spans.take_known(tokens)
     assert start is not None
     spans.set_computed(start, tokens.size)
@@ -21,14 +21,14 @@ def computed(spans: Spans, tokens: np.ndarray) -> int:
 
 
 def test_the_example() -> None:
-    spans = Spans(10)
+    spans = SpanAllocator(10)
     assert [spans.take(4), spans.take(4), spans.take(4)] == [0, 4, None]
     spans.give_back(0)
     assert spans.take(4) == 0
 
 
 def test_a_prompt_that_comes_again_is_there_still() -> None:
-    spans = Spans(20)
+    spans = SpanAllocator(20)
     start = computed(spans, prompt(1, 6))
     spans.give_back(start)
     assert spans.num_free == 20
@@ -39,7 +39,7 @@ def test_a_prompt_that_comes_again_is_there_still() -> None:
 
 @pytest.mark.parametrize("tokens", [prompt(2, 6), prompt(1, 5), prompt(1, 7)])
 def test_other_tokens_find_nothing(tokens: np.ndarray) -> None:
-    spans = Spans(20)
+    spans = SpanAllocator(20)
     spans.give_back(computed(spans, prompt(1, 6)))
     start = spans.take_known(tokens)
     assert start is not None
@@ -47,7 +47,7 @@ def test_other_tokens_find_nothing(tokens: np.ndarray) -> None:
 
 
 def test_what_is_computed_in_part_is_not_kept() -> None:
-    spans = Spans(20)
+    spans = SpanAllocator(20)
     start = spans.take_known(prompt(1, 6))
     spans.set_computed(start, 5)
     spans.give_back(start)
@@ -55,7 +55,7 @@ def test_what_is_computed_in_part_is_not_kept() -> None:
 
 
 def test_new_weights_leave_nothing_kept() -> None:
-    spans = Spans(20)
+    spans = SpanAllocator(20)
     spans.give_back(computed(spans, prompt(1, 6)))
     running = computed(spans, prompt(2, 3))
     spans.forget_values()
@@ -64,7 +64,7 @@ def test_new_weights_leave_nothing_kept() -> None:
 
 
 def test_the_oldest_goes_first_where_room_is_needed() -> None:
-    spans = Spans(12)
+    spans = SpanAllocator(12)
     starts = [computed(spans, prompt(number, 4)) for number in range(3)]
     for number in (1, 0, 2):
         spans.give_back(starts[number])
@@ -74,7 +74,7 @@ def test_the_oldest_goes_first_where_room_is_needed() -> None:
 
 
 def test_of_two_equal_prompts_one_is_kept() -> None:
-    spans = Spans(10)
+    spans = SpanAllocator(10)
     starts = [computed(spans, prompt(1, 4)) for _ in range(2)]
     for start in starts:
         spans.give_back(start)
@@ -84,14 +84,14 @@ def test_of_two_equal_prompts_one_is_kept() -> None:
 
 def test_no_slots_are_refused() -> None:
     with pytest.raises(InputError, match="raise max_tokens"):
-        Spans(0)
+        SpanAllocator(0)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_open_spans_never_overlap_and_all_else_can_be_taken(data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, 40))
-    spans = Spans(num_slots)
+    spans = SpanAllocator(num_slots)
     lengths: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 40))):
         step = data.draw(st.sampled_from(["take", "take_known", "give_back", "forget"]))

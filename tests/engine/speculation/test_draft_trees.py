@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted, readable
+from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted
 from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
-from treering.engine.batch.state import Work, make_columns
+from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import StateError
@@ -208,7 +208,7 @@ def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
         ([1, 2, 3], [-1, -1, 0]),
         ([1, 2, 3, 4], [-1, 0, -1, 2]),
     ]
-    laid = readable(make_drafts(trees), np.array([5, 5, 5, 2, 5]), 9)
+    laid = clip_drafts(make_drafts(trees), np.array([5, 5, 5, 2, 5]), 9)
     assert laid.tokens.tolist() == [1, 3, 4, 5, 1, 2, 1, 2, 3, 4]
     assert laid.offsets.tolist() == [0, 1, 4, 4, 6, 10]
     assert laid.parents.tolist() == [-1, -1, 0, -1, -1, -1, -1, 0, -1, 2]
@@ -218,7 +218,7 @@ def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
 
 def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
     bush = (list(range(100)), [-1] * 100)
-    laid = readable(make_drafts([bush, chain(list(range(80)))]), np.array([200, 200]), 1000)
+    laid = clip_drafts(make_drafts([bush, chain(list(range(80)))]), np.array([200, 200]), 1000)
     assert laid.offsets.tolist() == [0, MOST_DRAFTS, 2 * MOST_DRAFTS]
     assert laid.bits[:64].view(np.uint64).tolist() == [0, *(1 << number for number in range(1, 64))]
     assert laid.depths[64:].tolist() == list(range(1, 65))
@@ -229,7 +229,7 @@ def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
     # 7 and 8 stop the first row, with tokens behind 7 and a branch beside it; 5 stops the second row.
     trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
     stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
-    laid = readable(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
+    laid = clip_drafts(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
     assert laid.tokens.tolist() == [1, 3, 4, 4, 7, 5]
     assert laid.offsets.tolist() == [0, 3, 4, 6]
     assert laid.parents.tolist() == [-1, 0, 1, -1, -1, 0]
@@ -252,7 +252,7 @@ def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
     num_accepted: int, leaf: int, drawn: int, told: tuple[int, int]
 ) -> None:
     drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
-    laid = readable(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
+    laid = clip_drafts(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
     contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
     own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
     heard = as_drafted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
@@ -262,7 +262,7 @@ def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
 @pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])
 def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
     with pytest.raises(StateError, match="row 1 has parents"):
-        readable(make_drafts([chain([1]), ([1, 2], parents)]), np.array([5, 5]), 9)
+        clip_drafts(make_drafts([chain([1]), ([1, 2], parents)]), np.array([5, 5]), 9)
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
@@ -362,7 +362,7 @@ def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
     rng, num_rows = np.random.default_rng(4), 60
     trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
     trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]
-    drafts = readable(make_drafts(trees), np.full(num_rows, 64), 2)
+    drafts = clip_drafts(make_drafts(trees), np.full(num_rows, 64), 2)
     rows = np.flatnonzero(rng.random(num_rows) < 0.7)
     num_drafts = np.diff(drafts.offsets)[rows]
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
@@ -372,7 +372,7 @@ def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
     columns.top_k[:] = rng.integers(0, 3, num_rows)
     none = np.zeros(0, np.int64)
     first = np.cumsum([0, *(1 + num_drafts)])
-    work = Work(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
+    work = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
     logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
     shape = (rows.size, 1 + num_drafts.max())
     batched = Drawn(

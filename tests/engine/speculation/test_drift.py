@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from tests.engine.test_torch_engine import assert_same, group_requests, run
 from tests.models import build_float64
 from treering.engine.protocol import EngineStats
-from treering.engine.speculation.drift import CostWatch
+from treering.engine.speculation.drift import CostDrift
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -23,7 +23,7 @@ def model() -> PreTrainedModel:
 
 def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:
     """Numbers of the passes behind which costs were to be measured again, and were the same."""
-    watch, found = CostWatch(), []
+    watch, found = CostDrift(), []
     watch.begin(COSTS)
     for number, spent in enumerate(seconds, 1):
         if watch.note(num_tokens, spent):
@@ -57,7 +57,7 @@ def test_a_busy_moment_ends_with_its_window() -> None:
 
 
 def test_without_costs_nothing_is_said() -> None:
-    watch = CostWatch()
+    watch = CostDrift()
     assert not any(watch.note(8, 0.0) for _ in range(200))
     watch.begin(COSTS)
     assert [watch.note(8, 0.0) for _ in range(64)][-1]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.history.budget.test_probe import CHEAP, KNOWN, hopeless_drafter
 from tests.history.reference import Row, draft_rows, drafted, first_tokens, likeliest_path, same_drafts, store_of, walk
-from treering.history.budget.controller import Spending
+from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import choose_bins
 from treering.history.draft.drafter import Drafter
@@ -120,7 +120,7 @@ def test_a_probe_that_did_not_pay_is_still_due() -> None:
 
 
 def test_what_is_looked_at_follows_what_paid_up_and_down() -> None:
-    spending = Spending(0.4)
+    spending = DraftController(0.4)
     assert spending.leasts[0] == 0.4
     spending.use_costs(CHEAP)
     leasts = []

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.history.reference import Row, draft_rows, same_drafts, store_of, walk
 from treering.errors import InputError
 from treering.history.budget import controller as spending
-from treering.history.budget.controller import Spending
+from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import DraftPrices, VerifyCosts
-from treering.history.budget.selection import Rest
+from treering.history.budget.selection import Backoff
 from treering.history.budget.step_costs import step_costs
 from treering.history.draft.drafter import Drafter
 from treering.history.types import Drafts
@@ -96,7 +96,7 @@ def test_what_is_not_looked_at_would_not_have_made_a_step_faster(
     costs = costs_of(prices, [1, 9, 400], [1, 1.01, 1.01 + 391 * slope])
     rows = draft_rows(ROWS, worth=worth)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Spending, "leasts", (1e-9, 0.0))
+        patch.setattr(DraftController, "leasts", (1e-9, 0.0))
         every = drafter_of(costs).propose(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spending, "_LEAST_WITH_COSTS", 0.0)
@@ -116,7 +116,7 @@ def test_what_is_grown_is_counted_as_a_drafter_without_costs_drafts_it(
     slope: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(Spending, "note_drafts", lambda self, rows, drafted, cutoff, grown: seen.append(grown))
+    monkeypatch.setattr(DraftController, "note_drafts", lambda self, rows, drafted, cutoff, grown: seen.append(grown))
     drafter = drafter_of(costs_of(FREE, [1, 101], [1.0, 1.0 + 100 * slope]))
     rows = draft_rows(ROWS)
     drafts = drafter.propose(rows)
@@ -156,7 +156,7 @@ def test_resting_counts_what_was_found_and_not_only_what_was_drafted() -> None:
     # Looking 1 s, a token found 0.5 s, learning 2 s, a drafted token 0.25 s: 1 + 15 + 2 + 5 s for 30 found, 20 drafted.
     prices = DraftPrices(look=1.0, row=0.0, grown=0.5, learn=2.0, drafted=0.25)
     for num_grown, is_due in ((30, True), (31, False)):
-        rest = Rest(prices)
+        rest = Backoff(prices)
         # 8 tokens in 40 s, or 16 in 80 s: the pass with drafts takes 57 of these.
         rest.note(8, 20, 8, 40.0, 57.0, num_grown)
         assert rest.is_due() == is_due
@@ -173,7 +173,7 @@ def test_the_dearer_a_look_is_the_more_is_drafted_where_it_was_taken(worth: list
 
 def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
     for num_grown, is_due in ((20, True), (1000, False)):
-        spending = Spending(0.5)
+        spending = DraftController(0.5)
         spending.use_costs(costs_of(DraftPrices(look=0, row=0, grown=0.01, learn=0, drafted=0)))
         # 28 tokens in 3.7 s and what was found, where 8 would take 1.7 s.
         spending.note_drafts(8, 20, 0.1, num_grown)
@@ -184,7 +184,7 @@ def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
 def test_a_dearer_look_that_finds_nothing_is_followed_by_a_longer_rest() -> None:
     lengths = []
     for look in (0.0, 0.02, 0.05):
-        rest, length = Rest(DraftPrices(look=look, row=0.0)), 0
+        rest, length = Backoff(DraftPrices(look=look, row=0.0)), 0
         for _ in range(9):
             rest.note_nothing(4, 1.0)
             length = 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.history.reference import Allowed, Row, draft_rows, drafted, same_drafts, store_of, walk
 from treering.history.budget.costs import DraftPrices, VerifyCosts
-from treering.history.budget.selection import NUM_BINS, Rest, bin_of, choose_bins, seconds_of
+from treering.history.budget.selection import NUM_BINS, Backoff, bin_of, choose_bins, seconds_of
 from treering.history.draft.drafter import Drafter
 
 CURVES = st.lists(
@@ -191,7 +191,7 @@ def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> No
             assert tries(each, 6, is_right=False) == [0, 2][:num_tries]
 
 
-def losing(rest: Rest, seconds_drafted: float = 2e-3) -> int:
+def losing(rest: Backoff, seconds_drafted: float = 2e-3) -> int:
     """Steps without drafts that follow a step that accepts nothing, where one without drafts takes a millisecond."""
     rest.note(8, 40, 0, 1e-3, seconds_drafted)
     num_steps = 0
@@ -201,7 +201,7 @@ def losing(rest: Rest, seconds_drafted: float = 2e-3) -> int:
 
 
 def test_rests_grow_fourfold_up_to_256_and_end_behind_a_gain() -> None:
-    rest = Rest()
+    rest = Backoff()
     assert rest.is_due()
     assert [losing(rest) for _ in range(8)] == [1, 4, 16, 64, 256, 256, 256, 256]
     num_steps = 0
@@ -220,7 +220,7 @@ def test_rests_grow_fourfold_up_to_256_and_end_behind_a_gain() -> None:
 
 @pytest.mark.parametrize(("num_gains", "length"), [(1, 64), (2, 16), (3, 4), (4, 1)])
 def test_a_gain_between_losses_shortens_the_next_rest_to_a_quarter(num_gains: int, length: int) -> None:
-    rest = Rest()
+    rest = Backoff()
     assert [losing(rest) for _ in range(4)] == [1, 4, 16, 64]
     for _ in range(num_gains):
         # So much that what was lost is made up for at once.
@@ -232,7 +232,7 @@ def test_a_gain_between_losses_shortens_the_next_rest_to_a_quarter(num_gains: in
 
 def test_a_long_rest_makes_up_for_what_drafting_takes_longer_behind_it() -> None:
     prices = DraftPrices(look=101e-6, row=0, grown=0, learn=0, drafted=0)
-    rest = Rest(prices)
+    rest = Backoff(prices)
     # 101 us are half a percent of 20 steps of 1 ms; behind 16 steps and more it is 182 us, half a percent of 36.
     lengths = []
     for _ in range(5):
@@ -241,13 +241,13 @@ def test_a_long_rest_makes_up_for_what_drafting_takes_longer_behind_it() -> None
         while not rest.is_due():
             lengths[-1] += 1
     assert lengths == [1, 4, 16, 36, 36]
-    rest = Rest(prices)
+    rest = Backoff(prices)
     # A pass that takes nothing more, and drafts of which none comes true.
     assert [losing(rest, 1e-3) for _ in range(5)] == [1, 4, 16, 36, 36]
 
 
 def test_only_the_first_step_behind_a_long_rest_takes_longer() -> None:
-    rest = Rest(DraftPrices(look=101e-6, row=0, grown=0, learn=0, drafted=0))
+    rest = Backoff(DraftPrices(look=101e-6, row=0, grown=0, learn=0, drafted=0))
     assert [losing(rest, 1e-3) for _ in range(4)] == [1, 4, 16, 36]
     # Behind losses of a tenth, a quarter more tokens count half: 1.1 times the time for 1.125 times the tokens.
     rest.note(8, 40, 2, 1e-3, 1e-3)
@@ -258,7 +258,7 @@ def test_only_the_first_step_behind_a_long_rest_takes_longer() -> None:
 
 @pytest.mark.parametrize(("num_gone", "num_left"), [(0, 16), (5, 11), (16, 0), (28, 0), (64, 0)])
 def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: int, num_left: int) -> None:
-    rest = Rest(DraftPrices(look=181e-6, row=0, grown=0, learn=0, drafted=0))
+    rest = Backoff(DraftPrices(look=181e-6, row=0, grown=0, learn=0, drafted=0))
     assert [losing(rest, 1e-3) for _ in range(3)] == [1, 4, 16]
     # Behind 16 steps 181 us are 326 us: half a percent of 65 steps of 1 ms, and two percent of 16.
     rest.note(8, 40, 0, 1e-3, 1e-3)
@@ -271,7 +271,7 @@ def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: 
 
 
 def test_news_spare_a_short_rest_nothing_and_a_step_that_drafts_nothing() -> None:
-    rest = Rest(DraftPrices(look=15e-6, row=0, grown=0, learn=0, drafted=0))
+    rest = Backoff(DraftPrices(look=15e-6, row=0, grown=0, learn=0, drafted=0))
     rest.note_news()
     assert rest.is_due()
     # 15 us are half a percent of 3 steps and two percent of less than one: a rest is a step at least.
@@ -301,17 +301,17 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
 def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:
     lengths = np.zeros(2, np.int64)
     for expected in ([1, 4, 16, 64, 256], [16, 64, 256], [16, 64]):
-        rest = Rest(lengths=lengths)
+        rest = Backoff(lengths=lengths)
         assert rest.is_due(), "whatever was before"
         assert [losing(rest) for _ in expected] == expected
         assert lengths.tolist() == [expected[-1], 0]
-    rest = Rest(lengths=lengths)
+    rest = Backoff(lengths=lengths)
     for length in (1, 0):
         rest.note(8, 400, 400, 1e-3, 1.5e-3)
         assert rest.is_due()
         assert lengths.tolist() == [length, 0]
     for expected in ([1, 4, 16, 64], [16, 64]):
-        rest = Rest(lengths=lengths)
+        rest = Backoff(lengths=lengths)
         for length in expected:
             rest.note_nothing(8, 1e-6)
             assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
@@ -324,7 +324,7 @@ def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_d
     [(1.25e-3, [1, 4, 16, 50, 50]), (1.02e-3, [1, 4, 4, 4]), (1.001e-3, [1, 1, 1])],
 )
 def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: float, lengths: list[int]) -> None:
-    rest = Rest(DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0))
+    rest = Backoff(DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0))
     assert [losing(rest, seconds_drafted + 1e-9) for _ in lengths] == lengths
 
 
@@ -341,7 +341,7 @@ def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: f
     ],
 )
 def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, lengths: list[int]) -> None:
-    rest = Rest()
+    rest = Backoff()
     for length in lengths:
         rest.note_nothing(8, seconds)
         assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
@@ -352,12 +352,12 @@ def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, len
 
 
 def test_a_step_that_gains_exactly_its_cost_is_no_gain_for_drafts_must_be_made() -> None:
-    rest = Rest()
+    rest = Backoff()
     rest.note(8, 20, 8, 1e-3, 2e-3)
     assert not rest.is_due()
     # 20 us, 4 us a row, 40 us and 3 us a drafted token are what drafting costs: 8 tokens more at 2 x 1 ms - 152 us are
     # an even step.
-    even = Rest()
+    even = Backoff()
     even.note(8, 20, 8, 1e-3, 2e-3 - 152e-6 - 1e-9)
     assert even.is_due()
 

@@ -9,7 +9,7 @@ from numba import njit
 
 from treering.history.draft.candidates import CALIBRATED, FREQUENCY, Facts, Texts, Votes, count_votes, describe
 from treering.history.draft.vote_fractions import sum_up, write_shares
-from treering.history.draft.workspace import Room, make_room
+from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.match.matches import PLACE
 from treering.history.store.prompt_index import MARKER
@@ -63,9 +63,9 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
     return texts, places, Votes(*tables)
 
 
-def room_of_all() -> Room:
+def room_of_all() -> Workspace:
     """Room with all places as members, behind some that are of other nodes."""
-    room = make_room()
+    room = make_workspace()
     room.members[:BEGIN] = -1
     room.members[BEGIN:END] = np.arange(NUM_PLACES)
     return room

@@ -22,7 +22,7 @@ from tests.history.reference import (
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 from treering.history.match.arena import Arena, describe
-from treering.history.match.hash_chains import make_chains
+from treering.history.match.hash_chains import make_hash_chains
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId
@@ -153,7 +153,7 @@ def endless_index(num_entries: int) -> PromptIndex:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_chains(ENDLESS + 1), "lower max_live_tokens"),
+        (lambda: make_hash_chains(ENDLESS + 1), "lower max_live_tokens"),
         (lambda: PromptIndex.build({v: np.broadcast_to(np.int32(5), (2**30,)) for v in range(2)}), "max_epochs"),
         (lambda: Arena().slots("qp", {p: endless_index(2**30) for p in "qp"}), "fewer prompts at a time"),
     ],

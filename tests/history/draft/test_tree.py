@@ -11,7 +11,7 @@ from treering.history.draft.candidates import CALIBRATED, FREQUENCY, Texts, Vote
 from treering.history.draft.output import Output, write_row
 from treering.history.draft.prior import vote_tables
 from treering.history.draft.tree import Model, Row, grow
-from treering.history.draft.workspace import Room, make_room
+from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.match.matches import IN_LIVE, PLACE
 from treering.history.store.prompt_index import MARKER
@@ -54,7 +54,7 @@ def behind(texts: Texts, places: np.ndarray, path: list[int]) -> list[int]:
     return [k for k, place in enumerate(places) if texts[place["text"]][place["at"] :][: len(path)].tolist() == path]
 
 
-def path_of(room: Room, node: int) -> list[int]:
+def path_of(room: Workspace, node: int) -> list[int]:
     """The tokens from the beginning of the draft to a node."""
     tokens: list[int] = []
     while node >= 0:
@@ -74,7 +74,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
     rng = np.random.default_rng((draw, num_tokens))
     texts, places = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
     model = Model(Votes(*vote_tables().values()), *WEIGHTS, policy, is_chain)
-    room = make_room()
+    room = make_workspace()
     room.buds["parent"] = NONE
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, least, 0.002))
     assert 0 <= num_nodes <= MOST
@@ -98,7 +98,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
     places = np.zeros(num_places, PLACE)
     places["text"], places["at"], places["length"], places["weight"] = IN_LIVE, 2 * np.arange(num_places), 5, 1.0
     model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
-    room = make_room()
+    room = make_workspace()
     num_nodes = grown(texts, places, room, num_places, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(room, node) for node in range(num_nodes)) == [[100 + k] for k in range(12)]
     for node in range(num_nodes):
@@ -110,7 +110,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, places = some_places(np.random.default_rng(draw), 3, 20)
     model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
-    room, at, size = make_room(), 7, 7 + MOST + 1
+    room, at, size = make_workspace(), 7, 7 + MOST + 1
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(
         np.zeros(2, np.int64), *np.full((2, size), -9, np.int32), np.zeros(size, np.float32), np.zeros(size),

@@ -18,9 +18,9 @@ from tests.history.reference import (
 from treering.history.draft.drafter import Drafter
 from treering.history.match import running_rows as live_module
 from treering.history.match.arena import Arena
-from treering.history.match.hash_chains import Chains, make_chains
+from treering.history.match.hash_chains import HashChains, make_hash_chains
 from treering.history.match.regions import UNIT
-from treering.history.match.running_rows import Live
+from treering.history.match.running_rows import RunningRows
 from treering.history.store.store import HistoryStore
 
 NOTHING: dict[str, dict[int, list[list[int]]]] = {}
@@ -72,7 +72,7 @@ def test_each_row_drafts_from_its_own_prompt_where_prompts_of_a_group_differ(has
 
 
 def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> None:
-    live = Live(64)
+    live = RunningRows(64)
     rows = [Row(prompt=(5, 6, 7 + b // 2)) for b in range(8)]
     live.slots(draft_rows(rows, row_ids=range(8)))
     slots = live.running.prompt_slots
@@ -204,7 +204,7 @@ def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(h
     assert 20 < num_known < 50
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Arena, "slots"), (Live, "_assign")])
+@pytest.mark.parametrize(("owner", "name"), [(Arena, "slots"), (RunningRows, "_assign")])
 def test_rows_that_could_not_be_found_are_not_known_when_they_come_again(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
@@ -238,7 +238,7 @@ def test_a_row_whose_line_changed_drafts_as_a_fresh_one_would() -> None:
 
 
 def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
-    live = Live(4096)
+    live = RunningRows(4096)
     for first in range(0, 3000, 4):
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k for k in range(4)]))
         live.slots(draft_rows([Row(rollout=(1, 2), group=first // 8)] * 4, row_ids=[first + k + 2 for k in range(4)]))
@@ -249,7 +249,7 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
 
 
 def test_room_of_prompts_follows_those_that_rows_have() -> None:
-    live, sizes = Live(4096), []
+    live, sizes = RunningRows(4096), []
     for step in range(12):
         longer = Row(prompt=tuple(range(step, step + 1000)), rollout=(1, 2), group=step)
         live.slots(draft_rows([Row(group=100), longer], row_ids=[0, step + 1]))
@@ -302,10 +302,10 @@ def test_a_prompt_that_no_row_had_when_all_texts_moved_has_room_when_a_row_comes
 def test_where_there_was_no_memory_for_all_texts_the_next_call_asks_for_it_again(
     longer: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(num_entries: int) -> Chains:
+    def no_memory(num_entries: int) -> HashChains:
         if num_entries > 0:
             raise MemoryError
-        return make_chains(num_entries)
+        return make_hash_chains(num_entries)
 
     drafter = drafter_of("own")
     drafter.propose(draft_rows([Row(prompt=(2001,), rollout=(2000,))], row_ids=[1]))
@@ -351,7 +351,7 @@ def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
 
 
 def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
-    live, ids = Live(4096), [0, 1, 2, 3]
+    live, ids = RunningRows(4096), [0, 1, 2, 3]
     for step in range(20):
         live.slots(draft_rows([Row(rollout=(1, 2))] * 4, row_ids=ids))
         # Two units for each rollout, and one for the prompt.
@@ -428,7 +428,7 @@ def test_no_token_is_lost_while_a_rollout_grows() -> None:
 
 
 def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None:
-    live = Live(1000)
+    live = RunningRows(1000)
     sizes = []
     for length in (3, 300, 900, 5000, 3):
         rows = [Row(rollout=tuple(range(length))), Row(rollout=(1,))]
@@ -448,7 +448,7 @@ def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None
 
 
 def test_a_prompt_has_room_for_itself_alone() -> None:
-    live = Live(4096)
+    live = RunningRows(4096)
     live.slots(draft_rows([Row(prompt=tuple(range(1000)), rollout=(1, 2))] * 8, row_ids=range(8)))
     # 1,002 entries take 32 units, 8 rollouts that may grow to 62 tokens 2 each.
     assert live.running.owners.size == 32 + 8 * 2
@@ -456,7 +456,7 @@ def test_a_prompt_has_room_for_itself_alone() -> None:
 
 @pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])
 def test_an_entry_of_what_runs_takes_28_bytes_with_all_links(num_entries: int) -> None:
-    assert sum(array.nbytes for array in make_chains(num_entries)) == 28 * num_entries
+    assert sum(array.nbytes for array in make_hash_chains(num_entries)) == 28 * num_entries
 
 
 def test_prompts_that_grow_while_their_rows_stay_are_found_with_all_their_tokens() -> None:

@@ -19,18 +19,18 @@ from treering.history.features import (
     OTHERS,
     SIBLINGS,
 )
-from treering.history.match.source_gate import ASKED, Asking, Looks, num_brought
+from treering.history.match.source_gate import ASKED, EnabledSources, SourceGate, num_brought
 
 ALL = np.ones(NUM_SOURCES, np.bool_)
 TOKEN_S = 75e-6
 ASK_S = 1.5e-6
 
 
-def asking_of() -> Asking:
-    return Asking(ASK_S, 512, np.zeros(3))
+def asking_of() -> SourceGate:
+    return SourceGate(ASK_S, 512, np.zeros(3))
 
 
-def asks(asking: Asking, num_steps: int, *, num_accepted: int, num_rows: int = 64, token_s: float = TOKEN_S) -> str:
+def asks(asking: SourceGate, num_steps: int, *, num_accepted: int, num_rows: int = 64, token_s: float = TOKEN_S) -> str:
     """A letter a step: "a" where it is asked, "-" where it is not."""
     said = ""
     for _ in range(num_steps):
@@ -78,7 +78,7 @@ def test_steps_that_did_not_ask_say_nothing() -> None:
     assert asks(asking, 15, num_accepted=0) == "-" * 14 + "a"
 
 
-def nothing_came(looks: Looks, num_rows: int = 64) -> None:
+def nothing_came(looks: EnabledSources, num_rows: int = 64) -> None:
     nothing = np.zeros(0, np.int32)
     looks.note(
         np.zeros(num_rows + 1, np.int64), nothing, np.zeros((0, NUM_KINDS), np.int32), np.zeros(0, np.int8), TOKEN_S
@@ -91,7 +91,7 @@ def test_sources_are_looked_at_in_every_step_but_those_that_rest_and_none_that_i
 ) -> None:
     """Of 64 rows a step 8 steps are 512 rows, which tell of others, and 32 are 2,048, which tell of edits."""
     uses, counts = ALL & ~np.isin(np.arange(NUM_SOURCES), unused), np.zeros((2, 3))
-    looks = Looks(uses, counts)
+    looks = EnabledSources(uses, counts)
     for step in range(100):
         due = looks.due()
         assert (np.delete(due[:NUM_SOURCES], OTHERS) == np.delete(uses, OTHERS)).all()
@@ -103,7 +103,7 @@ def test_sources_are_looked_at_in_every_step_but_those_that_rest_and_none_that_i
 
 def test_each_place_is_asked_by_what_it_has_brought_itself() -> None:
     counts = np.zeros((2, 3))
-    looks = Looks(ALL, counts)
+    looks = EnabledSources(ALL, counts)
     for place, line in zip(ASKED, counts, strict=True):
         line[:] = 1000, 0, 1
         due = looks.due()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from treering.history.match.arena import Arena, Histories
-from treering.history.match.batched_search import NUM_AHEAD, ask, ask_history, make_ahead, search
+from treering.history.match.batched_search import NUM_AHEAD, ask, ask_history, make_batched_search, search
 from treering.history.match.recent import Others, Recent
 from treering.history.match.suffix_search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
 from treering.history.store.prompt_index import PromptIndex, as_text
@@ -21,7 +21,7 @@ def found_in_history(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories
 ) -> np.ndarray:
     """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
-    ahead = make_ahead()
+    ahead = make_batched_search()
     for q in range(rows.size):
         b = rows[q]
         ask_history(ahead, q, tokens, b, ends[b], begins[b], history, prompts[b])
@@ -34,7 +34,7 @@ def found_in_others(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others
 ) -> np.ndarray:
     """The same in other prompts' histories."""
-    ahead = make_ahead()
+    ahead = make_batched_search()
     for q in range(rows.size):
         ask(ahead, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
     search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.text)

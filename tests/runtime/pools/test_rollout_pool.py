@@ -15,7 +15,7 @@ from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import Begin, Give, Heard, Sample, Sampled, WorkerSettings
 from treering.runtime.pools import rollout_pool as module
-from treering.runtime.pools.rollout_pool import Fleet
+from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.step.migration import Move
 from treering.runtime.step.planning import Plan
 from treering.runtime.step.step_run import StepRun
@@ -60,13 +60,13 @@ class QuietSeat:
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+def fleet(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
     monkeypatch.setattr(module, "Seat", QuietSeat)
     settings = WorkerSettings(recipe=TinyRecipe(), num_slots=3, history=None, drafts=DraftOptions())
-    return Fleet(settings, None, None, num_workers=2, account=Account())  # type: ignore[arg-type]
+    return RolloutPool(settings, None, None, num_workers=2, account=Account())  # type: ignore[arg-type]
 
 
-def seats(fleet: Fleet) -> list[QuietSeat]:
+def seats(fleet: RolloutPool) -> list[QuietSeat]:
     return fleet.seats  # type: ignore[return-value]
 
 
@@ -115,7 +115,7 @@ def requests_of(seat: QuietSeat) -> list[Request]:
     return [request for message in seat.of(Sample) for request in message.requests]
 
 
-def asked_to_give(fleet: Fleet, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> Request:
+def asked_to_give(fleet: RolloutPool, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> Request:
     """Worker 0 is asked for its first rollout, for worker 1."""
     fleet.dispatch({run.step: run}, LABELS)
     first = requests_of(seats(fleet)[0])[0]
@@ -199,7 +199,7 @@ def test_somebody_stays_in_a_step_whose_rollouts_may_come_back_from_the_judge(fl
 def test_a_tail_stays_where_no_later_step_could_begin(fleet, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(module, "choose_move", lambda run, *_: asked.append(run.step))
-    run, later = step_run(moving="gathering"), step_run(2)
+    run, later = step_run(moving="consolidate"), step_run(2)
     for runs in ({1: run}, {1: run, 2: later}):
         for labels in ({0: 0}, LABELS):
             fleet.dispatch(runs, labels)

@@ -25,7 +25,7 @@ from treering.runtime.step.planning import Plan
 from treering.runtime.step.step_run import StepRun
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
-from treering.schedule.policy import Assignment, Moving, Outlook
+from treering.schedule.policy import Assignment, Moving, PlanRequest
 from treering.schedule.simulator.destinations import Prices
 from treering.schedule.simulator.migration import MAX_MOVES
 
@@ -46,7 +46,7 @@ class Moves(Dealt):
         super().__init__()
         self._moving: Moving = moving
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         size = outlook.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-3:] = (1, 1, 2)
@@ -142,7 +142,7 @@ def with_more(held: Held, *numbers: int) -> Held:
 
 
 def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
-    run = step_run("gathering")
+    run = step_run("consolidate")
     held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
     move = choose_move(run, PRICES, held, 0)
     assert move is not None
@@ -152,30 +152,30 @@ def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
 
 @pytest.mark.parametrize("so_far", [{2: 3}, {1: 3, 2: 3, 4: 1, 5: 1}, {2: 3, 4: 1, 5: 1, 6: 1, 7: 1}])
 def test_a_tail_stays_where_nobody_has_more_where_it_is_no_tail_or_where_there_is_no_slot(so_far) -> None:
-    run = step_run("gathering")
+    run = step_run("consolidate")
     assert choose_move(run, PRICES, under_way(run, so_far), 0) is None
 
 
 def test_a_tail_stays_where_reading_it_again_costs_more_than_it_frees() -> None:
-    run = step_run("gathering")
+    run = step_run("consolidate")
     assert choose_move(run, DEAR, under_way(run, {2: 3, 4: 1, 5: 1, 6: 1}), 0) is None
 
 
 def test_nothing_moves_before_its_worker_has_said_how_far_it_is() -> None:
-    run = step_run("gathering")
+    run = step_run("consolidate")
     held = under_way(run, {4: 1, 5: 1, 6: 1})
     assert choose_move(run, PRICES, [with_more(held[0], 2), held[1]], 0) is None
 
 
 def test_a_worker_that_awaits_another_turn_would_not_get_free() -> None:
-    run = step_run("gathering")
+    run = step_run("consolidate")
     held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
     awaiting = Held(requests=held[0].requests, num_awaited=1)
     assert choose_move(run, PRICES, [awaiting, held[1]], 0) is None
 
 
 def test_a_worker_that_can_steal_has_no_tail() -> None:
-    run = step_run("gathering", stealing="queued")
+    run = step_run("consolidate", stealing="queued")
     requests = {request.key: request for request in run.collection.requests()}
     run.take(0, num_running=0, max_batch=4)
     for number in (2, 4, 5):
@@ -200,7 +200,7 @@ def test_what_has_outgrown_its_worker_goes_to_an_emptier_one_of_longer_rollouts(
 
 
 def test_a_worker_is_as_full_as_its_engine_will_be_with_the_next_pass() -> None:
-    for moving in ("faster", "freeing"):
+    for moving in ("faster", "drain"):
         run = step_run(moving)
         held = under_way(run, {1: 6, 5: 1, 6: 1, 7: 1})
         full = with_more(held[1], 4)
@@ -289,7 +289,7 @@ def unmoved() -> Result:
         return run(loop, NUM_STEPS)
 
 
-@pytest.mark.parametrize("moving", ["faster", "freeing", "gathering"])
+@pytest.mark.parametrize("moving", ["faster", "drain", "consolidate"])
 def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path) -> None:
     rows, num_moved = [], []
     with slow_pipeline(moving, meeting=tmp_path / "meeting") as loop:

@@ -10,7 +10,7 @@ from treering.schedule.compare import compare, entrants, with_decode_scaled
 from treering.schedule.latency import linear_latency
 from treering.schedule.plan.histopipe import HistoPipe
 from treering.schedule.plan.plans import Plan
-from treering.schedule.policy import Outlook
+from treering.schedule.policy import PlanRequest
 from treering.schedule.simulator.bounds import with_training
 from treering.schedule.simulator.run import simulate
 from treering.schedule.traces.distort import distort
@@ -110,7 +110,7 @@ def test_it_plans_anew_where_times_are_others(monkeypatch):
 
     def assign(step, latency):
         forecasts = (run.steps[0].forecast,)
-        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=forecasts))
+        policy.assign(PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=forecasts))
 
     seconds = where.latency.training_s
     for step, factor in enumerate((1.0, 1.1, 2.0, 2.0, 2.1), 1):
@@ -138,7 +138,9 @@ def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
     policy, seconds = HistoPipe(replan_every=100), where.latency.training_s
     for step, factor in enumerate((1.0, 2.0, 1.5, 1.7, 1.0, 1.2, 1.5), 1):
         latency = replace(where.latency, training_s=factor * seconds)
-        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,)))
+        policy.assign(
+            PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,))
+        )
     # 1.7 lies between two that have the other plan. What is known of that says nothing of the first one, found again.
     assert asked == [factor * seconds for factor in (1.0, 2.0, 1.5, 1.0, 1.5)]
 
@@ -152,7 +154,9 @@ def test_times_that_change_nothing_do_not_make_searches_more_frequent(monkeypatc
     policy = HistoPipe(replan_every=2)
     for step in range(1, 14):
         latency = replace(where.latency, training_s=where.latency.training_s * (1.0 if step < 5 else 2.0))
-        policy.assign(Outlook(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,)))
+        policy.assign(
+            PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=(run.steps[0].forecast,))
+        )
     # Every second step, then every fourth; that of step 5 is for its times, and the next one 4 steps behind it.
     assert asked == [1, 3, 5, 9]
 
@@ -204,7 +208,7 @@ def test_another_object_goes_on_with_a_state_and_the_latest_steps():
             past = run.steps[step - 3]
             policy.learn(step - 2, past.forecast.lengths, past.lengths)
         ahead = tuple(each.forecast for each in run.steps[step - 1 : step + 3])
-        return policy.assign(Outlook(step=step, cluster=where, forecasts=ahead)).workers.tolist()
+        return policy.assign(PlanRequest(step=step, cluster=where, forecasts=ahead)).workers.tolist()
 
     expected = [assigned(whole, step) for step in range(1, 10)]
     found = [assigned(left, step) for step in range(1, 6)]
@@ -220,12 +224,12 @@ def test_another_object_goes_on_with_a_state_and_the_latest_steps():
 def test_between_searches_a_loaded_plan_is_kept(monkeypatch):
     run, where, _ = case(64, 8, 3, num_workers=4, num_steps=9)
     left, resumed = HistoPipe(), HistoPipe()
-    left.assign(Outlook(step=1, cluster=where, forecasts=(run.steps[0].forecast,)))
+    left.assign(PlanRequest(step=1, cluster=where, forecasts=(run.steps[0].forecast,)))
     resumed.load_state(left.state())
 
     def search(*_):
         raise AssertionError("no search is due")
 
     monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
-    second = Outlook(step=2, cluster=where, forecasts=(run.steps[1].forecast,))
+    second = PlanRequest(step=2, cluster=where, forecasts=(run.steps[1].forecast,))
     assert resumed.assign(second).workers.tolist() == left.assign(second).workers.tolist()

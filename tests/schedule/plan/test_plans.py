@@ -129,8 +129,8 @@ def test_a_plan_that_cannot_be_is_refused(wrong):
         Plan(name="wrong", **wrong)
 
 
-@pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "gathering")])
+@pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "consolidate")])
 def test_a_plan_moves_no_running_rollout_where_workers_cannot(rebalancing, expected):
     where = replace(cluster(2, 4), rebalancing=rebalancing)
-    plan = Plan(name="gathers", stealing="queued", moving="gathering")
+    plan = Plan(name="gathers", stealing="queued", moving="consolidate")
     assert place(plan, np.array([4.0, 2.0]), np.arange(2), step=1, cluster=where).moving == expected

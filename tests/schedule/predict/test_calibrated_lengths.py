@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, PRIOR_SPREAD, Beliefs
+from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, PRIOR_SPREAD, CalibratedLengths
 
 CAP = 1_000_000
 
@@ -13,14 +13,14 @@ def told_of(num, seed=0, sigma=0.8):
 
 
 def test_predictions_are_believed_until_something_was_seen():
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     predicted = np.array([0.2, 30.0, 5000.0])
     assert not beliefs.has_seen
     assert beliefs.lengths(predicted, 1000).tolist() == pytest.approx([1, 30, 1000])
 
 
 def test_a_factor_is_taken_out():
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     predicted = np.tile([100.0, 200.0, 400.0], 200)
     beliefs.learn(predicted, (predicted / 2).astype(np.int64))
     assert beliefs.has_seen
@@ -33,7 +33,7 @@ def test_the_line_is_that_of_least_squares(slope, offset, seed):
     told = told_of(4000, seed)
     noise = 0.3 * np.random.default_rng(seed + 1).standard_normal(told.size)
     real = np.rint(np.exp(9 + offset + slope * (np.log(told) - 6) + noise)).astype(np.int64).clip(1)
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(told, real)
     matrix = np.stack([np.log(told), np.ones(told.size)], axis=1)
     (a, b), *_ = np.linalg.lstsq(matrix, np.log(real), rcond=None)
@@ -46,7 +46,7 @@ def test_the_line_is_that_of_least_squares(slope, offset, seed):
 
 def test_reversed_predictions_are_turned_round():
     real = told_of(2000)
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(np.exp(12 - np.log(real)), np.rint(real).astype(np.int64))
     believed = beliefs.lengths(np.array([50.0, 400.0, 3000.0]), CAP)
     assert (np.diff(believed) < 0).all()
@@ -56,7 +56,7 @@ def test_reversed_predictions_are_turned_round():
 def test_worthless_predictions_become_one_length():
     real = told_of(3000, 1)
     for told in (np.full(3000, 77.0), told_of(3000, 2)):
-        beliefs = Beliefs()
+        beliefs = CalibratedLengths()
         beliefs.learn(told, np.rint(real).astype(np.int64))
         low, high = beliefs.lengths(np.quantile(told, [0.05, 0.95]), CAP)
         assert low == pytest.approx(np.exp(np.log(real).mean()), rel=0.1)
@@ -65,7 +65,7 @@ def test_worthless_predictions_become_one_length():
 
 
 def test_a_few_rollouts_weigh_no_more_than_the_prior_does():
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     # Four rollouts say that predictions are reversed; 16 of the prior say that they are right.
     beliefs.learn(np.array([100.0, 400.0] * 2), np.array([400, 100] * 2))
     low, high = beliefs.lengths(np.array([100.0, 400.0]), CAP)
@@ -76,7 +76,7 @@ def test_a_few_rollouts_weigh_no_more_than_the_prior_does():
 
 def test_four_steps_are_remembered():
     told = np.tile([100.0, 400.0], 500)
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(told, np.full(told.size, 7))
     for _ in range(3):
         beliefs.learn(told, told.astype(np.int64))
@@ -88,29 +88,29 @@ def test_four_steps_are_remembered():
 def test_large_steps_are_thinned_out_evenly():
     # Of 100,000 rollouts only every 24th or 25th counts, and no stretch is left out.
     told = np.linspace(1.0, 10.0, 100_000)
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(told, np.rint(1000 * told).astype(np.int64))
     assert beliefs.lengths(np.array([1.5, 9.5]), CAP) == pytest.approx([1500, 9500], rel=1e-3)
 
 
 def test_before_anything_was_seen_predictions_that_are_too_alike_leave_the_rest_unexplained():
-    assert Beliefs().sigma(np.full(10, 500.0)) == pytest.approx(PRIOR_SPREAD)
+    assert CalibratedLengths().sigma(np.full(10, 500.0)) == pytest.approx(PRIOR_SPREAD)
     wide = np.exp(np.array([-1.0, 1.0] * 8))
-    assert Beliefs().sigma(wide) == PRIOR_SIGMA
-    assert Beliefs(0.5).sigma(wide) == 0.5
+    assert CalibratedLengths().sigma(wide) == PRIOR_SIGMA
+    assert CalibratedLengths(0.5).sigma(wide) == 0.5
     half = np.exp(0.5 * np.array([-1.0, 1.0] * 8))
-    assert Beliefs().sigma(half) == pytest.approx(np.sqrt(0.49 - 0.25))
+    assert CalibratedLengths().sigma(half) == pytest.approx(np.sqrt(0.49 - 0.25))
 
 
 def test_a_step_of_one_rollout_of_one_token_can_be_learnt():
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(np.array([1.0]), np.array([1]))
     assert beliefs.lengths(np.array([1.0, 5.0]), 10).tolist() == pytest.approx([1, 5])
     assert np.isfinite(beliefs.sigma(np.array([1.0])))
 
 
 def test_without_any_spread_predictions_are_kept_and_scaled():
-    beliefs = Beliefs(0.0)
+    beliefs = CalibratedLengths(0.0)
     beliefs.learn(np.full(5, 100.0), np.full(5, 50))
     assert beliefs.lengths(np.array([100.0, 300.0]), CAP).tolist() == pytest.approx([50, 150])
     assert beliefs.sigma(np.array([100.0])) == pytest.approx(0)
@@ -118,7 +118,7 @@ def test_without_any_spread_predictions_are_kept_and_scaled():
 
 def test_before_anything_was_seen_drawn_lengths_are_normal_in_the_logarithm():
     predicted = np.exp(np.random.default_rng(0).normal(6, 0.8, 20_000))
-    drawn = Beliefs(0.3).draw(predicted, 2**60, np.random.default_rng(1))
+    drawn = CalibratedLengths(0.3).draw(predicted, 2**60, np.random.default_rng(1))
     errors = np.log(drawn / predicted)
     # Standard errors over 20,000: 0.002 of the mean, 0.0015 of the spread.
     assert errors.mean() == pytest.approx(0, abs=0.01)
@@ -130,7 +130,7 @@ def test_rollouts_that_ended_early_end_early_again_and_the_others_do_not():
     random = np.random.default_rng(3)
     told = told_of(8000, 4)
     is_early = random.random(told.size) < 0.2
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(told, np.rint(np.where(is_early, told / 5, told)).astype(np.int64).clip(1))
     asked = told_of(20_000, 9).clip(300)
     shares = beliefs.draw(asked, CAP, np.random.default_rng(5)) / asked
@@ -143,7 +143,7 @@ def test_what_was_predicted_near_the_limit_reaches_it_as_often_as_before():
     random = np.random.default_rng(6)
     real = np.minimum(random.lognormal(6, 1, 16_000), 1000.0)
     told = real * np.exp(0.2 * random.standard_normal(real.size))
-    beliefs = Beliefs()
+    beliefs = CalibratedLengths()
     beliefs.learn(told, np.rint(real).astype(np.int64).clip(1))
     drawn = beliefs.draw(told, 1000, np.random.default_rng(7))
     is_far = told > 800
@@ -153,7 +153,7 @@ def test_what_was_predicted_near_the_limit_reaches_it_as_often_as_before():
 
 
 def test_a_few_rollouts_leave_most_draws_to_the_prior():
-    beliefs = Beliefs(0.5)
+    beliefs = CalibratedLengths(0.5)
     beliefs.learn(np.full(4, 100.0), np.full(4, 100))
     drawn = beliefs.draw(np.full(20_000, 100.0), CAP, np.random.default_rng(8))
     # 4 rollouts without any error against 16 of the prior.
@@ -161,7 +161,7 @@ def test_a_few_rollouts_leave_most_draws_to_the_prior():
 
 
 def test_another_limit_is_another_law():
-    beliefs = Beliefs(0.0)
+    beliefs = CalibratedLengths(0.0)
     beliefs.learn(np.full(640, 100.0), np.full(640, 100))
     asked = np.full(50, 100.0)
     # All reached 100: where that is the limit they might have become longer, elsewhere they are what they are.

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.schedule.predict.errors import Misses
+from treering.schedule.predict.errors import PredictionErrors
 
 
 def drawn(misses, told, seed=0):
@@ -11,14 +11,14 @@ def drawn(misses, told, seed=0):
 
 
 def test_what_is_always_off_by_the_same_is_so_next_time():
-    misses = Misses(np.arange(200.0), np.full(200, 0.25))
+    misses = PredictionErrors(np.arange(200.0), np.full(200, 0.25))
     assert (drawn(misses, np.linspace(-50, 250, 1000)) == 0.25).all()
 
 
 def test_normal_errors_are_drawn_normally_and_anew():
     random = np.random.default_rng(1)
     errors = 0.4 * random.standard_normal(8000) - 0.1
-    found = drawn(Misses(random.standard_normal(8000), errors), random.standard_normal(50_000))
+    found = drawn(PredictionErrors(random.standard_normal(8000), errors), random.standard_normal(50_000))
     # Of 250 errors a bin the median is off by 1.25 x 0.4 / sqrt(250), and over 32 bins by a sixth of that.
     assert found.mean() == pytest.approx(-0.1, abs=0.02)
     assert found.std() == pytest.approx(0.4, rel=0.05)
@@ -29,7 +29,7 @@ def test_normal_errors_are_drawn_normally_and_anew():
 def test_errors_far_from_all_others_come_as_often_as_they_came_and_as_large():
     random = np.random.default_rng(2)
     errors = np.where(random.random(6400) < 0.2, -2.0, 0.05 * random.standard_normal(6400))
-    found = drawn(Misses(random.standard_normal(6400), errors), random.standard_normal(20_000))
+    found = drawn(PredictionErrors(random.standard_normal(6400), errors), random.standard_normal(20_000))
     # A share of 0.2 among 6,400, and then among 20,000: standard errors of 0.005 and 0.003.
     assert (found == -2.0).mean() == pytest.approx(0.2, abs=0.02)
     rest = found[found != -2.0]
@@ -41,14 +41,14 @@ def test_errors_far_from_all_others_come_as_often_as_they_came_and_as_large():
 def test_short_and_long_predictions_miss_in_their_own_ways():
     told = np.arange(3200.0)
     errors = np.where(told < 1600, 0.5, -0.5)
-    misses = Misses(told, errors)
+    misses = PredictionErrors(told, errors)
     assert (drawn(misses, np.linspace(0, 1599, 500)) == 0.5).all()
     assert (drawn(misses, np.linspace(1600, 3199, 500)) == -0.5).all()
 
 
 def test_where_all_predictions_are_one_each_bin_has_its_share():
     errors = np.repeat(np.arange(10.0), 320)
-    found = drawn(Misses(np.zeros(3200), errors), np.zeros(20_000))
+    found = drawn(PredictionErrors(np.zeros(3200), errors), np.zeros(20_000))
     # 32 bins of 100, each of one or two whole numbers; 20,000 draws of a tenth have a standard error of 0.002.
     shares = [np.mean(np.abs(found - number) < 0.5) for number in range(10)]
     assert shares == pytest.approx([0.1] * 10, abs=0.03)
@@ -58,7 +58,7 @@ def test_where_all_predictions_are_one_each_bin_has_its_share():
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-3, 3)), min_size=1, max_size=200), st.integers(0, 99))
 def test_any_errors_give_finite_ones(pairs, seed):
     told, errors = np.array(pairs).T
-    misses = Misses(told, errors)
+    misses = PredictionErrors(told, errors)
     asked = np.concatenate([told, [-1e9, 1e9, 0.0]])
     found = drawn(misses, asked, seed)
     assert found.shape == asked.shape
@@ -69,9 +69,9 @@ def test_any_errors_give_finite_ones(pairs, seed):
 def test_what_reached_the_limit_does_so_again_as_often():
     random = np.random.default_rng(4)
     errors = np.where(random.random(6400) < 0.6, np.inf, 0.1 * random.standard_normal(6400))
-    found = drawn(Misses(random.standard_normal(6400), errors), random.standard_normal(20_000))
+    found = drawn(PredictionErrors(random.standard_normal(6400), errors), random.standard_normal(20_000))
     assert np.isinf(found).mean() == pytest.approx(0.6, abs=0.02)
     assert found[np.isfinite(found)].std() == pytest.approx(0.1, rel=0.1)
     # Those below it speak for a normal law of their own.
     assert np.isin(found[np.isfinite(found)], errors).mean() < 0.02
-    assert np.isinf(drawn(Misses(np.zeros(3), np.full(3, np.inf)), np.zeros(5))).all()
+    assert np.isinf(drawn(PredictionErrors(np.zeros(3), np.full(3, np.inf)), np.zeros(5))).all()

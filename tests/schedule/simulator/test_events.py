@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulator import token_by_token
-from treering.schedule.simulator.destinations import FASTER, FREEING, GATHERING, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.migration import MAX_MOVES
 from treering.schedule.simulator.step import Rules, Work
@@ -74,7 +74,7 @@ def test_stealing_takes_the_first_of_the_longest_queue(step):
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps(longest=60), st.sampled_from([FASTER, FREEING, GATHERING]), st.booleans())
+@given(steps(longest=60), st.sampled_from([FASTER, DRAIN, CONSOLIDATE]), st.booleans())
 def test_moves_lose_no_rollout_and_gain_no_token(step, moving, stealing):
     queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
     # Few predicted tokens, so that many rollouts outgrow them.
@@ -98,7 +98,7 @@ def test_moves_do_happen_in_such_steps():
     for _ in range(50):
         lengths = rng.integers(1, 60, 12)
         work = work_of([range(4), range(4, 8), range(8, 12)], lengths, rng.uniform(1, 7, 12))
-        moved += run_step(np.zeros(3), work, rules_of([0, 1, 2, 3, 4], max_tokens=60, moving=FREEING)).num_moved
+        moved += run_step(np.zeros(3), work, rules_of([0, 1, 2, 3, 4], max_tokens=60, moving=DRAIN)).num_moved
     assert moved > 50
 
 
@@ -140,20 +140,20 @@ def test_no_rollout_moves_where_prefill_costs_more_than_is_saved():
 def test_the_last_outlier_of_a_share_leaves_for_the_fullest_worker_and_frees_its_own():
     queues, lengths, beliefs = [[0, 1, 2], [3], [4, 5]], [12, 12, 100, 200, 200, 300], [10, 10, 10, 300, 300, 300]
     found = {}
-    for moving in (STAYS, FASTER, FREEING):
+    for moving in (STAYS, FASTER, DRAIN):
         rules = rules_of([0, 1, 2, 3, 4], max_tokens=320, moving=moving)
         found[moving] = run_step(np.zeros(3), work_of(queues, lengths, beliefs), rules)
     # Alone it would end after 36 + 88 s; on any other worker later.
     assert found[STAYS].ends[0] == found[FASTER].ends[0] == 124
-    assert (found[FREEING].ends[0], found[FREEING].num_moved) == (36, 1)
-    assert found[FREEING].counts.tolist() == [2, 1, 3]
+    assert (found[DRAIN].ends[0], found[DRAIN].num_moved) == (36, 1)
+    assert found[DRAIN].counts.tolist() == [2, 1, 3]
     # Worker 2 had 18 tokens then; three rollouts take 3 s a token.
-    assert found[FREEING].finished[2] == 36 + 88 * 3
+    assert found[DRAIN].finished[2] == 36 + 88 * 3
 
 
 def gathered(prefill_s=0.0):
     work = work_of([[0, 1, 2], [3, 4]], [12, 12, 100, 150, 200])
-    return run_step(np.zeros(2), work, rules_of([0, 1, 1, 1], prefill_s=prefill_s, moving=GATHERING))
+    return run_step(np.zeros(2), work, rules_of([0, 1, 1, 1], prefill_s=prefill_s, moving=CONSOLIDATE))
 
 
 def test_a_worker_gives_the_last_tenth_of_its_share_to_the_one_that_has_the_most_left():
@@ -181,7 +181,7 @@ def test_slots_that_moves_leave_are_filled_at_once():
 
 def test_a_worker_without_a_share_neither_steals_nor_gets_a_rollout():
     work = work_of([[0, 1, 2, 3], []], [5, 100, 100, 100], [1, 1, 1, 1])
-    outcome = run_step(np.array([0.0, 7.0]), work, rules_of([0, 1, 2], stealing=True, moving=FREEING))
+    outcome = run_step(np.array([0.0, 7.0]), work, rules_of([0, 1, 2], stealing=True, moving=DRAIN))
     assert outcome.counts.tolist() == [4, 0]
     assert outcome.ends[1] == 7
 
@@ -207,7 +207,7 @@ def test_of_workers_that_are_free_at_the_same_time_the_lowest_takes_first(swap):
 def test_the_same_step_runs_the_same_way_twice():
     rng = np.random.default_rng(3)
     work = work_of([range(50), range(50, 90), range(90, 100)], rng.integers(1, 9, 100), rng.uniform(1, 3, 100))
-    rules = rules_of([0, 1, 1.3, 1.7, 2.2], prefill_s=0.1, max_tokens=9, stealing=True, moving=FREEING)
+    rules = rules_of([0, 1, 1.3, 1.7, 2.2], prefill_s=0.1, max_tokens=9, stealing=True, moving=DRAIN)
     one, other = (run_step(np.zeros(3), work, rules) for _ in range(2))
     assert one.finished.tolist() == other.finished.tolist()
     assert (one.num_stolen, one.num_moved) == (other.num_stolen, other.num_moved)
@@ -219,7 +219,7 @@ def test_a_rollout_moves_with_tails_a_few_times_and_then_stays():
     lengths = [100 * (k + 1) for k in range(8) for _ in range(20)]
     lengths[0] = 5000
     work = work_of(queues, lengths)
-    outcome = run_step(np.zeros(8), work, rules_of([0.0, *[1.0] * 40], max_tokens=6000, moving=GATHERING))
+    outcome = run_step(np.zeros(8), work, rules_of([0.0, *[1.0] * 40], max_tokens=6000, moving=CONSOLIDATE))
     assert outcome.num_moved == MAX_MOVES
     assert outcome.counts.tolist() == [19, 20, 20, 20, 21, 20, 20, 20]
     assert outcome.finished[0] == 5000

@@ -11,14 +11,14 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from treering.engine.batch.draft_tree import Proposed
-from treering.engine.batch.state import Columns, Work
+from treering.engine.batch.draft_tree import DraftTrees
+from treering.engine.batch.state import BatchState, StepInputs
 
 NOT_FINISHED, STOPPED, OUT_OF_ROOM = 0, 1, 2
 
 
-class Gains(NamedTuple):
-    """What a step gave to R sampled rows, in the order of `Work.rows`, what it tells of all B, and what it moves."""
+class CommittedTokens(NamedTuple):
+    """Tokens of a step for its R sampled rows (in the order of `StepInputs.rows`), counts for all B, and moves."""
 
     num_new: Int64Array  # [R] tokens that the rollout gained
     finish: Int64Array  # [R] NOT_FINISHED, STOPPED or OUT_OF_ROOM
@@ -28,16 +28,16 @@ class Gains(NamedTuple):
     targets: Int64Array  # [K] where their keys and values belong
 
 
-def take_gains(
-    columns: Columns,
-    work: Work,
+def commit_tokens(
+    columns: BatchState,
+    work: StepInputs,
     version: int,
     tokens: Int32Array,
     logprobs: Float64Array,
     policy_logprobs: Float64Array,
     num_out: Int64Array,
     path: Int32Array,
-) -> Gains:
+) -> CommittedTokens:
     """Appends what was sampled, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
 
     Every sampled token but the last has been computed as a draft, number path[r, i] of its row, so only the last one is
@@ -53,7 +53,7 @@ def take_gains(
         c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.leaders, work.num_fed, version, tokens,
         logprobs, policy_logprobs, num_out, path, sampled, every, moves,
     )  # fmt: skip
-    return Gains(*sampled, *every, *moves[:, :num_moves])
+    return CommittedTokens(*sampled, *every, *moves[:, :num_moves])
 
 
 @njit(cache=True, nogil=True)
@@ -83,7 +83,7 @@ def _take(
     every: Int64Array,
     moves: Int64Array,
 ) -> int:
-    """Fills the columns of `Gains`: two of zeros [2, R], two of zeros [2, B], and moves [2, K at most]; returns K."""
+    """Fills `CommittedTokens`: sampled [2, R] and every [2, B] from zeros, moves [2, K at most]; returns K."""
     num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
     for row in range(num_fed.size):
         num_computed[row] += num_fed[row]
@@ -152,7 +152,7 @@ def _plan_moves(
     return num_moves
 
 
-def counts_of(work: Work, gains: Gains, drafts: Proposed, num_prefilled: int) -> dict[str, int]:
+def counts_of(work: StepInputs, gains: CommittedTokens, drafts: DraftTrees, num_prefilled: int) -> dict[str, int]:
     """What a step adds to `EngineStats`, by its names; `num_prefilled` counts the pieces of shared prompts."""
     num_drafted = int((drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]).sum())
     # Of a few numbers a list is summed sooner than an array.

@@ -19,7 +19,7 @@ MOST_DRAFTS = 64
 """Drafted tokens of a row: each is one bit of an int64."""
 
 
-class Proposed(NamedTuple):
+class DraftTrees(NamedTuple):
     """Row b has entries offsets[b] to offsets[b + 1] - 1: the first tokens of its draft, in the drafter's order."""
 
     tokens: TokenIds  # int32 [D]
@@ -30,13 +30,13 @@ class Proposed(NamedTuple):
     numbers: Int64Array  # [D] of each within its row as its drafter counts, who may have drafted more
 
 
-def nothing(num_rows: int) -> Proposed:
+def nothing(num_rows: int) -> DraftTrees:
     """No draft for any row."""
     none, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
-    return Proposed(ids, np.zeros(num_rows + 1, np.int64), ids, none, none, none)
+    return DraftTrees(ids, np.zeros(num_rows + 1, np.int64), ids, none, none, none)
 
 
-def readable(drafts: Drafts, room: Int64Array, vocab_size: int, stop_tokens: Int32Array | None = None) -> Proposed:
+def clip_drafts(drafts: Drafts, room: Int64Array, vocab_size: int, stop_tokens: Int32Array | None = None) -> DraftTrees:
     """The part of each row's draft that is worth computing: its first tokens, as many as there are slots for.
 
     A row has room for `room[b]` tokens, however they branch, so a tree never reaches into its neighbour; a drafter
@@ -75,12 +75,12 @@ def readable(drafts: Drafts, room: Int64Array, vocab_size: int, stop_tokens: Int
             f"{own.tolist()}; sort the draft by depth"
         )
     end = offsets[-1]
-    return Proposed(tokens[:end], offsets, parents[:end], *columns[:, :end])
+    return DraftTrees(tokens[:end], offsets, parents[:end], *columns[:, :end])
 
 
 def as_drafted(
     drafts: Drafts,
-    proposed: Proposed,
+    proposed: DraftTrees,
     leaders: Int64Array,
     contexts: TokenIds,
     num_tokens: Int64Array,

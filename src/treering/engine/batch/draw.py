@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.arrays import Float64Array, Int32Array, Int64Array
-from treering.engine.batch.draft_tree import Proposed
-from treering.engine.batch.state import Columns, Work
+from treering.engine.batch.draft_tree import DraftTrees
+from treering.engine.batch.state import BatchState, StepInputs
 from treering.engine.sampling.reference import diverged, sample
 from treering.engine.sampling.verify_cpu import child, verify
 from treering.types import TokenIds
@@ -31,11 +31,11 @@ class Drawn(NamedTuple):
     path: Int32Array  # numbers of the drafts that agreed, each within its row's; then -1
 
 
-Draw = Callable[[Tensor, Work, Columns, Proposed], Drawn]
+Draw = Callable[[Tensor, StepInputs, BatchState, DraftTrees], Drawn]
 """See `draw`."""
 
 
-def draw(logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
+def draw(logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees) -> Drawn:
     """The tokens behind the computed ones, for logits [W, V] of `work.wanted`.
 
     Raises:
@@ -59,7 +59,7 @@ def draw(logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Draw
 
 
 def _draw_on_cpu(
-    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
+    logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
     rows = work.rows
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -86,7 +86,7 @@ def _draw_on_cpu(
 
 
 def _draw_in_torch(
-    logits: Tensor, work: Work, columns: Columns, drafts: Proposed, num_drafts: Int64Array, drawn: Drawn
+    logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
     """Draws for every row at all its positions at one time, and keeps what the drafts agree with."""
     owner = np.repeat(work.rows, 1 + num_drafts)
@@ -121,7 +121,7 @@ def _draw_in_torch(
         drawn.logprobs[index, : own.size], drawn.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
 
 
-def _walk(tokens: NDArray[np.integer[Any]], drafts: Proposed, first: int, num_drafts: int) -> list[int]:
+def _walk(tokens: NDArray[np.integer[Any]], drafts: DraftTrees, first: int, num_drafts: int) -> list[int]:
     """Numbers of the drafts on a row's path, along `tokens`: drawn behind its context, then behind each draft."""
     path: list[int] = []
     number = child(tokens[0], -1, num_drafts, drafts.tokens, drafts.parents, first)

@@ -12,14 +12,14 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.engine.batch.state import Columns
+from treering.engine.batch.state import BatchState
 
 EqualRows = Literal["auto", "once", "each"]
 """once: rows with the same tokens are computed once. each: every row for itself. auto: once on CPU, where a token more
 takes its time in every pass, and each elsewhere."""
 
 
-def leaders_of(columns: Columns, num_rows: int, equal_rows: Literal["once", "each"]) -> Int64Array:
+def leaders_of(columns: BatchState, num_rows: int, equal_rows: Literal["once", "each"]) -> Int64Array:
     """For each row the first one with the same tokens, int64 [B]; itself where there is none, or where each counts.
 
     Rows are the same that lack their last token alone, behind a prompt that they share in the arena.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treering.engine.batch.state import Work
+from treering.engine.batch.state import StepInputs
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.kv_cache.prefix_cache import Prefix
 
@@ -46,7 +46,7 @@ def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
     return chunks
 
 
-def join(work: Work, chunks: Sequence[Chunk]) -> TokenBatch:
+def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
     """One batch: the rows' tokens, then the chunks', whose logits nobody wants."""
     columns = [list(work[:9]), *(_columns(chunk) for chunk in chunks)]
     merged = columns[0] if len(columns) == 1 else [np.concatenate(parts) for parts in zip(*columns, strict=True)]
@@ -66,7 +66,7 @@ def join(work: Work, chunks: Sequence[Chunk]) -> TokenBatch:
 
 
 def _columns(chunk: Chunk) -> list[np.ndarray]:
-    """A chunk's columns in the order of `Work`; to its own tokens, a prefix is the own span."""
+    """A chunk's columns in the order of `StepInputs`; to its own tokens, a prefix is the own span."""
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)

@@ -14,10 +14,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from treering.engine.batch.draft_tree import Proposed
+from treering.engine.batch.draft_tree import DraftTrees
 
 
-class Columns(NamedTuple):
+class BatchState(NamedTuple):
     """One entry per row: int64 [M] where nothing else is said."""
 
     tokens: Int32Array  # [M, L] the context: prompt, then rollout
@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     stop_tokens: Int32Array  # [M, Q], -1 where a row has fewer
 
 
-class Work(NamedTuple):
+class StepInputs(NamedTuple):
     """What a pass computes: the columns of a `TokenBatch`, and which rows are sampled from which logits."""
 
     tokens: Int64Array  # [T], as the eight behind it
@@ -61,11 +61,11 @@ class Work(NamedTuple):
     num_fed: Int64Array  # [B] context tokens that the pass computes, for whichever row, drafts left out
 
 
-def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> Columns:
+def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchState:
     """Columns of zeros."""
     wide = (max_rows, max_context)
     whole = [np.zeros(max_rows, np.int64) for _ in range(10)]
-    return Columns(
+    return BatchState(
         tokens=np.zeros(wide, np.int32),
         logprobs=np.zeros(wide),
         policy_logprobs=np.zeros(wide),
@@ -89,7 +89,7 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> Columns:
     )
 
 
-def widen(columns: Columns, *, max_context: int, max_stops: int) -> Columns:
+def widen(columns: BatchState, *, max_context: int, max_stops: int) -> BatchState:
     """The same rows with room for longer contexts or more stop tokens."""
     wider = make_columns(max_rows=columns.num_tokens.size, max_context=max_context, max_stops=max_stops)
     pairs: Iterator[tuple[NDArray[Any], NDArray[Any]]] = zip(columns, wider, strict=True)
@@ -98,7 +98,7 @@ def widen(columns: Columns, *, max_context: int, max_stops: int) -> Columns:
     return wider
 
 
-def move_row(columns: Columns, source: int, target: int) -> None:
+def move_row(columns: BatchState, source: int, target: int) -> None:
     """Copies a row over another one."""
     num_tokens = columns.num_tokens[source]
     for column in columns:
@@ -127,7 +127,7 @@ def fill_room(
         room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
-def plan_pass(columns: Columns, leaders: Int64Array, max_prefill: int, drafts: Proposed) -> Work:
+def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
     """The tokens of the next pass over rows 0 to B - 1, whose leaders are `leaders` [B].
 
     A row that another one leads computes nothing, and is sampled from the leader's logits along the leader's drafts. A
@@ -143,7 +143,7 @@ def plan_pass(columns: Columns, leaders: Int64Array, max_prefill: int, drafts: P
         c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
         max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
     )  # fmt: skip
-    return Work._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
+    return StepInputs._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
 
 
 @njit(cache=True, nogil=True)
@@ -164,7 +164,7 @@ def _fill_work(
     room: Int64Array,
     row_room: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills the columns of `Work`, 9 and `wanted` of `room`, 4 of `row_room`; tokens, wanted ones and sampled rows."""
+    """Fills `StepInputs` in `room` and `row_room`; returns the numbers of tokens, wanted tokens and sampled rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
         room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
     )  # fmt: skip

@@ -5,9 +5,9 @@ Owns the columns, the arena's spans and the shared prefixes. Knows nothing of we
 
 from collections.abc import Set
 
-from treering.engine.batch.state import Columns, make_columns, move_row, widen
+from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import Arena
-from treering.engine.kv_cache.prefix_cache import Prefix, Prefixes
+from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
@@ -24,7 +24,7 @@ class Table:
         """No row, and an arena whose slots are all free."""
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
-        self.prefixes = Prefixes(arena)
+        self.prefixes = PrefixCache(arena)
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
@@ -180,7 +180,7 @@ class Table:
             self.columns = widen(self.columns, max_context=context, max_stops=max(stops, num_stops))
 
 
-def _restore(c: Columns, row: int, so_far: Rollout) -> None:
+def _restore(c: BatchState, row: int, so_far: Rollout) -> None:
     """Puts an earlier part of the rollout behind the prompt."""
     own = slice(0, so_far.num_tokens)
     first = c.num_prompt[row]

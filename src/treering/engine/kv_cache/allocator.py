@@ -43,7 +43,7 @@ class Arena(ABC):
         """Nothing is computed any more: the weights have changed."""
 
 
-class Spans(Arena):
+class SpanAllocator(Arena):
     """An allocator over slots 0 to num_slots - 1.
 
     Computed prompts that nobody reads are kept, for whoever asks for the same tokens next, until their room is needed:

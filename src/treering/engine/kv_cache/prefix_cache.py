@@ -40,7 +40,7 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class Prefixes:
+class PrefixCache:
     """The prefixes of all unfinished requests, by their tokens."""
 
     spans: Arena

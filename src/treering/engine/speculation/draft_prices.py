@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from treering.engine.batch.commit import Gains
-from treering.engine.batch.draft_tree import Proposed
+from treering.engine.batch.commit import CommittedTokens
+from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.draw import Draw
 from treering.engine.batch.table import Table
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.kv_cache.allocator import Spans
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.request import Request, Sampling
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import goes_on, measure, plan
@@ -128,7 +128,7 @@ class Steps:
         rng = np.random.default_rng(0)
         store = HistoryStore()
         self._texts: list[TokenIds] = []
-        self._table = Table(max_rows=num_rows, arena=Spans(num_rows * _LENGTH), seed=0)
+        self._table = Table(max_rows=num_rows, arena=SpanAllocator(num_rows * _LENGTH), seed=0)
         for row in range(num_rows):
             group, number = divmod(row, _GROUP_SIZE)
             if number == 0:
@@ -161,7 +161,7 @@ class Steps:
         c.num_computed[rows] = c.num_tokens[rows] - 1
         c.limit[rows] = c.num_tokens[rows] + most + 1
 
-    def _propose(self) -> Proposed:
+    def _propose(self) -> DraftTrees:
         return self._speculation.propose(self._table, np.arange(self._table.num_rows), num_waiting=1)
 
     def _add(self, request: Request) -> None:
@@ -189,11 +189,11 @@ def _request(row: int) -> Request:
     )
 
 
-def _gains_of(proposed: Proposed) -> Gains:
+def _gains_of(proposed: DraftTrees) -> CommittedTokens:
     """All tokens of each row's likeliest path came true."""
     chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
     accepted, nothing = np.diff(chains), np.zeros(0, np.int64)
-    return Gains(
+    return CommittedTokens(
         num_new=nothing, finish=nothing, num_accepted=accepted, leaves=accepted - 1, sources=nothing, targets=nothing
     )
 

@@ -16,7 +16,7 @@ _MOST_FAST = 0.5
 """Of a window's passes: a single one may be fast by accident."""
 
 
-class CostWatch:
+class CostDrift:
     """Counts the passes that are much faster than their costs say, window by window.
 
     Example: passes over 8 tokens were measured at 220 ms, while another program had the processors, and take 0.4 ms.

@@ -8,11 +8,11 @@ Knows the columns and the drafter's records. Knows nothing of how drafts are fou
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.engine.batch.commit import Gains
-from treering.engine.batch.draft_tree import Proposed, as_drafted, nothing, readable
+from treering.engine.batch.commit import CommittedTokens
+from treering.engine.batch.draft_tree import DraftTrees, as_drafted, clip_drafts, nothing
 from treering.engine.batch.state import fill_room
 from treering.engine.batch.table import Table
-from treering.engine.speculation.drift import CostWatch
+from treering.engine.speculation.drift import CostDrift
 from treering.engine.speculation.verify_costs import Costs
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -32,7 +32,7 @@ class Speculation:
         self._drafter = drafter
         self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
         """Whether passes are to be measured before the next one."""
-        self._watch = CostWatch() if costs == "measured" else None
+        self._watch = CostDrift() if costs == "measured" else None
         if isinstance(costs, VerifyCosts):
             self.use_costs(costs)
         self._vocab_size = vocab_size
@@ -40,7 +40,7 @@ class Speculation:
         self._state = (-1, False)
         self._medians: dict[PromptId, float | None] = {}
         self._newest_row = -1
-        self._latest: tuple[Drafts, Proposed] | None = None
+        self._latest: tuple[Drafts, DraftTrees] | None = None
 
     def use_costs(self, costs: VerifyCosts) -> None:
         """Tells the drafter, if there is one, what passes take."""
@@ -55,7 +55,7 @@ class Speculation:
         if self._watch is not None and self._watch.note(num_tokens, seconds):
             self.wants_costs = True
 
-    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> Proposed:
+    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> DraftTrees:
         """Drafts of all rows that decode and lead; with nothing waiting, those that have far to go are worth more."""
         self._latest = None
         if self._drafter is None or self._drafter.rests():
@@ -70,12 +70,12 @@ class Speculation:
         rows.leaders[:] = leaders
         fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
         drafts = self._drafter.propose(rows)
-        proposed = readable(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
+        proposed = clip_drafts(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
         if drafts.tokens.size > 0:
             self._latest = drafts, proposed
         return proposed
 
-    def learn(self, gains: Gains) -> None:
+    def learn(self, gains: CommittedTokens) -> None:
         """Tells the drafter what became of the drafts of the latest `propose`, if there were any.
 
         No draft reaches beyond a row's limit (`fill_room`), so none is cut off by anything that tokens do not tell.

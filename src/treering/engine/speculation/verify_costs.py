@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.engine.batch.draft_tree import Proposed
+from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.draw import Draw
 from treering.engine.batch.draw import draw as draw_tokens
-from treering.engine.batch.state import Work, make_columns
+from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
@@ -138,11 +138,11 @@ def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
     return max(clock() - start, 1e-9)
 
 
-def _chains(num_rows: int, num_drafts: int) -> Proposed:
+def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
     """Chains of zeros, as equally long as they can be."""
     lengths = np.full(num_rows, num_drafts // num_rows) + (np.arange(num_rows) < num_drafts % num_rows)
     depths = np.concatenate([np.arange(1, length + 1) for length in lengths])
-    return Proposed(
+    return DraftTrees(
         tokens=np.zeros(num_drafts, np.int32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         parents=(depths - 2).astype(np.int32),
@@ -152,12 +152,12 @@ def _chains(num_rows: int, num_drafts: int) -> Proposed:
     )
 
 
-def _work_of(drafts: Proposed, own_starts: Int64Array, context: int, slot: int) -> Work:
+def _work_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
     """Every token sees `context` slots of its row, and all of them write one slot."""
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))
     zeros, every = np.zeros(row.size, np.int64), np.ones(row.size, np.int64)
-    return Work(
+    return StepInputs(
         tokens=zeros,
         positions=zeros,
         slots=every * slot,

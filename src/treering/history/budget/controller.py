@@ -7,7 +7,7 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.history.budget.costs import VerifyCosts
-from treering.history.budget.selection import Rest, seconds_of
+from treering.history.budget.selection import Backoff, seconds_of
 from treering.history.budget.step_costs import StepCosts, step_costs
 
 _LEAST_WITH_COSTS = 0.02
@@ -18,7 +18,7 @@ _TOKEN_S = 75e-6
 _NO_CURVE = np.zeros(0, np.int64), np.zeros(0)
 
 
-class Spending:
+class DraftController:
     """What a step's drafts may be, and whether it makes any.
 
     Attributes:
@@ -33,7 +33,7 @@ class Spending:
     """
 
     def __init__(self, min_acceptance: float, rests: Int64Array | None = None) -> None:
-        """By a least acceptance, as long as nothing is known of costs; `rests` are the lengths of a `Rest`."""
+        """By a least acceptance, as long as nothing is known of costs; `rests` are the lengths of a `Backoff`."""
         self._min_acceptance, self._rests = min_acceptance, rests
         self._num_rows, self._most_worth = 0, 1.0
         self.use_costs(None)
@@ -41,7 +41,7 @@ class Spending:
     def use_costs(self, costs: VerifyCosts | None) -> None:
         """Goes by costs from now on, None for by acceptance; whether drafts pay is found out anew."""
         self.costs = costs
-        self._rest = Rest(None if costs is None else costs.prices, self._rests)
+        self._rest = Backoff(None if costs is None else costs.prices, self._rests)
         self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
         self._by_rows: dict[int, StepCosts] = {}
         self.use_rows(self._num_rows, self._most_worth)
@@ -67,7 +67,7 @@ class Spending:
         return self.costs is None or self._rest.is_due()
 
     def note_news(self) -> None:
-        """History has grown; see `Rest.note_news`."""
+        """History has grown; see `Backoff.note_news`."""
         self._rest.note_news()
 
     @property

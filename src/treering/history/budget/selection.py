@@ -81,7 +81,7 @@ def choose_bins(
     return best_bins
 
 
-class Rest:
+class Backoff:
     """Whether drafting as a whole pays, and how long it rests where it does not.
 
     Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then

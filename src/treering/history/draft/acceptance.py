@@ -66,8 +66,8 @@ class Acceptance:
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
-        asked: float64 [2, 3], see `Looks`.
-        rests: int64 [2], see `Rest`.
+        asked: float64 [2, 3], see `EnabledSources`.
+        rests: int64 [2], see `Backoff`.
     """
 
     def __init__(self) -> None:

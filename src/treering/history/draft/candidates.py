@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Float64Array, Int32Array
-from treering.history.draft.workspace import MAX_CANDIDATES, Room
+from treering.history.draft.workspace import MAX_CANDIDATES, Workspace
 from treering.history.features import (
     FIRST,
     HISTORY,
@@ -111,7 +111,15 @@ def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> 
 
 @lean
 def count_votes(
-    texts: Texts, places: Places, room: Room, begin: int, end: int, depth: int, votes: Votes, policy: int, longest: int
+    texts: Texts,
+    places: Places,
+    room: Workspace,
+    begin: int,
+    end: int,
+    depth: int,
+    votes: Votes,
+    policy: int,
+    longest: int,
 ) -> int:
     """Fills the candidates from a node's places, the members from `begin` to `end`; returns how many there are.
 
@@ -153,7 +161,7 @@ def count_votes(
 
 
 @lean
-def _tell_apart(places: Places, room: Room, begin: int, end: int, longest: int) -> int:
+def _tell_apart(places: Places, room: Workspace, begin: int, end: int, longest: int) -> int:
     """`count_votes` where places go on with different tokens, from the tokens and votes that it wrote."""
     members, tokens, counted, which, candidates = room.members, room.tokens, room.votes, room.which, room.candidates
     num = 0

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.errors import ConfigError, InputError
-from treering.history.budget.controller import Spending
+from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
@@ -22,8 +22,8 @@ from treering.history.draft.prior import vote_tables
 from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import Policy, Shape, check_settings
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
-from treering.history.match.source_gate import Looks
-from treering.history.match.state import Searched
+from treering.history.match.source_gate import EnabledSources
+from treering.history.match.state import SearchState
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
 from treering.types import PromptId
@@ -94,11 +94,11 @@ class Drafter:
         self._max_draft = max_draft
         self._kind = (get_args(Policy).index(policy), shape == "chain")
         self._acceptance = Acceptance()
-        self._spending = Spending(float(min_acceptance), self._acceptance.rests)
-        self._looks = Looks(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._spending = DraftController(float(min_acceptance), self._acceptance.rests)
+        self._looks = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._lessons = Lessons(self._acceptance, self._looks)
         self._votes = tuple(vote_tables().values())
-        self._searched = Searched(
+        self._searched = SearchState(
             rewards="read" if policy == "reward" else "unread",
             max_live_tokens=max_live_tokens,
             max_other_tokens=max_other_tokens if "others" in sources else 0,

@@ -15,13 +15,13 @@ from treering.arrays import BoolArray, Float32Array, Float64Array, Int16Array, I
 from treering.history.draft.candidates import Texts, Votes, weigh
 from treering.history.draft.output import Output, cut, write_row
 from treering.history.draft.tree import Model, Row, grow
-from treering.history.draft.workspace import Room, make_room
+from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, lean
 from treering.history.match.alignment import Threads, go_along
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import NUM_AHEAD, Ahead, make_ahead
-from treering.history.match.hash_chains import Chains
+from treering.history.match.batched_search import NUM_AHEAD, BatchedSearch, make_batched_search
+from treering.history.match.hash_chains import HashChains
 from treering.history.match.matches import Places, longest_of, make_places
 from treering.history.match.recent import Others
 from treering.history.match.running import Running, note_rows
@@ -45,8 +45,8 @@ def _first_bad_row(rows: Rows) -> int:
 
 @lean
 def _draft(
-    rows: Rows, b: int, texts: Texts, places: Places, room: Room, num_places: int, state: int, model: Model, most: int,
-    least: float, rise: float, quiet: Int64Array, output: Output, at: int,
+    rows: Rows, b: int, texts: Texts, places: Places, room: Workspace, num_places: int, state: int, model: Model,
+    most: int, least: float, rise: float, quiet: Int64Array, output: Output, at: int,
 ) -> int:  # fmt: skip
     """Writes the draft of a row from its places, behind `at` others; returns how many tokens it has."""
     num_tokens = rows.num_tokens[b]
@@ -74,7 +74,7 @@ def _draft(
 def _draft_all(
     rows: Rows, history: Histories, generation: int, running: Running, others: Others, threads: Threads,
     uses: BoolArray, model: Model, max_draft: int, least: float, rise: float, quiet: Int64Array, output: Output,
-    room: Room, ahead: Ahead, places: Places, num_places: Int64Array,
+    room: Workspace, ahead: BatchedSearch, places: Places, num_places: Int64Array,
 ) -> int:  # fmt: skip
     """Writes the drafts of all rows; returns how many tokens they have."""
     texts = Texts(history.text, running.chains.tokens, others.text)
@@ -149,7 +149,7 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         if bad_row >= 0:
             return bad_row, 0.0, 0
         history = Histories(spans, text, order, keys, about, rewards)
-        chains = Chains(
+        chains = HashChains(
             live_tokens, live_short, live_long, live_wide, live_short_heads, live_long_heads, live_wide_heads
         )
         running = Running(
@@ -165,8 +165,8 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         note_rows(running, rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt)
         num_out = _draft_all(
             rows, history, generation, running, others, threads, uses,
-            Model(votes, weights, token_weights, policy, is_chain), max_draft, least, rise, quiet, output, make_room(),
-            make_ahead(), make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64),
+            Model(votes, weights, token_weights, policy, is_chain), max_draft, least, rise, quiet, output,
+            make_workspace(), make_batched_search(), make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64),
         )  # fmt: skip
         cutoff = 0.0
         if cost_sizes.size > 0 and num_out > 0:

@@ -17,7 +17,7 @@ from treering.history.draft.acceptance import Acceptance, learn
 from treering.history.draft.duplicate_rows import repeat
 from treering.history.draft.feedback import NO_LEAF, mark, set_states
 from treering.history.match.alignment import Threads
-from treering.history.match.source_gate import Looks
+from treering.history.match.source_gate import EnabledSources
 from treering.history.types import DraftRows, Drafts
 
 _NUM_COMPARED = 16
@@ -70,7 +70,7 @@ class Lessons:
     next context has 9 there, 9 was accepted and 8 refused.
     """
 
-    def __init__(self, acceptance: Acceptance, looks: Looks) -> None:
+    def __init__(self, acceptance: Acceptance, looks: EnabledSources) -> None:
         """Holds nothing yet."""
         self._acceptance, self._looks = acceptance, looks
         self._held: _Held | None = None

@@ -12,7 +12,7 @@ from numba import njit
 
 from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
 from treering.history.budget.selection import NUM_BINS, bin_of, choose_bins
-from treering.history.draft.workspace import MAX_NODES, Room
+from treering.history.draft.workspace import MAX_NODES, Workspace
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.jit import copy_entries, lean
 
@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 @lean
-def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
+def write_row(output: Output, at: int, room: Workspace, num_nodes: int) -> None:
     """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
     buds, nodes, numbers = room.buds, room.nodes, room.numbers
     _preorder(room, num_nodes)
@@ -44,7 +44,7 @@ def write_row(output: Output, at: int, room: Room, num_nodes: int) -> None:
 
 
 @lean
-def _preorder(room: Room, num_nodes: int) -> None:
+def _preorder(room: Workspace, num_nodes: int) -> None:
     """Numbers the nodes so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
 
     Nodes stand by falling probability, so a node's first child is its likeliest.

@@ -12,7 +12,7 @@ from treering.arrays import Float32Array, Int16Array
 from treering.history.draft.acceptance import estimate
 from treering.history.draft.candidates import CALIBRATED, Facts, Texts, Votes, count_votes, describe
 from treering.history.draft.vote_fractions import sum_up, write_shares
-from treering.history.draft.workspace import MAX_CANDIDATES, NO_BUD, NOWHERE, Room
+from treering.history.draft.workspace import MAX_CANDIDATES, NO_BUD, NOWHERE, Workspace
 from treering.history.features import NUM_FINE_SHARES, length_bucket
 from treering.history.jit import lean
 from treering.history.match.matches import Places, longest_of
@@ -59,7 +59,7 @@ class Grown(NamedTuple):
 
 
 @lean
-def grow(texts: Texts, places: Places, room: Room, num_places: int, model: Model, row: Row) -> int:
+def grow(texts: Texts, places: Places, room: Workspace, num_places: int, model: Model, row: Row) -> int:
     """Fills the room's nodes with the draft of a row; returns how many there are. Parents stand before their children.
 
     Args:
@@ -114,8 +114,8 @@ def least_behind(least: float, rise: float, num_nodes: int) -> float:
 
 @lean
 def _expand(
-    texts: Texts, places: Places, room: Room, stem: Any, node: int, before: int, least: float, model: Model, state: int,
-    so_far: Grown,
+    texts: Texts, places: Places, room: Workspace, stem: Any, node: int, before: int, least: float, model: Model,
+    state: int, so_far: Grown,
 ) -> Grown:  # fmt: skip
     """Adds what may come behind a bud to those that wait, where it is likely enough.
 
@@ -132,7 +132,15 @@ def _expand(
 
 @lean
 def _judge(
-    places: Places, room: Room, stem: Any, node: int, before: int, num: int, model: Model, state: int, num_buds: int
+    places: Places,
+    room: Workspace,
+    stem: Any,
+    node: int,
+    before: int,
+    num: int,
+    model: Model,
+    state: int,
+    num_buds: int,
 ) -> int:
     """Makes buds of the candidates that may be followed, with estimates; returns how many buds there are then."""
     buds, candidates = room.buds, room.candidates
@@ -170,7 +178,7 @@ def _judge(
 
 
 @lean
-def _admit(room: Room, num: int, least: float, is_chain: bool, num_waiting: int) -> int:
+def _admit(room: Workspace, num: int, least: float, is_chain: bool, num_waiting: int) -> int:
     """Lets the candidates' buds wait that are likely enough, in a chain the likeliest; returns how many wait then.
 
     By itself, so that one estimate is added up while the next one is: to ask of each at once whether it is enough is to
@@ -190,7 +198,7 @@ def _admit(room: Room, num: int, least: float, is_chain: bool, num_waiting: int)
 
 
 @lean
-def _part(room: Room, stem: Any, num: int, num_members: int) -> int:
+def _part(room: Workspace, stem: Any, num: int, num_members: int) -> int:
     """Puts the places of each candidate's bud side by side; returns how many members there are then."""
     buds, candidates, members, which = room.buds, room.candidates, room.members, room.which
     begin, end = stem.begin, stem.end

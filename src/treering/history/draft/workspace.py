@@ -56,14 +56,14 @@ CANDIDATE = np.dtype(
 )
 """One of the different next tokens of a node."""
 
-Buds = NDArray[Any]
+Nodes = NDArray[Any]
 Candidates = NDArray[Any]
 
 
-class Room(NamedTuple):
+class Workspace(NamedTuple):
     """All of it."""
 
-    buds: Buds  # BUD [E], the first one the context
+    buds: Nodes  # BUD [E], the first one the context
     nodes: Int32Array  # [N], lines of the buds that were taken, in that order
     waiting: Int32Array  # [M], lines of those that may be next: no two share a place
     paths: Float64Array  # [M], theirs
@@ -78,10 +78,10 @@ class Room(NamedTuple):
 
 
 @njit
-def make_room() -> Room:
+def make_workspace() -> Workspace:
     """Room for any row."""
     orders = np.empty((3, MAX_NODES + 1), np.int32)
-    return Room(
+    return Workspace(
         np.empty((MAX_NODES + 1) * MAX_CANDIDATES, BUD),
         np.empty(MAX_NODES, np.int32),
         np.empty(MAX_PLACES, np.int32),

@@ -22,7 +22,7 @@ _NUM_SOON = 8
 _MAX_PREFETCHED = 24
 
 
-class Ahead(NamedTuple):
+class BatchedSearch(NamedTuple):
     """Room for the searches of some rows."""
 
     rows: Int64Array  # [Q]
@@ -38,15 +38,23 @@ class Ahead(NamedTuple):
 
 
 @njit
-def make_ahead() -> Ahead:
+def make_batched_search() -> BatchedSearch:
     """Room for the searches of any rows."""
     room = np.zeros((10, NUM_AHEAD), np.int64)
-    return Ahead(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
+    return BatchedSearch(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
 
 
 @lean
 def ask(
-    ahead: Ahead, q: int, tokens: Int32Array, row: int, end: int, begin: int, start: int, size: int, first_key: int
+    ahead: BatchedSearch,
+    q: int,
+    tokens: Int32Array,
+    row: int,
+    end: int,
+    begin: int,
+    start: int,
+    size: int,
+    first_key: int,
 ) -> None:
     """Notes what a search looks for, and where."""
     ahead.rows[q], ahead.ends[q], ahead.begins[q] = row, end, begin
@@ -57,7 +65,7 @@ def ask(
 
 @lean
 def ask_history(
-    ahead: Ahead, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
+    ahead: BatchedSearch, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
 ) -> None:
     """`ask` for a context of a prompt's rollouts."""
     start, size = history.spans[slot]
@@ -66,7 +74,7 @@ def ask_history(
 
 @lean
 def search(
-    ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
+    ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
     about: Int32Array,
 ) -> None:  # fmt: skip
     """Makes the first `num` searches in one index or arena, each step for all of them.
@@ -97,7 +105,7 @@ def search(
 
 
 @lean
-def _halve(ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+def _halve(ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
     """Narrows the searches that many places are left of: those whose last two tokens are frequent."""
     starts, lows, highs = ahead.starts, ahead.lows, ahead.highs
     widest = 0
@@ -116,7 +124,7 @@ def _halve(ahead: Ahead, num: int, tokens: Int32Array, text: Int32Array, order: 
 
 
 @lean
-def _step(ahead: Ahead, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+def _step(ahead: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
     """Halves what is left of a search by a look at the text."""
     start, middle = ahead.starts[q], (ahead.lows[q] + ahead.highs[q]) >> 1
     context = tokens[ahead.rows[q], : ahead.ends[q]]
@@ -127,7 +135,7 @@ def _step(ahead: Ahead, q: int, tokens: Int32Array, text: Int32Array, order: Int
 
 
 @lean
-def _narrow(ahead: Ahead, num: int, keys: Int64Array) -> None:
+def _narrow(ahead: BatchedSearch, num: int, keys: Int64Array) -> None:
     """Writes to `lows` the number of each search's first key that is not below the one looked for."""
     lows, left, wanted, firsts = ahead.lows, ahead.left, ahead.keys, ahead.first_keys
     longest = 0

@@ -27,7 +27,7 @@ _SALT_SHORT, _SALT_LONG = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 
-class Chains(NamedTuple):
+class HashChains(NamedTuple):
     """16 bytes an entry, and 12 for its heads.
 
     Each kind of link has heads of its own: where a common token and three rare ones had the same head, the newest
@@ -43,7 +43,7 @@ class Chains(NamedTuple):
     wide_heads: Int32Array  # [H]
 
 
-def make_chains(num_entries: int) -> Chains:
+def make_hash_chains(num_entries: int) -> HashChains:
     """Room for that many entries, all of them markers.
 
     Raises:
@@ -56,7 +56,7 @@ def make_chains(num_entries: int) -> Chains:
     whole, ends = np.full(sum(sizes), -1, np.int32), accumulate(sizes)
     tokens, *others = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
     tokens[:] = MARKER
-    return Chains(tokens, *others)
+    return HashChains(tokens, *others)
 
 
 @lean
@@ -83,7 +83,7 @@ def _among(mixed: np.uint64, num_heads: int) -> int:
 
 
 @lean
-def newest_of_token(chains: Chains, scope: int, token: int) -> int:
+def newest_of_token(chains: HashChains, scope: int, token: int) -> int:
     """Where to look first for a token in a scope; -1 is nowhere."""
     return int(chains.short_heads[np.uintp(short_head(scope, token, chains.short_heads.size))])
 
@@ -105,13 +105,13 @@ def link(links: Int32Array, heads: Int32Array, head: int, at: int) -> None:
 
 
 @lean
-def link_begin(chains: Chains, at: int, scope: int) -> None:
+def link_begin(chains: HashChains, at: int, scope: int) -> None:
     """Links the marker that a text begins with."""
     link(chains.short, chains.short_heads, short_head(scope, MARKER, chains.short_heads.size), at)
 
 
 @lean
-def append(chains: Chains, at: int, first: int, token: int, scope: int) -> None:
+def append(chains: HashChains, at: int, first: int, token: int, scope: int) -> None:
     """Writes a token at a place whose text began at `first`, links it, and ends the text behind it."""
     chains.tokens[at] = token
     chains.tokens[at + 1] = MARKER
@@ -125,7 +125,7 @@ def append(chains: Chains, at: int, first: int, token: int, scope: int) -> None:
 
 
 @lean
-def ask_to_append(chains: Chains, scope: int, context: Int32Array, i: int) -> None:
+def ask_to_append(chains: HashChains, scope: int, context: Int32Array, i: int) -> None:
     """Asks for what `append` will read when it writes a context's token, which two others stand before."""
     num_heads = chains.long_heads.size
     earlier, before, token = context[i - 2], context[i - 1], context[i]

@@ -11,7 +11,7 @@ import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.jit import lean
-from treering.history.match.hash_chains import LONG, Chains, append, ask_to_append, link_begin
+from treering.history.match.hash_chains import LONG, HashChains, append, ask_to_append, link_begin
 from treering.history.match.regions import UNIT_BITS
 from treering.history.store.prompt_index import MARKER
 
@@ -23,9 +23,9 @@ _CUT = -2
 
 
 class Running(NamedTuple):
-    """See `Live` and `Regions`."""
+    """See `RunningRows` and `Regions`."""
 
-    chains: Chains
+    chains: HashChains
     num_noted: Int64Array  # [S]
     first: Int64Array  # [S]
     scopes: Int64Array  # [S]
@@ -95,7 +95,7 @@ def _note(running: Running, slot: int, scope: int, context: Int32Array, begin: i
 
 
 @lean
-def _is_continued(chains: Chains, base: int, first: int, noted: int, context: Int32Array, end: int) -> bool:
+def _is_continued(chains: HashChains, base: int, first: int, noted: int, context: Int32Array, end: int) -> bool:
     """Whether a context goes on from what its slot holds, as far as its newest tokens tell."""
     if noted > end:
         return False

@@ -17,7 +17,7 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.history.match.alignment import Threads, make_threads
-from treering.history.match.hash_chains import make_chains
+from treering.history.match.hash_chains import make_hash_chains
 from treering.history.match.regions import NOWHERE, UNIT, Regions
 from treering.history.match.running import Running
 from treering.history.types import DraftRows, check_counts
@@ -39,7 +39,7 @@ class _Seat(NamedTuple):
     num_prompt: int
 
 
-class Live:
+class RunningRows:
     """A slot for each running rollout, and one for each prompt that a group's rows have, with a region for its text.
 
     A text is a marker, tokens and a marker. A prompt's region is as large as its text; those of rollouts are all of one
@@ -62,7 +62,7 @@ class Live:
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
         self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
-        self.chains = make_chains(0)
+        self.chains = make_hash_chains(0)
         self._empty(num_rows=0)
 
     @property
@@ -203,7 +203,7 @@ class Live:
         self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
         self._lacking = []
         # Links with them: those that lead to where texts stood before would have to be looked at.
-        self.chains = make_chains(0)
+        self.chains = make_hash_chains(0)
 
     def _give_room(self) -> None:
         """Has regions for texts that lack them, which are noted anew."""
@@ -214,7 +214,7 @@ class Live:
 
     def _make_chains(self) -> None:
         """Chains as long as the regions, in which nothing is noted."""
-        self.chains = make_chains(self._regions.num_entries)
+        self.chains = make_hash_chains(self._regions.num_entries)
         self._num_noted[:] = self._first[:] = 0
 
     def _add_slots(self, num_slots: int) -> range:

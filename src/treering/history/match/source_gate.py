@@ -25,7 +25,7 @@ _LEAST_ROWS = (512, 2048)
 _NUM_RESTED = 15
 
 
-class Asking:
+class SourceGate:
     """Whether one place is asked: what it has brought, and how long it is not asked where that was not worth its time.
 
     To ask takes a row `ask_s`, and an accepted token saves what a token takes without drafts, a row's share of a pass.
@@ -70,12 +70,12 @@ class Asking:
             self._counts[2] = _NUM_RESTED
 
 
-class Looks:
+class EnabledSources:
     """Where the steps of a drafter look.
 
     Args:
         uses: bool [sources], which may be looked at.
-        counts: float64 [2, 3], for each of `ASKED` those of its `Asking`.
+        counts: float64 [2, 3], for each of `ASKED` those of its `SourceGate`.
 
     Example: with history alone, the others are never asked, and history behind edits as long as that pays.
     """
@@ -83,7 +83,7 @@ class Looks:
     def __init__(self, uses: BoolArray, counts: Float64Array) -> None:
         self._uses: BoolArray = np.append(uses, uses[HISTORY])
         self._askings = [
-            (place, Asking(*about)) for place, *about in zip(ASKED, _ASK_S, _LEAST_ROWS, counts, strict=True)
+            (place, SourceGate(*about)) for place, *about in zip(ASKED, _ASK_S, _LEAST_ROWS, counts, strict=True)
         ]
 
     def due(self) -> BoolArray:
@@ -118,7 +118,7 @@ class Looks:
 def num_brought(
     offsets: Int64Array, parents: Int32Array, features: Int32Array, was_accepted: NDArray[np.int8]
 ) -> tuple[int, int, int]:
-    """How many rows tell, and how many accepted tokens each of `ASKED` has brought them; see `Looks.note`.
+    """How many rows tell, and how many accepted tokens each of `ASKED` has brought them; see `EnabledSources.note`.
 
     A row tells nothing where it is not known of any of its drafted tokens whether it was right.
 

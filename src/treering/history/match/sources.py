@@ -12,7 +12,7 @@ from treering.history.features import EDITS, HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.jit import lean
 from treering.history.match.alignment import Threads, find_threads, follow, refresh_threads
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import Ahead, ask, ask_history, search
+from treering.history.match.batched_search import BatchedSearch, ask, ask_history, search
 from treering.history.match.history_matches import LEAST_EDIT, NEAR, find_edited, find_in_history
 from treering.history.match.matches import Places, longest_of
 from treering.history.match.other_prompts import find_in_others
@@ -47,7 +47,7 @@ def is_due(rows: Rows, b: int) -> bool:
 @lean
 def find_places(
     rows: Rows, first: int, behind: int, history: Histories, generation: int, running: Running, others: Others,
-    threads: Threads, uses: BoolArray, places: Places, num_places: Int64Array, ahead: Ahead,
+    threads: Threads, uses: BoolArray, places: Places, num_places: Int64Array, ahead: BatchedSearch,
 ) -> None:  # fmt: skip
     """Fills the places of the rows from `first` to `behind`, and how many each has."""
     num_places[:] = 0
@@ -67,7 +67,13 @@ def find_places(
 
 @lean
 def _ask_history(
-    rows: Rows, first: int, behind: int, history: Histories, places: Places, num_places: Int64Array, ahead: Ahead
+    rows: Rows,
+    first: int,
+    behind: int,
+    history: Histories,
+    places: Places,
+    num_places: Int64Array,
+    ahead: BatchedSearch,
 ) -> None:
     """Finds where the contexts occur in their prompts' histories."""
     num = 0
@@ -86,7 +92,13 @@ def _ask_history(
 
 @lean
 def _ask_history_behind_edits(
-    rows: Rows, first: int, behind: int, history: Histories, places: Places, num_places: Int64Array, ahead: Ahead
+    rows: Rows,
+    first: int,
+    behind: int,
+    history: Histories,
+    places: Places,
+    num_places: Int64Array,
+    ahead: BatchedSearch,
 ) -> None:
     """The same of contexts without their last token, where nothing near was found."""
     num = 0
@@ -130,7 +142,7 @@ def _find_running(
 @lean
 def _ask_others(
     rows: Rows, first: int, behind: int, running: Running, others: Others, places: Places, num_places: Int64Array,
-    ahead: Ahead,
+    ahead: BatchedSearch,
 ) -> None:  # fmt: skip
     """Finds where the contexts occur in what is running of other groups and in other prompts' histories."""
     num = 0

@@ -13,13 +13,13 @@ import numpy as np
 from treering.history.match.arena import Arena, Rewards
 from treering.history.match.recent import Recent
 from treering.history.match.running import Running
-from treering.history.match.running_rows import Live, Turnover
+from treering.history.match.running_rows import RunningRows, Turnover
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
 from treering.types import PromptId
 
 
-class Searched:
+class SearchState:
     """Arena, running rollouts and other prompts' history, for the rows of the latest step.
 
     Attributes:
@@ -53,7 +53,7 @@ class Searched:
 
     def forget(self) -> None:
         """Goes on as a new one: what rows that have left leave behind would be found by those that come."""
-        self.live = Live(self._max_live_tokens)
+        self.live = RunningRows(self._max_live_tokens)
         self.live_slots = np.zeros(0, np.int64)
         self.rows: DraftRows | None = None
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None

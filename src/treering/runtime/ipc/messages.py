@@ -13,7 +13,7 @@ from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Group
 from treering.rl.drafting import DraftOptions
-from treering.rl.judging import Verdict
+from treering.rl.judging import RewardResult
 from treering.rl.options import RlOptions
 from treering.rl.trainer import Trained
 from treering.runtime.ipc.recipe import Recipe
@@ -114,7 +114,7 @@ class Judged:
     """From the judge, for each case as soon as it has it."""
 
     key: RolloutKey
-    verdict: Verdict
+    verdict: RewardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -63,7 +63,7 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-class Seat:
+class ChildProcess:
     """One child at a time, under one name.
 
     Example: a child killed by SIGKILL gives what it had sent, then `has_died`; `fill` starts the next one.

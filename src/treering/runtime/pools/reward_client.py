@@ -12,15 +12,15 @@ from treering.errors import StateError
 from treering.rl.judging import left_out
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import Case, Cases, Judged, JudgeSettings
-from treering.runtime.ipc.process import Context, Seat
+from treering.runtime.ipc.process import ChildProcess, Context
 from treering.runtime.ipc.shared_memory import SharedMemory
-from treering.runtime.workers.reward_worker import preside
+from treering.runtime.workers.reward_worker import run_reward_worker
 
 MAX_DEATHS_OF_ONE = 3
 """Judges that one rollout may end before it is left out."""
 
 
-class Court:
+class RewardClient:
     """One judge, which has cases only when it has ended those before: nothing is ever sent to one that does not listen.
 
     Example: a case that takes longer than the limit costs its rollout the reward, and a new judge takes those behind.
@@ -43,7 +43,7 @@ class Court:
         self._given: deque[Case] = deque()
         self._deaths: Counter[RolloutKey] = Counter()
         self._since_s = time.perf_counter()
-        self.seat = Seat("judge", preside, memory, context)
+        self.seat = ChildProcess("judge", run_reward_worker, memory, context)
         self.seat.fill(settings)
 
     def connections(self) -> list[Connection]:

@@ -11,7 +11,7 @@ from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import Begin, Case, Give, Heard, Refresh, Sample, Sampled, WorkerSettings
-from treering.runtime.ipc.process import Context, Seat
+from treering.runtime.ipc.process import ChildProcess, Context
 from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.step_run import StepRun
@@ -26,7 +26,7 @@ Runs = Mapping[int, StepRun]
 class _Post:
     """A worker as the controller sees it."""
 
-    seat: Seat
+    seat: ChildProcess
     step: int = 0
     """That it is in; 0 for a new one."""
     has_begun: bool = False
@@ -48,7 +48,7 @@ class _Post:
         return min(max(2 * self.pace, max_batch // 4, 1), max_batch)
 
 
-class Fleet:
+class RolloutPool:
     """Rollout workers, each in its own step.
 
     A worker goes on to the next step when it has nothing left in its own and the weights are there; none waits for
@@ -69,7 +69,7 @@ class Fleet:
         self._max_batch = settings.recipe.max_batch
         self._account = account
         self._posts = [
-            _Post(seat=Seat(f"rollout worker {number}", work, memory, context)) for number in range(num_workers)
+            _Post(seat=ChildProcess(f"rollout worker {number}", work, memory, context)) for number in range(num_workers)
         ]
         self.busy_s = 0.0
         self.times = PassTimes()
@@ -82,7 +82,7 @@ class Fleet:
         return len(self._posts)
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[ChildProcess]:
         """Where they sit."""
         return [post.seat for post in self._posts]
 
@@ -197,7 +197,7 @@ class Fleet:
             return
         if any(each.step == post.step and each.gives_to is not None for each in self._posts):
             return
-        if run.moving == "gathering" and not _is_awaited_elsewhere(number, run, runs, labels):
+        if run.moving == "consolidate" and not _is_awaited_elsewhere(number, run, runs, labels):
             return
         held = [
             Held(requests=each.running, num_awaited=len(each.awaited)) if each.step == post.step else Held(requests={})

@@ -12,7 +12,7 @@ from torch import nn
 from treering.rl.collect import Group
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import Save, Saved, Train, TrainedStep, TrainerSettings
-from treering.runtime.ipc.process import Context, Seat
+from treering.runtime.ipc.process import ChildProcess, Context
 from treering.runtime.ipc.weight_ring import BASE, WeightRing
 from treering.runtime.workers.trainer_worker import train
 
@@ -30,7 +30,7 @@ class _Job:
     num_bytes: int
 
 
-class Workshop:
+class TrainerClient:
     """One trainer. Its base is the last state that was fetched: weights beside the ring, optimiser as bytes.
 
     Rollouts of steps since then are kept, so that a trainer that dies is replaced by one that trains them again, with
@@ -59,7 +59,7 @@ class Workshop:
         self._expected: list[int] = []
         self._pending: int | None = None
         self._saved: list[bytes] = []
-        self.seat = Seat("trainer", train, ring.memory, context)
+        self.seat = ChildProcess("trainer", train, ring.memory, context)
         self._fill()
 
     def connections(self) -> list[Connection]:

@@ -17,8 +17,8 @@ from treering.engine.rollout import RolloutKey
 from treering.runtime.step.step_run import StepRun
 from treering.schedule.cluster import Cluster
 from treering.schedule.simulator.destinations import (
+    DRAIN,
     FASTER,
-    FREEING,
     Loads,
     Prices,
     fullest_tail,
@@ -27,7 +27,7 @@ from treering.schedule.simulator.destinations import (
 )
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
 
-_OUTLIERS = MappingProxyType({"faster": FASTER, "freeing": FREEING})
+_OUTLIERS = MappingProxyType({"faster": FASTER, "drain": DRAIN})
 
 _NUM_LONGEST = 8
 """Rollouts of a worker that are looked at for outliers, the longest ones."""
@@ -73,7 +73,7 @@ def choose_move(run: StepRun, prices: Prices, held: Sequence[Held], worker: int)
     if run.moving == "off":
         return None
     loads = _loads(run, prices, held)
-    if run.moving == "gathering":
+    if run.moving == "consolidate":
         return _tail(run, prices, loads, held, worker)
     return _outlier(run, prices, loads, held[worker], worker)
 

@@ -19,7 +19,7 @@ from treering.errors import InputError
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
 from treering.schedule.measured_latency import PassTimes, merged
-from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, Outlook, Policy
+from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.calibrated_lengths import PRIOR_SPREAD
 from treering.schedule.predict.lengths import LengthPredictor
 from treering.schedule.simulator.run import NUM_FORECASTS, checked
@@ -98,7 +98,7 @@ class Planner:
         if step not in self._plans:
             last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
             forecasts = tuple(self._forecast(later) for later in range(step, last + 1))
-            assignment = self._policy.assign(Outlook(step=step, cluster=self.cluster, forecasts=forecasts))
+            assignment = self._policy.assign(PlanRequest(step=step, cluster=self.cluster, forecasts=forecasts))
             checked(assignment, forecasts[0].num_rollouts, self._cluster.num_workers)
             self._plans[step] = Plan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
         return self._plans[step]

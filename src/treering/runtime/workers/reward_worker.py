@@ -11,7 +11,7 @@ from treering.runtime.ipc.messages import Cases, Judged, JudgeSettings
 from treering.runtime.ipc.shared_memory import SharedMemory
 
 
-def preside(port: Port, _: SharedMemory, settings: JudgeSettings) -> None:
+def run_reward_worker(port: Port, _: SharedMemory, settings: JudgeSettings) -> None:
     """The role of the judge."""
     task = settings.recipe.make_task()
     prompts = {prompt.prompt_id: prompt for prompt in task.prompts}

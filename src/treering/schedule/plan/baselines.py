@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from treering.schedule.plan.plans import Plan, place
-from treering.schedule.policy import Assignment, Outlook, Policy, Stealing
+from treering.schedule.policy import Assignment, PlanRequest, Policy, Stealing
 
 
 class Fifo(Policy):
@@ -27,7 +27,7 @@ class Fifo(Policy):
         """As reports call it."""
         return "fifo" if self._stealing == "off" else "work_stealing"
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         """A shard for each worker."""
         num_rollouts = outlook.forecasts[0].num_rollouts
         stealing: Stealing = "off" if outlook.cluster.rebalancing == "none" else self._stealing
@@ -50,7 +50,7 @@ class PlanPolicy(Policy):
         """As reports call it."""
         return self._plan.name
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         """The plan's share of the step, in no more turns than there are workers."""
         forecast, cluster = outlook.forecasts[0], outlook.cluster
         plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))

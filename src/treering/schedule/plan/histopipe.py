@@ -14,8 +14,8 @@ from treering.errors import ConfigError
 from treering.schedule.latency import Shape, is_among, shape_of
 from treering.schedule.plan.plans import Plan, place
 from treering.schedule.plan.search import ask, rescaled, search
-from treering.schedule.policy import Assignment, Outlook, Policy
-from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, Beliefs
+from treering.schedule.policy import Assignment, PlanRequest, Policy
+from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, CalibratedLengths
 
 
 class HistoPipe(Policy):
@@ -50,7 +50,7 @@ class HistoPipe(Policy):
                 f"a spread is at least 0, and plans are made every one or more steps, got sigma={sigma} and "
                 f"replan_every={replan_every}; correct them"
             )
-        self._beliefs = Beliefs(sigma)
+        self._beliefs = CalibratedLengths(sigma)
         self._replan_every = self._interval = replan_every
         self._seed = seed
         self._plan: Plan | None = None
@@ -76,7 +76,7 @@ class HistoPipe(Policy):
         """Corrects beliefs by how a step's predictions came out."""
         self._beliefs.learn(predicted, lengths)
 
-    def assign(self, outlook: Outlook) -> Assignment:
+    def assign(self, outlook: PlanRequest) -> Assignment:
         """The step's share of the present plan, after a search for a better one where that is due."""
         plan = self._planned(outlook)
         self._choices.append(plan.name)
@@ -84,7 +84,7 @@ class HistoPipe(Policy):
         lengths = self._beliefs.lengths(forecast.lengths, cluster.max_tokens)
         return place(plan, lengths, forecast.prompts, step=outlook.step, cluster=cluster)
 
-    def _planned(self, outlook: Outlook) -> Plan:
+    def _planned(self, outlook: PlanRequest) -> Plan:
         is_due = outlook.step >= self._planned_for + self._interval
         has_news = self._beliefs.has_seen and not self._has_learnt
         shape = shape_of(outlook.cluster.latency, outlook.cluster.num_slots)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.baselines import PlanPolicy
 from treering.schedule.plan.plans import Plan
-from treering.schedule.policy import Forecast, Outlook
-from treering.schedule.predict.calibrated_lengths import Beliefs
+from treering.schedule.policy import Forecast, PlanRequest
+from treering.schedule.predict.calibrated_lengths import CalibratedLengths
 from treering.schedule.simulator.bounds import bound_s, with_training
 from treering.schedule.simulator.run import simulate
 from treering.schedule.traces.trace import Trace, TraceStep
@@ -61,7 +61,7 @@ class Question:
     traces: tuple[Trace, ...]
 
 
-def ask(outlook: Outlook, beliefs: Beliefs, *, seed: int) -> Question:
+def ask(outlook: PlanRequest, beliefs: CalibratedLengths, *, seed: int) -> Question:
     """The question of an outlook: its forecasts, repeated to some steps for each turn, believed and made uncertain.
 
     A latency whose updates take no time is taken not to know it.
@@ -110,8 +110,8 @@ def plain_plans(cluster: Cluster) -> list[Plan]:
     groups = Plan(name="equal groups", placing="equal_counts")
     found += [groups, Plan(name="equal work", placing="equal_sums"), Plan(name="two tiers", placing="two_tier")]
     if cluster.rebalancing == "running":
-        found.append(replace(found[0], name="longest first, tails gathered", moving="gathering"))
-        found.append(replace(groups, name="equal groups, moves", moving="freeing"))
+        found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
+        found.append(replace(groups, name="equal groups, moves", moving="drain"))
     return found
 
 
@@ -211,7 +211,7 @@ def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
 
 
 def _drawn(
-    ahead: Sequence[NDArray[np.float64]], beliefs: Beliefs, max_tokens: int, random: np.random.Generator
+    ahead: Sequence[NDArray[np.float64]], beliefs: CalibratedLengths, max_tokens: int, random: np.random.Generator
 ) -> Trace:
     steps = []
     for predicted in ahead:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.schedule.policy import NUM_LEARNT
-from treering.schedule.predict.errors import Misses
+from treering.schedule.predict.errors import PredictionErrors
 
 Pairs = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -29,7 +29,7 @@ _MAX_ROLLOUTS = 4096
 """Rollouts that are remembered of one step, evenly spaced ones."""
 
 
-class Beliefs:
+class CalibratedLengths:
     """A line through log lengths against log predictions, and how far rollouts are off it.
 
     Predictions that are too long by a factor are corrected, reversed ones turned round, and worthless ones become one
@@ -44,7 +44,7 @@ class Beliefs:
         self._prior = sigma
         self._seen: deque[Pairs] = deque(maxlen=NUM_LEARNT)
         self._slope, self._offset, self._sigma = 1.0, 0.0, sigma
-        self._misses: tuple[int, Misses] | None = None
+        self._misses: tuple[int, PredictionErrors] | None = None
 
     @property
     def has_seen(self) -> bool:
@@ -66,7 +66,7 @@ class Beliefs:
     def draw(self, predicted: NDArray[np.float64], max_tokens: int, random: np.random.Generator) -> NDArray[np.float64]:
         """float64 [R]: lengths that could come true, at least 1 and at most `max_tokens`.
 
-        Off the line as rollouts were that were predicted about alike (see `Misses`); normally in the logarithm until
+        Off the line as rollouts were that were predicted about alike (see `PredictionErrors`); log-normally until
         something was seen, and later as often as the prior still counts.
 
         Example: where of rollouts that were predicted 1,000 a fifth ended at 300, a fifth of the next ones does.
@@ -86,12 +86,12 @@ class Beliefs:
         unexplained = PRIOR_SPREAD**2 - float(np.log(predicted).var())
         return max(self._prior, float(np.sqrt(max(unexplained, 0.0))))
 
-    def _misses_with(self, max_tokens: int) -> Misses:
+    def _misses_with(self, max_tokens: int) -> PredictionErrors:
         """Of what was seen; rollouts of `max_tokens` might have become longer."""
         if self._misses is None or self._misses[0] != max_tokens:
             told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
             errors = np.where(real < np.log(max_tokens), real - self._line(told), np.inf)
-            self._misses = max_tokens, Misses(told, errors)
+            self._misses = max_tokens, PredictionErrors(told, errors)
         return self._misses[1]
 
     def _line(self, told: NDArray[np.float64]) -> NDArray[np.float64]:

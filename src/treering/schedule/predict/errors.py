@@ -21,7 +21,7 @@ _UNUSUAL = 3.0
 """An error that is so many spreads from the middle is none of the normal law."""
 
 
-class Misses:
+class PredictionErrors:
     """Errors by bins of alike predictions, in each a normal law, and those far from it as they were.
 
     Errors are seldom the same for long and short predictions, and seldom even on both sides: many of the longest end at

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from treering.schedule.simulator.migration import FEW, HYSTERESIS, saved_s
 
-STAYS, FASTER, FREEING, GATHERING = 0, 1, 2, 3
+STAYS, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
 """`policy.Moving` as numbers."""
 
 
@@ -72,7 +72,7 @@ def outlier_goes_to(
     Args:
         loads: of all workers.
         prices: of tokens.
-        moving: `FASTER` or `FREEING`.
+        moving: `FASTER` or `DRAIN`.
         worker: that runs it.
         num_generated: its tokens so far, `migration.LATE` times the worker's reach or more.
         num_context: tokens to prefill where it goes.
@@ -93,7 +93,7 @@ def outlier_goes_to(
     )
     if saved > 0:
         return emptiest
-    if moving != FREEING or not has_tail(loads, worker):
+    if moving != DRAIN or not has_tail(loads, worker):
         return -1
     likely_s = min(0.25 * num_generated, prices.max_tokens - num_generated) * prices.token_s[1]
     if likely_s <= HYSTERESIS * prices.prefill_s * num_context:

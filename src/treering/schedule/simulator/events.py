@@ -8,7 +8,7 @@ Knows queues and slots. Knows nothing of policies, of versions or of other steps
 from numba import njit
 
 from treering.arrays import Float64Array
-from treering.schedule.simulator.destinations import GATHERING, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, STAYS
 from treering.schedule.simulator.heaps import pop
 from treering.schedule.simulator.moves import give_tail, is_check_due, move_outliers
 from treering.schedule.simulator.step import (
@@ -43,7 +43,7 @@ def run_step(starts: Float64Array, work: Work, rules: Rules) -> Outcome:
             continue
         _end_rollouts(state, rules, worker, time)
         _start_rollouts(state, work, rules, worker)
-        if rules.moving == GATHERING:
+        if rules.moving == CONSOLIDATE:
             give_tail(state, work, rules, worker, time)
         elif rules.moving != STAYS and is_check_due(state, rules, worker):
             move_outliers(state, work, rules, worker, time)

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
-from treering.schedule.policy import Assignment, Outlook, Policy
+from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
-from treering.schedule.simulator.destinations import FASTER, FREEING, GATHERING, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.step import Rules, Work
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
 
-_MOVING = MappingProxyType({"off": STAYS, "faster": FASTER, "freeing": FREEING, "gathering": GATHERING})
+_MOVING = MappingProxyType({"off": STAYS, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
 
 NUM_FORECASTS = 4
 """Steps that a policy sees ahead, the present one included."""
@@ -58,7 +58,9 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
             past = trace.steps[known - 1]
             policy.learn(known, past.forecast.lengths, past.lengths)
         ahead = trace.steps[number - 1 : number - 1 + NUM_FORECASTS]
-        outlook = Outlook(step=number, cluster=believed or cluster, forecasts=tuple(later.forecast for later in ahead))
+        outlook = PlanRequest(
+            step=number, cluster=believed or cluster, forecasts=tuple(later.forecast for later in ahead)
+        )
         run.add(number, step, checked(policy.assign(outlook), step.num_rollouts, cluster.num_workers))
     return run.timeline(policy)
 

@@ -49,7 +49,7 @@ class Rules(NamedTuple):
     stealing: bool
     """Whether a worker without a queue takes from the longest one."""
     moving: int
-    """`destinations.STAYS`, `FASTER`, `FREEING` or `GATHERING`."""
+    """`destinations.STAYS`, `FASTER`, `DRAIN` or `CONSOLIDATE`."""
 
 
 class Outcome(NamedTuple):

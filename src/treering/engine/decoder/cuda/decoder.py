@@ -20,7 +20,7 @@ from treering.engine.decoder.cuda.attention import attend
 from treering.engine.decoder.cuda.buffers import Buffers
 from treering.engine.decoder.cuda.device import Mailbox, capture, on_device, padded_bytes, plain_mode
 from treering.engine.decoder.cuda.layers import add_norm, gate, rotate_and_write
-from treering.engine.decoder.cuda.paged_spans import PagedSpans
+from treering.engine.decoder.cuda.paged_spans import PagedAllocator
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 from treering.engine.decoder.cuda.passes import TILE_COLUMNS, TOKEN_COLUMNS, PassTables, bucket, plan_tables
 from treering.engine.decoder.cuda.products import Product, Products, ProductsBy, torch_product
@@ -45,7 +45,7 @@ class CudaDecoder(Decoder):
     def __init__(self, weights: DecoderWeights, num_slots: int, products: ProductsBy = "measured") -> None:
         """Pages for `num_slots` and one more for what nobody reads, kept in memory until the decoder goes."""
         sizes, device = weights.sizes, weights.device
-        self.spans = PagedSpans(num_slots)
+        self.spans = PagedAllocator(num_slots)
         self.products = Products(weights, products)
         num_pages = int(self.spans.table.max()) + 1
         self._weights = weights

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS, Pages
-from treering.engine.kv_cache.allocator import Arena, Spans
+from treering.engine.kv_cache.allocator import Arena, SpanAllocator
 from treering.types import TokenIds
 
 ADDRESSES_PER_SLOT = 4
@@ -18,7 +18,7 @@ SPARE_PAGES = 2
 """The last pages of two spans may be used in part: with these more, what fits into the slots fits into the pages."""
 
 
-class PagedSpans(Arena):
+class PagedAllocator(Arena):
     """An arena whose memory is pages, with `table` from addresses to them.
 
     Attributes:
@@ -34,7 +34,7 @@ class PagedSpans(Arena):
         num_ranges = ADDRESSES_PER_SLOT * num_pages
         self.pages = Pages(num_pages)
         self.table: NDArray[np.int32] = np.arange(num_ranges, dtype=np.int32) % num_pages
-        self._ranges = Spans(num_ranges)
+        self._ranges = SpanAllocator(num_ranges)
         self._pages_of: dict[int, list[int]] = {}
         self._changed: tuple[int, int] | None = (0, num_ranges)
 

@@ -14,9 +14,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treering.engine.batch.draft_tree import MOST_DRAFTS, Proposed
+from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees
 from treering.engine.batch.draw import Drawn
-from treering.engine.batch.state import Columns, Work
+from treering.engine.batch.state import BatchState, StepInputs
 from treering.engine.decoder.cuda.device import Mailbox, fetch, on_device, padded_bytes
 from treering.engine.decoder.cuda.gumbel import race
 from treering.engine.sampling.reference import diverged, sample
@@ -84,7 +84,7 @@ class DeviceDrawer:
         self._mailbox: Mailbox | None = None
         self._num_bytes = 0
 
-    def draw(self, logits: Tensor, work: Work, columns: Columns, drafts: Proposed) -> Drawn:
+    def draw(self, logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees) -> Drawn:
         """See `treering.engine.batch.draw.draw`."""
         rows, leaders = work.rows, work.leaders
         num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
@@ -145,7 +145,7 @@ def _drawn_everywhere(
     return sampled.tokens.int(), sampled.logprobs, sampled.policy_logprobs
 
 
-def _depths(drafts: Proposed, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Of every wanted position, row by row: 0 behind the context, a draft's depth behind it."""
     lengths = 1 + num_drafts
     starts = np.cumsum(lengths) - lengths
