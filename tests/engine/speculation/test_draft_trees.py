@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted
+from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted, clip_drafts
 from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
