@@ -107,6 +107,83 @@ def _modules() -> list[tuple[str, Path]]:
     return named
 
 
+def _dependencies() -> dict[str, set[str]]:
+    """Each module with the modules of the package that it imports, inside functions too, but not for types alone."""
+    modules = dict(_modules())
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        skipped = {id(inner) for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
+        found[module] = {
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and id(node) not in skipped and node.module
+            for alias in node.names
+            for name in (f"{node.module}.{alias.name}", node.module)
+            if name in modules and name != module and not (name == node.module and f"{name}.{alias.name}" in modules)
+        }
+    return found
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """One circle of a graph, its first node again at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(edges.get(node, ())):
+            if found := visit(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := visit(node, []))), [])
+
+
+def units_below(package: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph of what stands directly in a package: its files and its packages, each package as one node."""
+    depth = package.count(".") + 2
+
+    def unit(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
+
+    inside = {name: others for name, others in edges.items() if name.startswith(f"{package}.")}
+    graph: dict[str, set[str]] = {unit(name): set() for name in inside}
+    for name, others in inside.items():
+        graph[unit(name)] |= {unit(other) for other in others if other in inside} - {unit(name)}
+    return graph
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle(_dependencies()) == []
+
+
+@pytest.mark.parametrize("package", [name for name, path in _modules() if path.name == "__init__.py"])
+def test_no_packages_import_each_other_in_a_circle(package: str) -> None:
+    assert circle(units_below(package, _dependencies())) == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    edges = {"t.a.x": {"t.b.y"}, "t.b.z": {"t.a.w"}, "t.a.w": set(), "t.b.y": set()}
+    assert circle(edges) == []
+    assert circle(units_below("t", edges)) == ["t.a", "t.b", "t.a"]
+    assert circle({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("root", ["src/treering", "benchmarks"])
+def test_no_folder_has_more_files_than_a_reader_can_hold(root: str) -> None:
+    folders = [folder for folder in (SOURCE.parents[1] / root).rglob("*") if folder.is_dir()]
+    counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > 17} == {}
+
+
 @pytest.mark.parametrize(("module", "path"), _modules(), ids=[module for module, _ in _modules()])
 def test_imports_run_one_way(module: str, path: Path) -> None:
     source = path.read_text(encoding="utf-8")
