@@ -12,11 +12,9 @@ from treering.history import features
 LASTS = {
     "length_bucket": (0, 1, 2, 3, 4, 6, 9, 14, 22, 40),
     "edit_bucket": (0, 2, 4, 8),
-    "rank_bucket": (0, 1, 3),
     "depth_bucket": (0, 1, 2, 4, 8, 16),
     "near_bucket": (0, 2, 4),
     "count_bucket": (1, 2, 4),
-    "crowd_bucket": (0, 1, 3, 7, 15, 31, 63),
 }
 """The last number of each bucket but the last one."""
 
@@ -38,7 +36,7 @@ def test_shifts_to_either_side_share_a_bucket_and_bucket_0_is_left_free() -> Non
     assert python("shift_bucket")(10**6) == features.FAR
 
 
-@pytest.mark.parametrize("name", ["length_bucket", "edit_bucket", "rank_bucket", "depth_bucket", "near_bucket"])
+@pytest.mark.parametrize("name", ["length_bucket", "edit_bucket", "depth_bucket", "near_bucket"])
 def test_numbers_beyond_any_table_are_in_the_last_bucket(name: str) -> None:
     assert python(name)(2**31 - 1) == len(LASTS[name])
 

@@ -153,10 +153,10 @@ class HistoryConfig(Config):
         default=0.4,
         description="With fixed costs: least chance of a first drafted token; more behind others of its draft.",
     )
-    policy: Literal["calibrated", "frequency", "reward", "recency"] = Field(
+    policy: Literal["calibrated", "frequency"] = Field(
         default="calibrated",
-        description="Whose continuations count. calibrated: all, by what they have been worth. Of the longest matches "
-        "alone, the most votes at every branch: frequency each one alike, reward by rewards, recency the newest.",
+        description="Which matches vote. calibrated: all, weighted by how often such matches were accepted. "
+        "frequency: the longest ones, each alike; at every branch only the token with the most votes is followed.",
     )
     shape: Literal["tree", "chain"] = Field(default="tree", description="Whether drafts branch.")
     sources: Annotated[tuple[Literal["history", "siblings", "own", "others"], ...], Field(strict=False)] = Field(

@@ -21,13 +21,6 @@ others: published rollouts of other prompts, and what is running of other groups
 SOURCES: tuple[Source, ...] = ("history", "siblings", "own", "others")
 HISTORY, SIBLINGS, OWN, OTHERS = range(4)
 NUM_SOURCES = 4
-EDITS = NUM_SOURCES
-"""Where a step may look beside the sources: history where the context's last token was added or replaced."""
-
-NUM_AGES = 4
-"""Versions that are told apart; older ones count as the last."""
-NUM_REWARDS = 3
-"""Reward classes: unknown, below the prompt's mean, at or above it."""
 NUM_LENGTHS = 11
 NUM_LENGTH_CLASSES = 7
 """Lengths that are told apart beside an edit."""
@@ -37,41 +30,30 @@ FAR = NUM_SHIFTS - 1
 """The bucket of the largest shifts, and of places whose shift says nothing."""
 NUM_RANKS = 4
 NUM_SHARES = 10
-NUM_FINE_SHARES = 2 * NUM_SHARES
 NUM_COUNTS = 4
 NUM_DEPTHS = 7
 NUM_STATES = 4
 """What the row's latest draft came to."""
 NOT_TRIED, REFUSED, ACCEPTED, NO_DRAFT = range(NUM_STATES)
 _NUM_STARTS = NUM_STATES + 2
-_NUM_NEAR = 4
-_NUM_CROWDS = 8
+NUM_NEAR = 4
 NUM_HASHES = 1024
 """Tokens that are told apart by themselves, or with what little is known beside them."""
 NUM_PAIRS = 4 * NUM_HASHES
 """Pairs and triples of tokens that are told apart."""
-_MOST_COUNT, _MOST_PLACES, _MOST_CANDIDATES = 12, 20, 12
-_NUM_TALLIES = (_MOST_COUNT + 1) * (_MOST_PLACES + 1)
 
 GENERAL_SIZES = (
     1,
     NUM_SOURCES * NUM_LENGTHS,
     NUM_EDITS * NUM_LENGTH_CLASSES,
     NUM_SHIFTS,
-    NUM_AGES * NUM_REWARDS * 2,
-    NUM_SHARES * _NUM_NEAR,
+    NUM_SHARES * NUM_NEAR,
     NUM_COUNTS * NUM_SOURCES,
     NUM_DEPTHS,
     _NUM_STARTS * NUM_LENGTHS,
     NUM_RANKS,
     (NUM_STATES + 1) * NUM_SOURCES,
-    _NUM_NEAR * NUM_LENGTHS,
-    _NUM_NEAR * NUM_SHIFTS,
-    _NUM_NEAR * _NUM_CROWDS,
-    _NUM_TALLIES * (NUM_STATES + 1),
-    _NUM_TALLIES,
-    (_MOST_COUNT + 1) * (_MOST_CANDIDATES + 1),
-    NUM_FINE_SHARES * (_MOST_PLACES + 1),
+    NUM_NEAR * NUM_LENGTHS,
 )
 """Weights of each general kind of feature."""
 TOKEN_SIZES = (NUM_HASHES, NUM_HASHES, NUM_PAIRS, NUM_PAIRS, NUM_HASHES, NUM_HASHES)
@@ -105,11 +87,9 @@ def _buckets(*begins: int) -> NDArray[np.int64]:
 _LENGTHS = _buckets(1, 2, 3, 4, 5, 7, 10, 15, 23, 41)
 _EDITS = _buckets(1, 3, 5, 9)
 _SHIFTS = _buckets(0, 1, 3, 9, 33)
-_RANKS = _buckets(1, 2, 4)
 _DEPTHS = _buckets(1, 2, 3, 5, 9, 17)
 _NEAR = _buckets(1, 3, 5)
 _COUNTS = _buckets(2, 3, 5)
-_CROWDS = _buckets(1, 2, 4, 8, 16, 32, 64)
 
 
 @lean
@@ -131,12 +111,6 @@ def shift_bucket(shift: int) -> int:
 
 
 @lean
-def rank_bucket(rank: int) -> int:
-    """0, 1, 3 and more."""
-    return int(_RANKS[np.uintp(min(rank, _RANKS.size - 1))])
-
-
-@lean
 def depth_bucket(depth: int) -> int:
     """Tokens drafted before: 0 to 2 as they are, then 4, 8, 16 and more."""
     return int(_DEPTHS[np.uintp(min(depth, _DEPTHS.size - 1))])
@@ -152,33 +126,6 @@ def near_bucket(depth: int) -> int:
 def count_bucket(count: int) -> int:
     """1, 2, 4 and more."""
     return int(_COUNTS[np.uintp(min(count, _COUNTS.size - 1))])
-
-
-@lean
-def crowd_bucket(num_places: int) -> int:
-    """By powers of two."""
-    return int(_CROWDS[np.uintp(min(num_places, _CROWDS.size - 1))])
-
-
-@lean
-def tally(count: int, num_places: int) -> int:
-    """So many of so many places as one number, exact for up to 12 of 20: of 12 places 11 say more than of 2 places 2.
-
-    Example: 2 of 3 is 45, and so is 2 of 3 of anything else that is counted.
-    """
-    return int(min(count, _MOST_COUNT) * (_MOST_PLACES + 1) + min(num_places, _MOST_PLACES))
-
-
-@lean
-def rivals(count: int, num_candidates: int) -> int:
-    """So many places for one of so many candidates as one number, exact for up to 12 of either."""
-    return int(min(count, _MOST_COUNT) * (_MOST_CANDIDATES + 1) + min(num_candidates, _MOST_CANDIDATES))
-
-
-@lean
-def fine_share(share: int, num_places: int) -> int:
-    """A share in twentieths, of so many places, as one number."""
-    return int(share * (_MOST_PLACES + 1) + min(num_places, _MOST_PLACES))
 
 
 @lean

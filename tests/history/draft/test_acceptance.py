@@ -10,7 +10,7 @@ from numba import njit
 from tests.history.reference import Row, draft_rows, likeliest_path, store_of, walk
 from treering.history.draft.acceptance import NUM_TRAINED, OFFSET, SCALE, Acceptance, estimate, learn
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.prior import SHARES, vote_tables
+from treering.history.draft.prior import EDIT_FACTORS, LENGTH_FACTORS, NO_TOKEN_VOTES, SHARES, SHIFT_FACTORS
 from treering.history.draft.reliability import ReliabilityBin, calibration_error
 from treering.history.draft.token_weights import ROOT_UNIT, WEIGHT_UNIT, make_token_weights
 from treering.history.features import FIRST, NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, NUM_VOTES
@@ -241,8 +241,8 @@ def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
 
     numbers = behind_stop(range(90))
     assert numbers[0] > 5
-    # What is left is the one token whose estimate is about the least that is drafted.
-    assert set(numbers[30:]) <= {0, 1}
+    # What is left are tokens whose estimates are about the least that is drafted.
+    assert max(numbers[60:]) <= 2
 
 
 def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() -> None:
@@ -255,21 +255,16 @@ def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() 
     assert not acceptance.token_weights.any()
 
 
-def test_a_vote_grows_with_the_match_with_what_agrees_behind_an_edit_and_with_how_new_it_is() -> None:
-    tables = vote_tables()
-    assert all((table > 0).all() for table in tables.values())
-    length, edit, age = (
-        tables["length"].reshape(4, 11),
-        tables["edit"].reshape(7, 5),
-        tables["age"].reshape(4, 4),
-    )
+def test_a_vote_grows_with_the_match_and_with_what_agrees_after_an_edit() -> None:
+    tables = (LENGTH_FACTORS, EDIT_FACTORS, SHIFT_FACTORS, NO_TOKEN_VOTES)
+    assert all((table > 0).all() for table in tables)
+    length, edit = LENGTH_FACTORS.reshape(4, 11), EDIT_FACTORS.reshape(7, 5)
     np.testing.assert_allclose(length[:, 1:] / length[:, :-1], math.exp(0.6))
     np.testing.assert_allclose(length[2] / length[0], math.exp(-0.5))
     assert (np.diff(edit, axis=1) > 0).all()
     assert (edit[0, 1:] > edit[6, 1:]).all()
     assert (edit[:, 0] == 1).all()
-    assert (np.diff(age, axis=1) < 0).all()
-    # Own context has no shift; the farther from the same place of a rollout, the less a vote counts.
-    assert tables["shift"].shape == (6,)
-    assert (np.diff(tables["shift"][1:]) < 0).all()
-    assert (np.diff(tables["none"]) > 0).all()
+    # Own context has no shift; the farther from the same position of a rollout, the less a vote counts.
+    assert SHIFT_FACTORS.shape == (6,)
+    assert (np.diff(SHIFT_FACTORS[1:]) < 0).all()
+    assert (np.diff(NO_TOKEN_VOTES) > 0).all()

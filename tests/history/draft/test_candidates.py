@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from numba import njit
 
-from treering.history.draft.candidates import CALIBRATED, FREQUENCY, Facts, Texts, Votes, count_votes, describe
+from treering.history.draft.candidates import Texts, count_votes
+from treering.history.draft.prior import LENGTH_FACTORS
 from treering.history.draft.vote_fractions import sum_up, write_shares
 from treering.history.draft.workspace import Workspace, make_workspace
-from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
+from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.match.matches import PLACE
 from treering.history.store.prompt_index import MARKER
 
@@ -23,10 +24,10 @@ LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 
 @njit
 def count(
-    texts: Any, places: Any, room: Any, begin: int, end: int, depth: int, votes: Any, policy: int, longest: int
+    texts: Any, places: Any, room: Any, begin: int, end: int, depth: int, is_calibrated: bool, longest: int
 ) -> Any:
     """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
-    num = count_votes(texts, places, room, begin, end, depth, votes, policy, longest)
+    num = count_votes(texts, places, room, begin, end, depth, is_calibrated, longest)
     candidates = room.candidates
     total, num_longest = sum_up(candidates, num)
     shares = np.zeros((num, NUM_VOTES), np.float32)
@@ -35,19 +36,13 @@ def count(
     return num, total, num_longest, shares
 
 
-@njit
-def described(out: Any, places: Any, facts: Any) -> None:
-    """The compiled description of a candidate, likewise."""
-    describe(out, places, facts, 0, 5, 0, 6, 7)
-
-
 def stretched(part: float) -> float:
     """What stands in a table of 1,024 for it."""
     place = int(part * (1024 - 0.01))
     return float(stretch.py_func((place + 0.5) / 1024))
 
 
-def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
+def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
     """Places that go on with these tokens two behind where they begin, in any of the texts."""
     rng = np.random.default_rng(draw)
     texts = Texts(*(np.full(SIZE, 77, np.int32) for _ in range(3)))
@@ -59,8 +54,7 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray, Votes]:
     places["weight"] = rng.random(NUM_PLACES) + 0.1
     for place, token in zip(places, tokens, strict=True):
         texts[place["text"]][place["at"] + DEPTH] = token
-    tables = (rng.random(NUM_SOURCES * NUM_LENGTHS) + 0.1, *(np.ones(1) for _ in range(4)))
-    return texts, places, Votes(*tables)
+    return texts, places
 
 
 def room_of_all() -> Workspace:
@@ -71,12 +65,12 @@ def room_of_all() -> Workspace:
     return room
 
 
-def expected(places: np.ndarray, tokens: list[int], votes: Votes, policy: int) -> dict[int, dict[str, Any]]:
+def expected(places: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict[int, dict[str, Any]]:
     """The candidates by their tokens, from the definition."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for j, (place, token) in enumerate(zip(places, tokens, strict=True)):
         bucket = sum(place["length"] + DEPTH > last for last in LASTS)
-        factor = votes.length[place["source"] * NUM_LENGTHS + bucket] if policy == CALIBRATED else 1.0
+        factor = LENGTH_FACTORS[place["source"] * NUM_LENGTHS + bucket] if is_calibrated else 1.0
         if token != MARKER:
             found[token].append((j, place["weight"] * factor))
     return {
@@ -93,16 +87,16 @@ def expected(places: np.ndarray, tokens: list[int], votes: Votes, policy: int) -
     }
 
 
-@pytest.mark.parametrize("policy", [CALIBRATED, FREQUENCY])
+@pytest.mark.parametrize("is_calibrated", [True, False])
 @pytest.mark.parametrize("end", [5, MARKER, 6], ids=["all agree", "one ends", "one differs"])
 @pytest.mark.parametrize("draw", range(8))
-def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, policy: int) -> None:
+def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, is_calibrated: bool) -> None:
     tokens = [5] * NUM_PLACES
     tokens[draw % NUM_PLACES] = end
-    texts, places, votes = node_of(draw, tokens)
+    texts, places = node_of(draw, tokens)
     room = room_of_all()
-    num, total, num_longest, shares = count(texts, places, room, BEGIN, END, DEPTH, votes, policy, 60)
-    wanted = expected(places, tokens, votes, policy)
+    num, total, num_longest, shares = count(texts, places, room, BEGIN, END, DEPTH, is_calibrated, 60)
+    wanted = expected(places, tokens, is_calibrated)
     assert num == len(wanted)
     assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
     assert num_longest == sum(item["num_longest"] for item in wanted.values())
@@ -121,25 +115,13 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
 @pytest.mark.parametrize("source", range(NUM_SOURCES))
 def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
     tokens = [5] * NUM_PLACES
-    texts, places, votes = node_of(0, tokens)
+    texts, places = node_of(0, tokens)
     places["weight"][places["source"] == source] = 0.0
-    *_, shares = count(texts, places, room_of_all(), BEGIN, END, DEPTH, votes, FREQUENCY, 60)
+    *_, shares = count(texts, places, room_of_all(), BEGIN, END, DEPTH, False, 60)
     has_votes = [k != source and (places["source"] == k).any() for k in range(NUM_SOURCES)]
     assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
 
 
 def test_a_node_without_places_has_no_candidates() -> None:
-    texts, places, votes = node_of(0, [5] * NUM_PLACES)
-    assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, votes, CALIBRATED, 0)[:3] == (0, 0.0, 0)
-
-
-def test_age_and_reward_of_a_rollout_and_what_is_newer_elsewhere_are_told_apart() -> None:
-    seen = []
-    # A history place's note is its age, 4 times its reward class, and 16 times how many rollouts are newer.
-    notes = [(HISTORY, age + 4 * reward + 16 * newer) for newer in range(4) for reward in range(3) for age in range(4)]
-    for source, note in notes + [(HISTORY + 1, rank) for rank in range(4)]:
-        places, out = np.zeros(1, PLACE), np.zeros(NUM_KINDS, np.int32)
-        places["source"], places["note"] = source, note
-        described(out, places, Facts(0, 3, 1, 4, 0, 1, 1, 1, 1))
-        seen.append(int(out[4]) - FIRST[4])
-    assert seen == [*range(12)] * 4 + [12, 13, 14, 15]
+    texts, places = node_of(0, [5] * NUM_PLACES)
+    assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)

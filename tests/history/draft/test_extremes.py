@@ -21,7 +21,7 @@ from tests.history.reference import (
 )
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.history.match.arena import Arena, describe
+from treering.history.match.arena import Arena
 from treering.history.match.hash_chains import make_hash_chains
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
@@ -163,19 +163,6 @@ def test_more_entries_than_their_places_can_count_are_refused_before_room_is_mad
 ) -> None:
     with pytest.raises(InputError, match=rf"at most 2147483647 entries, got 21474836\d\d; .*{message}"):
         make()
-
-
-@pytest.mark.slow
-def test_a_rollout_of_any_length_is_described() -> None:
-    # Entries since the marker have 25 bits: those further on count as the last.
-    text = np.full(2**25 + 2, 5, np.int32)
-    text[0] = -1
-    about = np.zeros(text.size, np.int32)
-    describe(
-        text, np.array([0, text.size]), np.zeros(1, np.float32), np.zeros(1, np.uint8), about, np.zeros(0, np.float32)
-    )
-    assert (about[[0, 1, 2**25 - 1, 2**25, 2**25 + 1]] >> 6).tolist() == [0, 1, 2**25 - 1, 2**25 - 1, 2**25 - 1]
-    assert not (about & 63).any()
 
 
 @pytest.mark.timeout(60)

@@ -6,11 +6,11 @@ import pytest
 from tests.history.reference import Row, draft_rows, store_of
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.token_weights import WEIGHT_UNIT
-from treering.history.features import FIRST, NUM_HASHES, NUM_PAIRS, hash_of
+from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_HASHES, NUM_PAIRS, hash_of
 
 ROWS = draft_rows([Row(rollout=(5, 6, 7))])
 TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
-BEHIND_ONE, TOKEN, PAIR, TRIPLE = FIRST[18:22]
+BEHIND_ONE, TOKEN, PAIR, TRIPLE = FIRST[NUM_GENERAL_KINDS:][:4]
 
 
 def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows
 
-LINE, FORK = [[1, 2, 3]], [[1, 4], [1, 2, 3]]
+LINE, FORK = [[1, 2, 3]], [[1, 2, 3], [1, 4]]
 
 
 def drafter_of(rollouts: list[list[int]]) -> Drafter:
@@ -32,7 +32,7 @@ def drafter_of(rollouts: list[list[int]]) -> Drafter:
         ({"min_acceptance": 1.5}, r"in \(0, 1\], got 1.5"),
         ({"min_acceptance": float("nan")}, r"in \(0, 1\], got nan"),
         ({"min_acceptance": "0.1"}, r"in \(0, 1\], got '0.1'"),
-        ({"policy": "newest"}, "policy is one of calibrated, frequency, reward, recency, got 'newest'; choose one"),
+        ({"policy": "newest"}, "policy is one of calibrated, frequency, got 'newest'; choose one"),
         ({"shape": "graph"}, "shape is one of tree, chain, got 'graph'"),
         ({"sources": ()}, r"at least one, got \(\)"),
         ({"sources": ("histroy",)}, "got .'histroy'"),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,8 @@ def test_what_is_cached_is_named_by_all_sources_that_it_may_use(tmp_path: Any) -
 
 def cached_functions() -> Iterator[tuple[str, Any]]:
     """The compiled functions of the folder that are cached, with their modules."""
-    for module in map(importlib.import_module, sorted(f"treering.history.{m.name}" for m in iter_modules(PACKAGE))):
+    names = sorted(module.name for module in walk_packages(PACKAGE, "treering.history."))
+    for module in map(importlib.import_module, names):
         for value in vars(module).values():
             is_cached = isinstance(value, Dispatcher) and not isinstance(value._cache, NullCache)
             if is_cached and value.py_func.__module__ == module.__name__:

@@ -7,9 +7,8 @@ import pytest
 from numba import njit
 
 from treering.history.draft.acceptance import Acceptance
-from treering.history.draft.candidates import CALIBRATED, FREQUENCY, Texts, Votes
+from treering.history.draft.candidates import Texts
 from treering.history.draft.output import Output, write_row
-from treering.history.draft.prior import vote_tables
 from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
@@ -18,7 +17,7 @@ from treering.history.store.prompt_index import MARKER
 
 SIZE, MOST, NONE = 300, 40, -9
 WEIGHTS = Acceptance().weights, Acceptance().token_weights
-SETTINGS = [(CALIBRATED, False), (CALIBRATED, True), (FREQUENCY, False)]
+SETTINGS = [(True, False), (True, True), (False, False)]
 
 
 @njit
@@ -44,7 +43,6 @@ def some_places(rng: np.random.Generator, num_tokens: int, num_places: int) -> t
     places["text"] = rng.integers(0, 3, num_places)
     places["source"] = rng.integers(0, NUM_SOURCES, num_places)
     places["length"] = rng.integers(1, 40, num_places)
-    places["note"] = rng.integers(0, 4, num_places)
     places["weight"] = rng.random(num_places) + 0.05
     return texts, places
 
@@ -64,16 +62,16 @@ def path_of(room: Workspace, node: int) -> list[int]:
     return tokens[::-1]
 
 
-@pytest.mark.parametrize(("policy", "is_chain"), SETTINGS, ids=["tree", "chain", "by frequency"])
+@pytest.mark.parametrize(("is_calibrated", "is_chain"), SETTINGS, ids=["tree", "chain", "by frequency"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 30])
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("draw", range(4))
 def test_a_nodes_places_are_those_that_go_on_as_its_path(
-    draw: int, least: float, num_tokens: int, policy: int, is_chain: bool
+    draw: int, least: float, num_tokens: int, is_calibrated: bool, is_chain: bool
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
     texts, places = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
-    model = Model(Votes(*vote_tables().values()), *WEIGHTS, policy, is_chain)
+    model = Model(*WEIGHTS, is_calibrated, is_chain)
     room = make_workspace()
     room.buds["parent"] = NONE
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, least, 0.002))
@@ -87,7 +85,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
             assert bud["path"] == room.buds["path"][room.buds["parent"] == bud["parent"]].max()
     paths = [tuple(path_of(room, node)) for node in range(num_nodes)]
     assert len(set(paths)) == num_nodes
-    if is_chain or policy == FREQUENCY:
+    if is_chain or not is_calibrated:
         assert [len(path) for path in paths] == list(range(1, num_nodes + 1))
 
 
@@ -97,7 +95,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
     texts[IN_LIVE][: 2 * num_places : 2] = np.arange(num_places) + 100
     places = np.zeros(num_places, PLACE)
     places["text"], places["at"], places["length"], places["weight"] = IN_LIVE, 2 * np.arange(num_places), 5, 1.0
-    model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
+    model = Model(*WEIGHTS, True, False)
     room = make_workspace()
     num_nodes = grown(texts, places, room, num_places, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(room, node) for node in range(num_nodes)) == [[100 + k] for k in range(12)]
@@ -109,7 +107,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 @pytest.mark.parametrize("draw", range(4))
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, places = some_places(np.random.default_rng(draw), 3, 20)
-    model = Model(Votes(*vote_tables().values()), *WEIGHTS, CALIBRATED, False)
+    model = Model(*WEIGHTS, True, False)
     room, at, size = make_workspace(), 7, 7 + MOST + 1
     num_nodes = grown(texts, places, room, places.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(

@@ -40,17 +40,6 @@ def test_one_token_behind_an_edit_the_old_trajectory_goes_on(edit: str, num_roll
         assert path == OLD[at + 1 : at + 1 + len(path)]
 
 
-@pytest.mark.parametrize("edit", ["replaced", "added"])
-def test_right_behind_a_new_token_both_ways_to_go_on_are_drafted(edit: str) -> None:
-    rollout, at = EDITS[edit]
-    store = store_of({"q": {0: [OLD]}})
-    for drafts in (
-        stepped(rollout, store, min_acceptance=1e-3),
-        Drafter(store, min_acceptance=1e-3).propose(draft_rows([Row(rollout=rollout)])),
-    ):
-        assert OLD[at] in first_tokens(drafts)
-
-
 @pytest.mark.parametrize("edit", EDITS)
 def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) -> None:
     rollout, at = EDITS[edit]

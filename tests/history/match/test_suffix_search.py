@@ -25,7 +25,7 @@ def found_in_history(
     for q in range(rows.size):
         b = rows[q]
         ask_history(ahead, q, tokens, b, ends[b], begins[b], history, prompts[b])
-    search(ahead, rows.size, tokens, history.text, history.order, history.keys, history.about)
+    search(ahead, rows.size, tokens, history.text, history.order, history.keys, history.positions)
     return ahead.lows
 
 

@@ -66,7 +66,7 @@ class Acceptance:
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         quiet: int64 [1], rows without a draft since the last one that was only tried.
-        asked: float64 [2, 3], see `EnabledSources`.
+        asked: float64 [3], see `SourceGate`.
         rests: int64 [2], see `Backoff`.
     """
 
@@ -79,7 +79,7 @@ class Acceptance:
         self.token_weights, self.token_roots = make_token_weights()
         self.reliability = np.zeros((NUM_BINS, 3))
         self.quiet = np.zeros(1, np.int64)
-        self.asked = np.zeros((2, 3))
+        self.asked = np.zeros(3)
         self.rests = np.zeros(2, np.int64)
 
     @property
@@ -133,18 +133,18 @@ def estimate(weights: Float32Array, token_weights: Int16Array, shares: Float32Ar
 @lean
 def _logit(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
     # Sums side by side, and shares by themselves: one addition need not wait for the one before.
-    first = second = third = fourth = fifth = sixth = voted = shared = np.float32(0.0)
-    for k in range(0, NUM_GENERAL_KINDS, 6):
+    first = second = third = fourth = fifth = voted = shared = np.float32(0.0)
+    for k in range(1, NUM_GENERAL_KINDS, 5):
         first += weights[np.uintp(NUM_VOTES + features[k])]
         second += weights[np.uintp(NUM_VOTES + features[k + 1])]
         third += weights[np.uintp(NUM_VOTES + features[k + 2])]
         fourth += weights[np.uintp(NUM_VOTES + features[k + 3])]
         fifth += weights[np.uintp(NUM_VOTES + features[k + 4])]
-        sixth += weights[np.uintp(NUM_VOTES + features[k + 5])]
     for k in range(0, NUM_VOTES, 2):
         voted += weights[k] * shares[k]
         shared += weights[k + 1] * shares[k + 1]
-    general = ((voted + shared) + (first + second)) + ((third + fourth) + (fifth + sixth))
+    bias = weights[np.uintp(NUM_VOTES + features[0])]
+    general = ((voted + shared) + (first + second)) + ((third + fourth) + (fifth + bias))
     return float(general + token_logit(token_weights, features))
 
 

@@ -9,50 +9,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treering.arrays import Float64Array, Int32Array
+from treering.arrays import Int32Array
+from treering.history.draft.prior import EDIT_FACTORS, LENGTH_FACTORS, SHIFT_FACTORS
 from treering.history.draft.workspace import MAX_CANDIDATES, Workspace
 from treering.history.features import (
     FIRST,
-    HISTORY,
-    NUM_AGES,
     NUM_COUNTS,
     NUM_EDITS,
     NUM_HASHES,
     NUM_LENGTH_CLASSES,
     NUM_LENGTHS,
+    NUM_NEAR,
     NUM_PAIRS,
     NUM_RANKS,
-    NUM_REWARDS,
-    NUM_SHIFTS,
     NUM_SOURCES,
     NUM_STATES,
     count_bucket,
-    crowd_bucket,
     depth_bucket,
-    fine_share,
     hash_of,
     length_bucket,
     near_bucket,
-    rivals,
-    tally,
 )
 from treering.history.jit import lean, pick
-from treering.history.match.arena import SAID_BITS
-from treering.history.match.matches import Places, age_of, newness_of, vote_bucket
-
-CALIBRATED, FREQUENCY, REWARD, RECENCY = range(4)
-# What a place without a reward, or with none above zero, counts under the reward policy.
-_NO_REWARD = 1e-3
-
-
-class Votes(NamedTuple):
-    """Factors of votes; see `prior.vote_tables`."""
-
-    length: Float64Array
-    edit: Float64Array
-    age: Float64Array
-    shift: Float64Array
-    none: Float64Array
+from treering.history.match.matches import Places, vote_bucket
 
 
 class Texts(NamedTuple):
@@ -73,16 +52,9 @@ class Facts(NamedTuple):
     own: int
     """Places that it has."""
     share: int
-    """Of the votes, in twentieths."""
+    """Of the votes, in tenths."""
     rank: int
-    crowd: int
-    """Places of its node."""
-    num_longest: int
-    """Places of its own with the longest match of all."""
-    all_longest: int
-    """Places of its node with that."""
-    rivals: int
-    """Candidates of its node."""
+    """Candidates with more votes."""
 
 
 @lean
@@ -93,20 +65,15 @@ def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: in
 
 
 @lean
-def weigh(places: Places, num: int, votes: Votes, policy: int, longest: int) -> None:
-    """What each place's vote counts apart from its length."""
+def weigh(places: Places, num: int, is_calibrated: bool, longest: int) -> None:
+    """Writes what each match's vote counts apart from its length."""
     for i in range(num):
         place = places[i]
-        if policy == CALIBRATED:
-            edit = vote_bucket(place.length) * NUM_EDITS + place.edit
-            age, shift = np.uintp(place.source * 4 + newness_of(place)), np.uintp(place.shift)
-            place.weight = votes.edit[np.uintp(edit)] * votes.age[age] * votes.shift[shift]
-        elif place.length < longest:
-            place.weight = 0.0
-        elif policy == REWARD:
-            place.weight = max(place.reward, 0.0) + _NO_REWARD
+        if is_calibrated:
+            edit = np.uintp(vote_bucket(place.length) * NUM_EDITS + place.edit)
+            place.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(place.shift)]
         else:
-            place.weight = 1.0 if policy == FREQUENCY else 16.0 ** -age_of(place)
+            place.weight = 0.0 if place.length < longest else 1.0
 
 
 @lean
@@ -117,8 +84,7 @@ def count_votes(
     begin: int,
     end: int,
     depth: int,
-    votes: Votes,
-    policy: int,
+    is_calibrated: bool,
     longest: int,
 ) -> int:
     """Fills the candidates from a node's places, the members from `begin` to `end`; returns how many there are.
@@ -128,7 +94,7 @@ def count_votes(
     if begin == end:
         return 0
     # Taken apart once: numba counts references whenever a field of a tuple is read.
-    history, live, others, factor = texts.history, texts.live, texts.others, votes.length
+    history, live, others = texts.history, texts.live, texts.others
     members, tokens, counted = room.members, room.tokens, room.votes
     place = places[np.uintp(members[np.uintp(begin)])]
     first, differs = token_at(history, live, others, place.text, place.at + depth), np.int32(0)
@@ -139,8 +105,8 @@ def count_votes(
         place = places[np.uintp(number)]
         token = token_at(history, live, others, place.text, place.at + depth)
         vote = place.weight
-        if policy == CALIBRATED:
-            vote *= factor[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
+        if is_calibrated:
+            vote *= LENGTH_FACTORS[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
         tokens[np.uintp(j - begin)], counted[np.uintp(j - begin)] = token, vote
         differs |= token ^ first
         total += vote
@@ -211,35 +177,24 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    place, rank, own, crowd, share = places[np.uintp(facts.place)], facts.rank, facts.own, facts.crowd, facts.share
-    source = place.source
+    place = places[np.uintp(facts.place)]
+    source, shift, edit = place.source, place.shift, place.edit
     length, near = length_bucket(facts.length), near_bucket(depth)
-    count, far = count_bucket(own), depth_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
-    is_history = source == HISTORY
-    note = place.note & ((1 << SAID_BITS) - 1) if is_history else NUM_AGES * NUM_REWARDS + place.note
-    shift, edit = place.shift, place.edit
     out[0] = FIRST[0]
     out[1] = FIRST[1] + source * NUM_LENGTHS + length
     out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)
     out[3] = FIRST[3] + shift
-    out[4] = FIRST[4] + note
-    out[5] = FIRST[5] + (share >> 1) * 4 + near
-    out[6] = FIRST[6] + source * NUM_COUNTS + count
-    out[7] = FIRST[7] + far
-    out[8] = FIRST[8] + start * NUM_LENGTHS + length
-    out[9] = FIRST[9] + min(rank, NUM_RANKS - 1)
-    out[10] = FIRST[10] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
-    out[11] = FIRST[11] + near * NUM_LENGTHS + length
-    out[12] = FIRST[12] + near * NUM_SHIFTS + shift
-    out[13] = FIRST[13] + near * 8 + crowd_bucket(crowd)
-    out[14] = FIRST[14] + tally(own, crowd) * (NUM_STATES + 1) + (state if depth == 0 else NUM_STATES)
-    out[15] = FIRST[15] + tally(facts.num_longest, facts.all_longest)
-    out[16] = FIRST[16] + rivals(own, facts.rivals)
-    out[17] = FIRST[17] + fine_share(share, crowd)
-    out[18] = FIRST[18] + (before & (NUM_HASHES - 1))
-    out[19] = FIRST[19] + (token & (NUM_HASHES - 1))
-    out[20] = FIRST[20] + hash_of(token, before, 0, NUM_PAIRS)
-    out[21] = FIRST[21] + hash_of(token, before, earlier + 1, NUM_PAIRS)
-    out[22] = FIRST[22] + hash_of(token, source, 0, NUM_HASHES)
-    out[23] = FIRST[23] + hash_of(token, length, 0, NUM_HASHES)
+    out[4] = FIRST[4] + facts.share * NUM_NEAR + near
+    out[5] = FIRST[5] + source * NUM_COUNTS + count_bucket(facts.own)
+    out[6] = FIRST[6] + depth_bucket(depth)
+    out[7] = FIRST[7] + start * NUM_LENGTHS + length
+    out[8] = FIRST[8] + min(facts.rank, NUM_RANKS - 1)
+    out[9] = FIRST[9] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
+    out[10] = FIRST[10] + near * NUM_LENGTHS + length
+    out[11] = FIRST[11] + (before & (NUM_HASHES - 1))
+    out[12] = FIRST[12] + (token & (NUM_HASHES - 1))
+    out[13] = FIRST[13] + hash_of(token, before, 0, NUM_PAIRS)
+    out[14] = FIRST[14] + hash_of(token, before, earlier + 1, NUM_PAIRS)
+    out[15] = FIRST[15] + hash_of(token, source, 0, NUM_HASHES)
+    out[16] = FIRST[16] + hash_of(token, length, 0, NUM_HASHES)

@@ -5,7 +5,7 @@ a wrong draft costs time only.
 """
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 from treering.errors import ConfigError, InputError
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.acceptance import Acceptance
+from treering.history.draft.acceptance import Acceptance, learn
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_latest
-from treering.history.draft.kernel import propose
-from treering.history.draft.lessons import Answers, Lessons
-from treering.history.draft.prior import vote_tables
+from treering.history.draft.feedback import as_counts, check_latest, mark, set_states
+from treering.history.draft.kernel import Budget, propose
+from treering.history.draft.output import Output
 from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import Policy, Shape, check_settings
+from treering.history.draft.tree import Model
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.match.source_gate import EnabledSources
+from treering.history.match.sources import Rows
 from treering.history.match.state import SearchState
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
@@ -92,14 +93,11 @@ class Drafter:
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         self._store = store
         self._max_draft = max_draft
-        self._kind = (get_args(Policy).index(policy), shape == "chain")
+        self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._spending = DraftController(float(min_acceptance), self._acceptance.rests)
-        self._looks = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
-        self._lessons = Lessons(self._acceptance, self._looks)
-        self._votes = tuple(vote_tables().values())
+        self._sources = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._searched = SearchState(
-            rewards="read" if policy == "reward" else "unread",
             max_live_tokens=max_live_tokens,
             max_other_tokens=max_other_tokens if "others" in sources else 0,
         )
@@ -155,12 +153,21 @@ class Drafter:
         offsets = np.empty(num_rows + 1, np.int64)
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
+        searched, learnt = self._searched, self._acceptance
         bad_row, cutoff, num_grown = propose(
-            rows.tokens, rows.num_tokens, rows.num_prompt_tokens, self._searched.live.row_scopes, rows.max_drafts,
-            self._worth, self._leaders, *self._searched.arrays, self._looks.due(), *self._kind, self._max_draft,
-            *self._spending.leasts, *self._votes, self._acceptance.weights, self._acceptance.token_weights,
-            self._acceptance.quiet, *self._spending.curve, offsets, tokens, parents, acceptance, paths, self._shares,
-            self._features,
+            Rows(
+                rows.tokens, rows.num_tokens, rows.num_prompt_tokens, searched.live.row_scopes, rows.max_drafts,
+                self._worth, self._leaders, searched.prompt_slots, searched.own_spans,
+            ),
+            searched.history,
+            searched.live.running,
+            searched.others,
+            searched.live.states,
+            self._sources.due(),
+            Model(learnt.weights, learnt.token_weights, *self._kind),
+            Budget(self._max_draft, *self._spending.leasts, *self._spending.curve),
+            learnt.quiet,
+            Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
@@ -190,7 +197,8 @@ class Drafter:
                 a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
                 comes behind one is worth learning.
             leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
-                what a draft's branches leave open is learnt at the next `propose`, from the row's new tokens.
+                a row teaches nothing from the first accepted token on that `accepted` leaves open: where its draft
+                branches. Pass it for trees.
 
         Raises:
             StateError: other rows, or a second time.
@@ -205,11 +213,16 @@ class Drafter:
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        answers = Answers(
-            drafts=drafts, shares=shares, features=features, counts=counts, was_cut=was_cut, leaves=last,
-            slots=self._searched.live_slots, token_s=self._spending.token_s(self._num_looked),
+        was_accepted, num_left = np.empty(drafts.tokens.size, np.int8), np.empty(counts.size, np.int64)
+        mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
+        table = self._acceptance
+        learn(
+            drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
+            table.weights, table.squares, table.token_weights, table.token_roots, table.reliability,
         )  # fmt: skip
-        self._lessons.take(answers, rows, self._searched.live.threads)
+        self._sources.note(drafts.offsets, features, was_accepted, self._spending.token_s(self._num_looked))
+        searched = self._searched
+        set_states(searched.live.states, searched.live_slots, drafts.offsets, counts, num_left, was_cut)
         # For each row that was looked up, what it and those that it led have gained.
         num_gained = float(counts.sum()) * self._num_looked / counts.size
         self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
@@ -221,12 +234,10 @@ class Drafter:
 
     def reliability(self) -> tuple[ReliabilityBin, ...]:
         """How often estimates came true, by their size: what `observe` has seen, likeliest last."""
-        self._lessons.flush()
         return as_bins(self._acceptance.reliability)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """What was learnt, for a checkpoint: copies. The store has its own (`HistoryStore.save`)."""
-        self._lessons.flush()
         return self._acceptance.state()
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -236,7 +247,6 @@ class Drafter:
             InputError: other names, shapes or values; nothing is taken then.
         """
         self._acceptance.load_state(state)
-        self._lessons.forget()
         # What rows that have left leave behind is no part of a state.
         self._searched.forget()
         self._latest = None
@@ -247,7 +257,6 @@ class Drafter:
         searched = self._searched
         is_same = rows is searched.rows
         searched.take(rows, self._store.snapshot)
-        self._lessons.settle(rows, searched.live_slots, searched.live.threads)
         if not is_same or rows.leaders is not None:
             num_before = self._num_looked
             self._leaders, self._worth, self._num_looked = read_leaders(rows)

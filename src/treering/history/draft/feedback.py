@@ -14,10 +14,11 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
 from treering.history.jit import STAMP, lean
+from treering.history.match.row_states import RowStates
 from treering.history.types import DraftRows, Drafts
 
 NO_LEAF = -2
-"""Of a row whose last accepted token is not said."""
+"""Stands for a row whose last accepted token the engine does not name."""
 _WRONG_COUNT, _WRONG_LEAF = 1, 2
 
 
@@ -106,8 +107,8 @@ def mark(
     was_cut: BoolArray,
     was_accepted: NDArray[np.int8],
     num_left: Int64Array,
-) -> int:
-    """What became of every drafted token: 1, 0, or -1 where it is not known; returns how many rows leave it open.
+) -> None:
+    """Writes what became of every drafted token: 1, 0, or -1 where it is not known.
 
     Args:
         offsets: int64 [B + 1], of the rows' drafts.
@@ -119,7 +120,6 @@ def mark(
         was_accepted: int8 [D], written.
         num_left: int64 [B], written: tokens drafted right behind the last accepted one, -1 where that is not known.
     """
-    num_open = 0
     for b in range(offsets.size - 1):
         begin, size = offsets[b], offsets[b + 1] - offsets[b]
         was_accepted[begin : begin + size] = -1
@@ -131,7 +131,6 @@ def mark(
             was_accepted[begin + node] = 1
             node = parents[begin + node]
         num_left[b] = 0 if is_known else -1
-        num_open += not is_known
         for i in range(size):
             if was_accepted[begin + i] == 1:
                 continue
@@ -141,7 +140,6 @@ def mark(
                 was_accepted[begin + i] = 0 if is_known and not was_cut[b] else -1
             elif parent < 0 or was_accepted[begin + parent] == 1:
                 was_accepted[begin + i] = 0
-    return num_open
 
 
 @lean
@@ -164,26 +162,24 @@ def _compile(stamp: int) -> Callable[..., None]:
 
     @njit(cache=True)
     def set_states(
-        state: Int64Array,
-        num_expected: Int64Array,
-        num_tokens: Int64Array,
+        states: RowStates,
         slots: Int64Array,
         offsets: Int64Array,
         counts: Int64Array,
         num_left: Int64Array,
         was_cut: BoolArray,
     ) -> None:
-        """Notes in each row's slot what its draft came to; the first three arrays are those of `Threads`."""
+        """Notes in each row's slot what its draft came to."""
         assert stamp >= 0
         for b in range(counts.size):
             if offsets[b + 1] == offsets[b]:
                 continue
             slot = slots[b]
-            num_expected[slot] = num_tokens[slot] + counts[b] + 1
+            states.num_expected[slot] = states.num_tokens[slot] + counts[b] + 1
             if was_cut[b] or num_left[b] < 0:
-                state[slot] = NOT_TRIED
+                states.state[slot] = NOT_TRIED
             else:
-                state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
+                states.state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
 
     compiled: Callable[..., None] = set_states
     return compiled

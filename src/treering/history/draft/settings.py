@@ -12,10 +12,10 @@ from treering.history.draft.workspace import MAX_NODES
 from treering.history.features import SOURCES, Source
 from treering.types import is_count
 
-Policy = Literal["calibrated", "frequency", "reward", "recency"]
-"""Whose places count, and how much. calibrated: all, by what they have been worth; every continuation is a candidate.
-Of the longest matches alone: frequency each one alike, reward by the rollout's reward, recency the newest version; of
-what stands behind them the token with the most votes is followed, at every branch (RhymeRL, section 5.3)."""
+Policy = Literal["calibrated", "frequency"]
+"""Which matches vote. calibrated: all, weighted by how often such matches were accepted; every continuation is a
+candidate. frequency: the longest ones, each alike; at every branch only the token with the most votes is followed
+(RhymeRL, section 5.3)."""
 
 Shape = Literal["tree", "chain"]
 

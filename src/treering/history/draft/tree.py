@@ -10,10 +10,11 @@ import numpy as np
 
 from treering.arrays import Float32Array, Int16Array
 from treering.history.draft.acceptance import estimate
-from treering.history.draft.candidates import CALIBRATED, Facts, Texts, Votes, count_votes, describe
+from treering.history.draft.candidates import Facts, Texts, count_votes, describe
+from treering.history.draft.prior import NO_TOKEN_VOTES
 from treering.history.draft.vote_fractions import sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_BUD, NOWHERE, Workspace
-from treering.history.features import NUM_FINE_SHARES, length_bucket
+from treering.history.features import NUM_SHARES, length_bucket
 from treering.history.jit import lean
 from treering.history.match.matches import Places, longest_of
 
@@ -25,10 +26,10 @@ _NUM_DOUBLED = 32
 class Model(NamedTuple):
     """How candidates are judged."""
 
-    votes: Votes
     weights: Float32Array
     token_weights: Int16Array
-    policy: int
+    is_calibrated: bool
+    """Whether all matches vote; else the longest ones do, each alike."""
     is_chain: bool
     """Whether a node has one child at most."""
 
@@ -122,9 +123,7 @@ def _expand(
     The bud was taken as node `node`, or is the context with -1; the token before it is `before`.
     """
     num_waiting, num_buds, num_members = so_far
-    num: int = count_votes(
-        texts, places, room, stem.begin, stem.end, stem.depth + 1, model.votes, model.policy, stem.longest
-    )
+    num: int = count_votes(texts, places, room, stem.begin, stem.end, stem.depth + 1, model.is_calibrated, stem.longest)
     num_buds = _judge(places, room, stem, node, before, num, model, state, num_buds)
     num_waiting = _admit(room, num, least, model.is_chain, num_waiting)
     return Grown(num_waiting, num_buds, _part(room, stem, num, num_members))
@@ -144,10 +143,10 @@ def _judge(
 ) -> int:
     """Makes buds of the candidates that may be followed, with estimates; returns how many buds there are then."""
     buds, candidates = room.buds, room.candidates
-    is_calibrated = model.policy == CALIBRATED
+    is_calibrated = model.is_calibrated
     depth = stem.depth + 1
     total, num_longest = sum_up(candidates, num)
-    all_votes = total + (model.votes.none[length_bucket(stem.longest + depth)] if is_calibrated else 0.0)
+    all_votes = total + (NO_TOKEN_VOTES[length_bucket(stem.longest + depth)] if is_calibrated else 0.0)
     for c in range(num):
         candidate = candidates[c]
         candidate.line = NO_BUD
@@ -164,9 +163,8 @@ def _judge(
         bud = buds[np.uintp(num_buds)]
         write_shares(bud.shares, candidates, c, num, share, num_longest)
         facts = Facts(
-            candidate.best, candidate.length + depth, candidate.count,
-            min(int(share * NUM_FINE_SHARES), NUM_FINE_SHARES - 1), rank, stem.end - stem.begin, candidate.num_longest,
-            num_longest, num,
+            candidate.best, candidate.length + depth, candidate.count, min(int(share * NUM_SHARES), NUM_SHARES - 1),
+            rank,
         )  # fmt: skip
         describe(bud.features, places, facts, depth, candidate.token, state, stem.token, before)
         chance = estimate(model.weights, model.token_weights, bud.shares, bud.features)

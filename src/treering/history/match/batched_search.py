@@ -75,7 +75,7 @@ def ask_history(
 @lean
 def search(
     ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
-    about: Int32Array,
+    positions: Int32Array,
 ) -> None:  # fmt: skip
     """Makes the first `num` searches in one index or arena, each step for all of them.
 
@@ -101,7 +101,7 @@ def search(
         start, right = starts[q], lows[q]
         for k in range(start + max(right - _NUM_SOON, 0), start + min(right + _NUM_SOON, sizes[q])):
             prefetch(text, start + order[k])
-            prefetch(about, start + order[k])
+            prefetch(positions, start + order[k])
 
 
 @lean

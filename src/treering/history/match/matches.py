@@ -12,9 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from treering.history.features import HISTORY, NUM_AGES, NUM_LENGTH_CLASSES, edit_bucket, length_bucket
+from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.jit import lean
-from treering.history.match.arena import SAID_BITS
 
 MAX_PLACES = 64
 IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
@@ -29,9 +28,7 @@ PLACE = np.dtype(
         ("length", np.int32),
         ("edit", np.int32),  # bucket
         ("shift", np.int32),  # bucket
-        ("note", np.int32),  # of history the arena's note, else rank by newness
         ("weight", np.float64),  # what it counts apart from its length
-        ("reward", np.float64),
     ],
     align=True,
 )
@@ -59,17 +56,13 @@ def is_known(places: Places, num: int, text: int, at: int) -> bool:
 
 
 @lean
-def put(
-    places: Places, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int, note: int,
-    reward: float,
-) -> int:  # fmt: skip
+def put(places: Places, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int) -> int:
     """Notes a place where there is room; returns how many there are then."""
     if num == MAX_PLACES:
         return num
     place = places[np.uintp(num)]
     place.at, place.text, place.source, place.length = at, text, source, length
-    place.edit, place.shift, place.note = edit_bucket(edit), shift, note
-    place.reward = reward
+    place.edit, place.shift = edit_bucket(edit), shift
     return num + 1
 
 
@@ -80,18 +73,6 @@ def longest_of(places: Places, num: int) -> int:
     for i in range(num):
         longest = max(longest, places[i].length)
     return longest
-
-
-@lean
-def newness_of(place: Any) -> int:
-    """How many places or rollouts are newer, 0 to 3."""
-    return int(place.note >> SAID_BITS if place.source == HISTORY else place.note)
-
-
-@lean
-def age_of(place: Any) -> int:
-    """Age in versions, 0 to 3; running rows are of the newest."""
-    return int(place.note & (NUM_AGES - 1) if place.source == HISTORY else 0)
 
 
 @lean

@@ -36,5 +36,5 @@ def find_in_others(
         edit = 0
         if length < LONG_ENOUGH:
             edit = agree_behind_edit(text, at - length, context, last - length, begin)
-        num = put(places, num, OTHERS, IN_OTHERS, at + 1, length, edit, FAR, 0, 0.0)
+        num = put(places, num, OTHERS, IN_OTHERS, at + 1, length, edit, FAR)
     return num

@@ -6,7 +6,7 @@ Knows chains of live texts. Knows nothing of published history.
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array
-from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, rank_bucket, shift_bucket
+from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.hash_chains import EVERYWHERE, LONG, newest_of_three, newest_of_token
 from treering.history.match.matches import IN_LIVE, Places, is_known, put
@@ -34,7 +34,7 @@ def find_in_live(
             if at < 0 or rank == _MAX_LIVE:
                 break
             if _is_of_group(running, group, at):
-                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, LONG, rank, uses)
+                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, LONG, uses)
                 rank += 1
             at = live.long[at]
     for begins in range(2):
@@ -49,7 +49,7 @@ def find_in_live(
             if at < 0 or rank == _MAX_LIVE or num - before >= _MAX_LIVE:
                 break
             if _is_of_group(running, group, at):
-                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, 1, rank, uses)
+                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, 1, uses)
                 rank += 1
             at = live.short[at]
     return num
@@ -58,7 +58,7 @@ def find_in_live(
 @lean
 def _put_live(
     places: Places, num: int, running: Running, slot: int, prompt_slot: int, at: int, context: Int32Array,
-    num_prompt: int, least: int, rank: int, uses: BoolArray,
+    num_prompt: int, least: int, uses: BoolArray,
 ) -> int:  # fmt: skip
     """Notes the place behind live.tokens[at] where at least so many tokens agree."""
     live = running.chains
@@ -73,7 +73,7 @@ def _put_live(
     if length < least:
         return num
     shift = 0 if source == OWN else shift_bucket(at - running.begins[np.uintp(owner)] - (context.size - num_prompt))
-    return int(put(places, num, source, IN_LIVE, at + 1, length, edit, shift, rank_bucket(rank), 0.0))
+    return int(put(places, num, source, IN_LIVE, at + 1, length, edit, shift))
 
 
 @lean
@@ -93,7 +93,7 @@ def find_in_other_groups(
         if is_elsewhere and is_there(running, owner, at) and live.tokens[at + 1] != MARKER:
             length, edit = measure(live.tokens, at, context, num_prompt)
             if length >= LONG and not is_known(places, num, IN_LIVE, at + 1):
-                num = put(places, num, OTHERS, IN_LIVE, at + 1, length, edit, FAR, rank_bucket(rank), 0.0)
+                num = put(places, num, OTHERS, IN_LIVE, at + 1, length, edit, FAR)
                 rank += 1
         at = live.wide[at]
     return num

@@ -16,9 +16,9 @@ from zlib import crc32
 import numpy as np
 
 from treering.arrays import Int64Array
-from treering.history.match.alignment import Threads, make_threads
 from treering.history.match.hash_chains import make_hash_chains
 from treering.history.match.regions import NOWHERE, UNIT, Regions
+from treering.history.match.row_states import RowStates, make_row_states
 from treering.history.match.running import Running
 from treering.history.types import DraftRows, check_counts
 
@@ -49,7 +49,7 @@ class RunningRows:
 
     Attributes:
         chains: all texts, linked within groups.
-        threads: what the row of each slot followed at its latest step.
+        states: of the row in each slot, what its latest draft came to.
         row_scopes: int64 [B], scope of each row: its group, by number in the order in which groups came.
 
     Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts. Where one
@@ -68,7 +68,7 @@ class RunningRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        arrays = (*self.chains, *self.threads, self._num_noted, self._first, self._scopes)
+        arrays = (*self.chains, *self.states, self._num_noted, self._first, self._scopes)
         return self._regions.num_bytes + sum(array.nbytes for array in arrays)
 
     @property
@@ -111,7 +111,7 @@ class RunningRows:
         self._regions = Regions(num_slots=2 * num_rows, max_size=self._max_size)
         self._width = 0
         self._num_noted, self._first, self._scopes = np.zeros((3, 1 + 2 * num_rows), np.int64)
-        self.threads = make_threads(1 + 2 * num_rows)
+        self.states = make_row_states(1 + 2 * num_rows)
         self._free = deque(range(1, 1 + num_rows))
         self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
 
@@ -162,7 +162,7 @@ class RunningRows:
             self._free.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
         slot = self._free.popleft()
         self._num_noted[slot] = self._first[slot] = 0
-        self.threads.num_tokens[slot] = -1
+        self.states.num_expected[slot] = -1
         if self._regions.begins[slot] == NOWHERE:
             self._lacking.append((slot, self._width))
         return slot
@@ -223,7 +223,7 @@ class RunningRows:
         self._regions.add_slots(num_slots)
         self._num_noted, self._first = np.append(self._num_noted, none), np.append(self._first, none)
         self._scopes = np.append(self._scopes, none)
-        self.threads = Threads(*map(_joined, self.threads, make_threads(num_slots)))
+        self.states = RowStates(*map(_joined, self.states, make_row_states(num_slots)))
         return range(first, first + num_slots)
 
 

@@ -8,15 +8,15 @@ Knows which source is asked when. Knows nothing of what becomes of places.
 from typing import NamedTuple
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from treering.history.features import EDITS, HISTORY, OTHERS, OWN, SIBLINGS
+from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.jit import lean
-from treering.history.match.alignment import Threads, find_threads, follow, refresh_threads
 from treering.history.match.arena import Histories
 from treering.history.match.batched_search import BatchedSearch, ask, ask_history, search
-from treering.history.match.history_matches import LEAST_EDIT, NEAR, find_edited, find_in_history
+from treering.history.match.history_matches import find_in_history
 from treering.history.match.matches import Places, longest_of
 from treering.history.match.other_prompts import find_in_others
 from treering.history.match.recent import Others
+from treering.history.match.row_states import RowStates, update_state
 from treering.history.match.running import Running
 from treering.history.match.running_matches import find_in_live, find_in_other_groups
 
@@ -46,21 +46,18 @@ def is_due(rows: Rows, b: int) -> bool:
 
 @lean
 def find_places(
-    rows: Rows, first: int, behind: int, history: Histories, generation: int, running: Running, others: Others,
-    threads: Threads, uses: BoolArray, places: Places, num_places: Int64Array, ahead: BatchedSearch,
+    rows: Rows, first: int, behind: int, history: Histories, running: Running, others: Others, states: RowStates,
+    uses: BoolArray, places: Places, num_places: Int64Array, ahead: BatchedSearch,
 ) -> None:  # fmt: skip
     """Fills the places of the rows from `first` to `behind`, and how many each has."""
     num_places[:] = 0
     if uses[HISTORY]:
         _ask_history(rows, first, behind, history, places, num_places, ahead)
-    if uses[EDITS]:
-        _ask_history_behind_edits(rows, first, behind, history, places, num_places, ahead)
     for b in range(first, behind):
         if is_due(rows, b):
             k = b - first
-            num_places[k] = _find_running(
-                rows, b, history, generation, running, threads, uses, places[k], num_places[k]
-            )
+            update_state(states, running.slots[b], rows.num_tokens[b])
+            num_places[k] = _find_running(rows, b, running, uses, places[k], num_places[k])
     if uses[OTHERS]:
         _ask_others(rows, first, behind, running, others, places, num_places, ahead)
 
@@ -81,7 +78,7 @@ def _ask_history(
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
             ask_history(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b])
             num += 1
-    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.about)
+    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.positions)
     for q in range(num):
         b = ahead.rows[q]
         num_places[b - first] = find_in_history(
@@ -91,52 +88,16 @@ def _ask_history(
 
 
 @lean
-def _ask_history_behind_edits(
-    rows: Rows,
-    first: int,
-    behind: int,
-    history: Histories,
-    places: Places,
-    num_places: Int64Array,
-    ahead: BatchedSearch,
-) -> None:
-    """The same of contexts without their last token, where nothing near was found."""
-    num = 0
-    for b in range(first, behind):
-        is_long = rows.num_tokens[b] - rows.num_prompt[b] >= LEAST_EDIT
-        if not is_due(rows, b) or not is_long or history.spans[rows.prompts[b], 1] == 0:
-            continue
-        if longest_of(places[b - first], num_places[b - first]) < NEAR:
-            end, prompt = rows.num_tokens[b] - 1, rows.prompts[b]
-            ask_history(ahead, num, rows.tokens, b, end, rows.num_prompt[b], history, prompt)
-            num += 1
-    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.about)
-    for q in range(num):
-        b = ahead.rows[q]
-        k = b - first
-        num_places[k] = find_edited(
-            places[k], num_places[k], history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
-            rows.num_prompt[b], ahead.lows[q],
-        )  # fmt: skip
-
-
-@lean
-def _find_running(
-    rows: Rows, b: int, history: Histories, generation: int, running: Running, threads: Threads,
-    uses: BoolArray, places: Places, num: int,
-) -> int:  # fmt: skip
-    """Adds where a row goes on that it followed before, and what is running; returns how many there are then."""
+def _find_running(rows: Rows, b: int, running: Running, uses: BoolArray, places: Places, num: int) -> int:
+    """Adds matches in the running rollouts of the row's group; returns how many matches there are then."""
+    if not (uses[SIBLINGS] or uses[OWN]) or longest_of(places, num) >= _ENOUGH:
+        return num
     context = rows.tokens[b, : rows.num_tokens[b]]
-    begin, slot, prompt = rows.num_prompt[b], running.slots[b], rows.prompts[b]
-    refresh_threads(threads, slot, context.size, generation)
-    if uses[HISTORY] and history.spans[prompt, 1] > 0:
-        num_found = num
-        num = find_threads(places, num, threads, slot, history, prompt, context, begin)
-        follow(threads, slot, places, num_found, history.spans[prompt, 0])
-    threads.num_tokens[slot] = context.size
-    if (uses[SIBLINGS] or uses[OWN]) and longest_of(places, num) < _ENOUGH:
-        num = find_in_live(places, num, running, slot, running.prompt_slots[b], rows.groups[b], context, begin, uses)
-    return num
+    found: int = find_in_live(
+        places, num, running, running.slots[b], running.prompt_slots[b], rows.groups[b], context, rows.num_prompt[b],
+        uses,
+    )  # fmt: skip
+    return found
 
 
 @lean

@@ -6,13 +6,12 @@ Knows rows and snapshots, and what of it is to be read anew when either changes.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from treering.history.match.arena import Arena, Rewards
-from treering.history.match.recent import Recent
-from treering.history.match.running import Running
+from treering.arrays import Int64Array
+from treering.history.match.arena import Arena, Histories
+from treering.history.match.recent import Others, Recent
 from treering.history.match.running_rows import RunningRows, Turnover
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
@@ -30,9 +29,9 @@ class SearchState:
     Example: as long as the same rows run over the same snapshot, a step reads what they have appended and nothing else.
     """
 
-    def __init__(self, *, rewards: Rewards, max_live_tokens: int, max_other_tokens: int) -> None:
+    def __init__(self, *, max_live_tokens: int, max_other_tokens: int) -> None:
         """Keeps at most so many of a running rollout's or prompt's tokens, and of other prompts' history."""
-        self._arena = Arena(rewards=rewards)
+        self._arena = Arena()
         self._recent = Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
         self._slots, self._own_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
@@ -44,12 +43,24 @@ class SearchState:
         return sum(part.num_bytes for part in (self._arena, self.live, self._recent))
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What a compiled call reads, in the order in which `propose` takes it."""
-        return (
-            self._slots, self._own_spans, *self._arena.arrays, self._arena.generation, *_flat(self.live.running),
-            *self._recent.arrays, *self.live.threads,
-        )  # fmt: skip
+    def prompt_slots(self) -> Int64Array:
+        """Slots of the rows' prompts in the arena, int64 [B]."""
+        return self._slots
+
+    @property
+    def own_spans(self) -> Int64Array:
+        """Where each row's own prompt begins and ends in the text of other prompts, int64 [B, 2]."""
+        return self._own_spans
+
+    @property
+    def history(self) -> Histories:
+        """Histories of the rows' prompts."""
+        return self._arena.arrays
+
+    @property
+    def others(self) -> Others:
+        """Histories of other prompts."""
+        return self._recent.arrays
 
     def forget(self) -> None:
         """Goes on as a new one: what rows that have left leave behind would be found by those that come."""
@@ -78,7 +89,3 @@ class SearchState:
             self._arena.forget()
         self._slots = self._arena.slots(rows.prompt_ids, snapshot)
         self._own_spans = self._recent.spans(rows.prompt_ids)
-
-
-def _flat(running: Running) -> tuple[Any, ...]:
-    return (*running.chains, *running[1:])
