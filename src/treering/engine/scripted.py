@@ -1,7 +1,4 @@
-"""An engine that writes what a script says: the protocol in plain Python, and the stand-in of a model in tests.
-
-Knows when requests start, end, wait and are taken out. Knows nothing of models, logits, noise and memory.
-"""
+"""A model-free engine for tests: plain Python that returns scripted tokens through the engine protocol."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +13,7 @@ from treering.errors import ConfigError, InputError
 from treering.types import TokenIds
 
 Script = Callable[[Request], TokenIds | Sequence[int]]
-"""Gives the tokens that come next for a request, after its `so_far`; called once, when the request starts."""
+"""Returns a request's next tokens, after its `so_far`; called once, when the request starts."""
 
 LOGPROB = -1.0
 """Both log-probabilities of every scripted token."""
@@ -25,15 +22,15 @@ LOGPROB = -1.0
 class ScriptedEngine(Engine):
     """Rollouts from a script, one token per running rollout and step.
 
-    A rollout ends at a stop token, at max_tokens or, as with a stop string, where its script ends; an empty script
+    A rollout ends at a stop token, at max_tokens, or at the end of its script (finish reason "stop"); an empty script
     gives a rollout of 0 tokens.
 
-    Example: `ScriptedEngine(lambda request: [7, 8, 9])` asked for max_tokens=2 gives the tokens [7, 8] in two steps,
-    with finish reason "length".
+    Example: `ScriptedEngine(lambda request: [7, 8, 9])` with max_tokens=2 gives the tokens [7, 8] in two steps, with
+    finish reason "length".
     """
 
     def __init__(self, script: Script, *, max_batch: int = 8, version: int = 0) -> None:
-        """`max_batch` rollouts run at one time; `version` is the policy version to begin with."""
+        """Runs at most `max_batch` rollouts at a time; `version` is the initial policy version."""
         if max_batch < 1:
             raise ConfigError(f"an engine runs at least one rollout at a time, got max_batch={max_batch}; raise it")
         self._script = script
@@ -56,19 +53,19 @@ class ScriptedEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were submitted and have not come out of a step."""
+        """Submitted requests whose rollouts no step has returned yet."""
         return len(self._waiting) + len(self._running) + len(self._finished)
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens that each running rollout has, those of `so_far` included; requests that wait are left out."""
+        """Tokens of each running rollout, `so_far` included; waiting requests are left out."""
         return {key: row.num_generated for key, row in self._running.items()}
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, in order.
 
         Raises:
-            InputError: a key that is already there, or stop strings, which need a tokenizer; none of the requests is
-                queued then.
+            InputError: a key that is already in use, or stop strings, which need a tokenizer; then no request is
+                queued.
         """
         queued: dict[RolloutKey, Request] = {}
         for request in requests:
@@ -85,21 +82,21 @@ class ScriptedEngine(Engine):
         self._waiting |= queued
 
     def step(self) -> list[Rollout]:
-        """Advances running rollouts by one token and returns those that finished; [] when idle."""
+        """Advances running rollouts by one token and returns the finished ones; [] when idle."""
         self._start()
         self._advance()
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Takes requests out, running or waiting, with what they have; unknown keys are ignored."""
+        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
         return [rollout for key in keys if (rollout := self._take(key)) is not None]
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Goes on as `version`.
+        """Continues as `version`.
 
         Raises:
-            InputError: a version that is not above the present one.
+            InputError: a version that is not above the current one.
         """
         if version <= self._version:
             raise InputError(f"a version is above the one before, got {version} after {self._version}; count it up")
@@ -150,7 +147,7 @@ class ScriptedEngine(Engine):
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A request that has started: its script, and the version of each token written so far."""
+    """A running request: its script, and the policy version of each token written so far."""
 
     request: Request
     script: TokenIds
@@ -162,12 +159,12 @@ class _Row:
 
     @property
     def num_read(self) -> int:
-        """Tokens that were there before: the prompt's and those of `so_far`."""
+        """Tokens known at the start: the prompt and `so_far`."""
         return self.request.prompt.size + self._before.num_tokens
 
     @property
     def num_generated(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self._before.num_tokens + self.num_written
 
     @property

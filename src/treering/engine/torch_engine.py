@@ -1,7 +1,6 @@
 """The embedded engine: continuous batching of a Hugging Face model in this process, on CPU or CUDA.
 
-Owns the queue, the table and the order of a step: admit, draft, compute, draw, collect. How tokens are computed, drawn
-and drafted is the business of the files of these names.
+A step admits waiting requests, drafts, runs a forward pass, samples, and returns the finished rollouts.
 """
 
 import time
@@ -34,7 +33,7 @@ from treering.train.loop.compute import num_threads as threads
 
 
 class TorchEngine(Engine):
-    """Samples rollouts of a model that lives in this process.
+    """Samples rollouts of a model in this process.
 
     The engine computes with a snapshot of the weights, taken now and at each `update_weights`. Results do not depend on
     drafter, batch or order (law 5): exactly in float64, up to near-ties in float32, in distribution in bfloat16.
@@ -62,26 +61,26 @@ class TorchEngine(Engine):
         costs: Costs = "measured",
         equal_rows: EqualRows = "auto",
     ) -> None:
-        """Reads the weights and makes room.
+        """Copies the weights and allocates the key-value arena.
 
         Args:
             model: a supported Hugging Face causal language model; adapters merged.
             drafter: proposes tokens for speculation; None decodes one token per row and step.
             max_batch: rollouts that run at one time.
-            max_tokens: tokens whose keys and values fit, prompts that rollouts share counted once.
-            max_prefill: prompt and observed tokens per pass at most, so that decoding never waits for a long prompt.
+            max_tokens: tokens whose keys and values fit; prompts that rollouts share count once.
+            max_prefill: most prompt and observed tokens per pass, so that decoding never waits for a long prompt.
             seed: of the noise.
-            version: policy version of the present weights.
+            version: policy version of the current weights.
             decode: tokens to text, for stop strings.
             num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
             backend: see `Backend`.
-            costs: see `Costs`; of no account without a drafter.
+            costs: see `Costs`; not used without a drafter.
             equal_rows: see `EqualRows`.
 
         Raises:
             ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs or `equal_rows`.
             StateError: the model's logits hold NaN or +inf.
-            UnsupportedError: a model that the engine would not compute exactly, by name.
+            UnsupportedError: a model that the engine would not compute exactly; the message names what differs.
         """
         check_settings(
             drafter=drafter,
@@ -137,7 +136,7 @@ class TorchEngine(Engine):
 
     @property
     def backend(self) -> str:
-        """Which decoder runs, and where: "fused on cpu" for instance, or "plain on cuda" and why."""
+        """The decoder and its device: "fused on cpu" for instance, or "plain on cuda" with the reason."""
         return self._backend
 
     def progress(self) -> dict[RolloutKey, int]:
@@ -190,24 +189,24 @@ class TorchEngine(Engine):
         self._version = version
 
     def use_drafter(self, drafter: Drafter | None) -> None:
-        """Drafts come from another drafter from the next step on, or there are none; no rollout notices."""
+        """Switches to another drafter, or to none, from the next step on; results do not change."""
         self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
 
     def use_equal_rows(self, equal_rows: EqualRows) -> None:
-        """Rows with the same tokens are computed once or each from the next step on; no rollout notices.
+        """Sets how duplicate rows are computed from the next step on; results do not change.
 
         Raises:
-            ConfigError: an unknown way.
+            ConfigError: an unknown mode.
         """
         check_equal_rows(equal_rows)
         self._equal_rows = resolved(equal_rows, self._weights.device.type)
 
     def measure_costs(self) -> VerifyCosts:
-        """Seconds of a pass by its tokens, and of drafting, here and now; rollouts, counts and noise stay as they are.
+        """Measures the seconds of a pass by its number of tokens, and of drafting; changes no rollout, count or noise.
 
-        It takes some tenths of a second, or some sixty passes where these are slow. The engine measures by itself
-        before its first pass, where `costs` is "measured" and it has a drafter that has no costs yet, and again where
-        passes then take less than half of what was measured.
+        Takes a few tenths of a second, or about sixty passes if these are slow. With costs="measured" and a drafter
+        without costs the engine calls it before its first pass, and again if passes later take less than half of the
+        measured time.
 
         Raises:
             StateError: the model's logits hold NaN or +inf.
@@ -224,13 +223,13 @@ class TorchEngine(Engine):
             )
 
     def _advance(self) -> list[Rollout]:
-        """One pass over the running rows."""
+        """Runs one pass over the running rows."""
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
         chunks = plan_chunks(table.prefixes.incomplete(), self._max_prefill)
         if chunks:
-            # A pass writes all keys before any token reads, so rows may already run with the last chunk of a prefix.
+            # A pass writes all keys before any token reads, so rows can run along with the last chunk of their prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
         leaders = leaders_of(table.columns, table.num_rows, self._equal_rows)
@@ -250,7 +249,7 @@ class TorchEngine(Engine):
         return self._collect(work, gains)
 
     def _collect(self, work: StepInputs, gains: CommittedTokens) -> list[Rollout]:
-        """Takes out the rows that finished, last one first, so that removing one moves none that is still to come."""
+        """Removes the finished rows, last one first: removing a row moves only rows that are already handled."""
         finished = []
         for index in reversed(range(work.rows.size)):
             row, finish = int(work.rows[index]), int(gains.finish[index])

@@ -1,6 +1,6 @@
-"""From logits to the tokens that rollouts gain: drawing and verifying, on CPU in one compiled call, else in torch.
+"""Samples next tokens from logits and verifies drafts: on CPU in one compiled call, elsewhere in torch.
 
-Knows logits, drafts and the columns of the sampled rows. Knows nothing of weights or of what becomes of the tokens.
+On CUDA with kernels, `treering.engine.decoder.cuda.verify` does both on the device.
 
     W sampled positions   R sampled rows   J most drafts of a row   V vocabulary
 """
@@ -22,13 +22,13 @@ from treering.types import TokenIds
 
 
 class Drawn(NamedTuple):
-    """Tokens of the sampled rows: drafted ones that agreed, and one more; [R, 1 + J], filled up to `num_tokens`."""
+    """Tokens of the sampled rows: accepted drafts and one more; [R, 1 + J], filled up to `num_tokens`."""
 
     tokens: TokenIds
     logprobs: Float64Array
     policy_logprobs: Float64Array
     num_tokens: Int64Array  # [R]
-    path: Int32Array  # numbers of the drafts that agreed, each within its row's; then -1
+    path: Int32Array  # indices of the accepted drafts within their row, then -1
 
 
 Draw = Callable[[Tensor, StepInputs, BatchState, DraftTrees], Drawn]
@@ -36,10 +36,10 @@ Draw = Callable[[Tensor, StepInputs, BatchState, DraftTrees], Drawn]
 
 
 def draw(logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees) -> Drawn:
-    """The tokens behind the computed ones, for logits [W, V] of `work.wanted`.
+    """Samples the next tokens of every sampled row from logits [W, V] of `work.wanted`.
 
     Raises:
-        StateError: logits that are no distribution.
+        StateError: logits with NaN or +inf, or -inf only.
     """
     rows = work.rows
     num_drafts = drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]
@@ -88,7 +88,7 @@ def _draw_on_cpu(
 def _draw_in_torch(
     logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, drawn: Drawn
 ) -> None:
-    """Draws for every row at all its positions at one time, and keeps what the drafts agree with."""
+    """Samples at all positions of every row at once, and keeps the path that the drafts follow."""
     owner = np.repeat(work.rows, 1 + num_drafts)
     begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
     # The context's last token of every row has depth 0.
@@ -102,7 +102,7 @@ def _draw_in_torch(
         return torch.from_numpy(values).to(logits.device)
 
     sampled = sample(
-        # Nobody's logits are read twice where no row is led.
+        # Without duplicate rows every row reads its own logits, in order.
         logits if (work.leaders == work.rows).all() else logits[on_device(at)],
         keys=on_device(columns.keys[owner]),
         positions=on_device(columns.num_tokens[owner] + depth),
@@ -113,7 +113,7 @@ def _draw_in_torch(
     tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
     for index, (leader, first) in enumerate(zip(work.leaders, begins, strict=True)):
         path = _walk(tokens[first:], drafts, drafts.offsets[leader], num_drafts[index])
-        # Of the logits behind each of them, those behind the context come first.
+        # The context's own logits come before those of the drafts.
         own = first + 1 + np.array([-1, *path])
         drawn.num_tokens[index] = own.size
         drawn.path[index, : len(path)] = path
@@ -122,7 +122,7 @@ def _draw_in_torch(
 
 
 def _walk(tokens: NDArray[np.integer[Any]], drafts: DraftTrees, first: int, num_drafts: int) -> list[int]:
-    """Numbers of the drafts on a row's path, along `tokens`: drawn behind its context, then behind each draft."""
+    """Indices of the accepted drafts of a row; `tokens` are sampled after its context, then after each draft."""
     path: list[int] = []
     number = child(tokens[0], -1, num_drafts, drafts.tokens, drafts.parents, first)
     while number >= 0:

@@ -1,7 +1,4 @@
-"""Pieces of shared prompts that a pass computes, and how they join the tokens of the running rows.
-
-Knows prefixes and token counts. Knows nothing of rollouts.
-"""
+"""Chunked prefill of shared prompts, joined with the running rows' tokens into one batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,18 +19,18 @@ class Chunk:
     num_tokens: int
 
     def complete(self) -> None:
-        """Notes that its keys and values are in the arena, or will be before anything reads them."""
+        """Marks its keys and values as computed; they are in the arena before anything reads them."""
         assert self.prefix.start is not None
         self.prefix.spans.set_computed(self.prefix.start, self.first + self.num_tokens)
 
 
 def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
-    """The first tokens that are missing, prefix by prefix, `max_tokens` in all; they count as computed from now on.
+    """Chunks of the missing prefix tokens, `max_tokens` in all; marks them as computed.
 
-    A pass writes all keys before any token reads, so a prefix goes on in the same pass behind what it shares with one
-    before it.
+    A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it
+    shares with an earlier one.
 
-    Example: prefixes that lack 300 and 500 tokens and max_tokens=512 give chunks of 300 and 212.
+    Example: prefixes with 300 and 500 missing tokens and max_tokens=512 give chunks of 300 and 212.
     """
     chunks = []
     for prefix in prefixes:
@@ -47,7 +44,7 @@ def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
 
 
 def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
-    """One batch: the rows' tokens, then the chunks', whose logits nobody wants."""
+    """One batch: the rows' tokens, then the chunks', whose logits are not computed."""
     columns = [list(work[:9]), *(_columns(chunk) for chunk in chunks)]
     merged = columns[0] if len(columns) == 1 else [np.concatenate(parts) for parts in zip(*columns, strict=True)]
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = merged
@@ -66,7 +63,7 @@ def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
 
 
 def _columns(chunk: Chunk) -> list[np.ndarray]:
-    """A chunk's columns in the order of `StepInputs`; to its own tokens, a prefix is the own span."""
+    """A chunk's columns in the order of `StepInputs`; the prefix's span is the own span of its tokens."""
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)

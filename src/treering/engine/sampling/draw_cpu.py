@@ -1,7 +1,6 @@
-"""Drawing a token on the CPU: the specification of `sampling`, compiled, a few passes over a row of logits.
+"""Samples a token on the CPU: `sampling.reference` compiled to a few passes over a row of logits.
 
-Knows one row and its noise; knows nothing of drafts. Gives the token of `sampling.sample`, and its log-probabilities up
-to rounding (some 1e-15).
+Returns the token of `reference.sample`, and its log-probabilities up to rounding (about 1e-15).
 
     V vocabulary
 """
@@ -28,15 +27,15 @@ _LOG2_E = 1.0 / math.log(2.0)
 # log 2 in two parts, the first with 20 trailing zero bits, so that its product with an exponent is exact.
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
-# Adding it rounds to an integer, which then stands in the lowest bits.
+# Adding it rounds to an integer, which ends up in the lowest bits.
 _ROUNDER = 1.5 * 2.0**52
 _EXPONENT_BIAS, _MANTISSA_BITS = np.int64(1023), np.int64(52)
-# Below it exp leaves the normal numbers, and no noise lifts so small a weight above the top one.
+# Below it exp is subnormal, and no noise lifts so small a weight above the top one.
 _LEAST_EXPONENT = -708.0
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 
 _BLOCK = 64
-# Widens the bound of the race by more than the rounding of log, product and quotient.
+# Widens the bound in `_may_win` by more than the rounding of log, product and quotient.
 _ROUNDING_SLACK = 1.0 - 1e-14
 
 
@@ -55,7 +54,7 @@ def _uniform(state: np.uint64, token: int) -> float:
 
 @njit(cache=True, inline="always")
 def state_of(key: int, position: int) -> np.uint64:
-    """The state of the noise at a position of a rollout, from which every token's number follows."""
+    """The noise state at a position of a rollout; every token's uniform number derives from it."""
     state: np.uint64 = _mix(np.uint64(key) + np.uint64(position) * _POSITION_STEP)
     return state
 
@@ -72,7 +71,7 @@ def uniforms(key: int, position: int, vocab_size: int) -> Float64Array:
 
 @njit(cache=True, inline="always")
 def _exp(x: float) -> float:
-    """The exponential of x <= 0, within 2e-16 relative; NaN stays NaN. No branch, no call: loops vectorise."""
+    """The exponential of x <= 0, within 2e-16 relative; NaN stays NaN. No branches or calls, so loops vectorise."""
     rounded = x * _LOG2_E + _ROUNDER
     exponent = rounded - _ROUNDER
     r = (x - exponent * _LN2_HIGH) - exponent * _LN2_LOW
@@ -86,7 +85,7 @@ def _exp(x: float) -> float:
 # error_model: numba's default tests every divisor for zero.
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
 def _weigh(row: Logits, top: float, temperature: float, weights: Float64Array) -> None:
-    """Probabilities over that of the top token."""
+    """Probabilities relative to the top token's."""
     for i in range(row.size):
         weights[i] = _exp((np.float64(row[i]) - top) / temperature)
 
@@ -101,7 +100,7 @@ def _total(weights: Float64Array) -> float:
 
 @njit(cache=True, inline="always")
 def _may_win(weight: float, u: float, best: float) -> bool:
-    """False only where weight / -log(u) is below `best`: -log(u) is never below 1 - u."""
+    """False only if weight / -log(u) is below `best`: uses the bound -log(u) >= 1 - u."""
     return weight >= best * (1.0 - u) * _ROUNDING_SLACK
 
 
@@ -121,7 +120,7 @@ def _race(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
 
 @njit(cache=True, nogil=True)
 def _race_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int:
-    """`_race` of the whole vocabulary. A logarithm is taken for the few that may beat the best so far."""
+    """`_race` over the whole vocabulary; computes logarithms only for tokens that may beat the best so far."""
     winner = likeliest
     best = weights[winner] / -math.log(_uniform(state, winner))
     for start in range(0, weights.size, _BLOCK):
@@ -151,7 +150,7 @@ def draw_row(
     weights: Float64Array,
     ones: Float64Array,
 ) -> tuple[int, float, float]:
-    """Token, log-probability and policy log-probability of one row; token -1 where the logits are no distribution."""
+    """Token, log-probability and policy log-probability of one row; token -1 for invalid logits."""
     likeliest = 0
     for token in range(row.size):
         if row[token] > row[likeliest]:

@@ -1,9 +1,9 @@
-"""Attention of a decoder on CPU over its arena, compiled, without the interpreter lock.
+"""Attention over the key-value arena on CPU, compiled, without the interpreter lock.
 
-Knows numbers only. All float arrays of a call have one dtype, float32 or float64, and the loops compute in it.
+All float arrays of a call have one dtype, float32 or float64, and the loops compute in it.
 
-    T tokens   H query heads   G key-value heads   D head size   E head size in whole vectors   S slots
-    K room for what a token sees
+    T tokens   H query heads   G key-value heads   D head size   E head size padded to whole vectors   S slots
+    K longest view of a token
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ from treering.engine.decoder.cpu.simd import (
 from treering.history.jit import lean
 
 _FLOOR = -64.0
-"""Of a score below the largest: e**-64 is 1.6e-28, nothing beside 1; with much less float32 is slow to compute."""
+"""Scores this far below the largest are clamped: e**-64 is 1.6e-28, negligible; subnormal float32 would be slow."""
 
 
-# Without numba's runtime, as all that it calls: counting references took a third of the time.
+# Without numba's runtime, here and in all callees: reference counting took a third of the time.
 @njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
 def attend(
     qkv: Floats,
@@ -54,11 +54,11 @@ def attend(
 ) -> None:
     """Attention of each token's queries over its two spans and its tree; out is [T, H D], scale [1], scores [2, K].
 
-    keys is [G, D, S], with room for a vector behind the slots that are seen, values [G, S, E]. A vector is read from
-    `qkv` and written to `out` at a time, so less than one behind the last row is overwritten.
+    keys is [G, D, S], padded by a vector after the last visible slot, values [G, S, E]. Whole vectors are read from
+    `qkv` and written to `out`, so up to a vector after the last row is overwritten.
 
-    Two query heads of one key-value head go side by side, and read what both see once. Where they are an odd number,
-    the last one goes beside itself.
+    Two query heads of one key-value head are processed as a pair, so that keys and values are read once for both. With
+    an odd number the last head is paired with itself.
     """
     num_kv_heads, head_size, num_slots = keys.shape
     padded_size = values.shape[2]
@@ -77,7 +77,7 @@ def attend(
             tree_at = _score(qkv, query, step, keys, key + own_start[t], own, 0, scale[0], scores, own_at)
             end = _score(qkv, query, step, keys, key + tree_start[t], num_tree, bits, scale[0], scores, tree_at)
             whole, other_whole = _soften(scores, end)
-            # The last vector first: it may reach into the head behind it, whose first one comes after it then.
+            # Last vector first: it may overwrite the start of the next head, which is written later.
             for d in range(padded_size - size, -1, -size):
                 at = value + d
                 sums = _gather(values, at + prefix_start[t] * padded_size, prefix, scores, 0, nothing, nothing)
@@ -89,7 +89,7 @@ def attend(
 
 @njit(cache=True, nogil=True)
 def move_slots(keys: Floats, values: Floats, sources: Int64Array, targets: Int64Array) -> None:
-    """Copies keys [layers, G, D, S] and values [layers, G, S, E] of slots to others, one after another."""
+    """Copies slots of keys [layers, G, D, S] and values [layers, G, S, E], one after another."""
     for layer in range(keys.shape[0]):
         for g in range(keys.shape[1]):
             for k in range(sources.size):
@@ -102,11 +102,11 @@ def _score(
     qkv: Floats, query: int, step: int, keys: Floats, first: int, count: int, bits: int, scale: Any, scores: Floats,
     offset: int,
 ) -> int:  # fmt: skip
-    """Puts scale * query . keys[:, j] into scores[:, offset + j] where bit j is set, all of them where none is.
+    """Writes scale * query . keys[:, j] to scores[:, offset + j] where bit j is set; bits = 0 means all j < count.
 
-    The queries of a pair begin at `query` and `query + step`. keys is [D, S], so that slots are vectors; they begin at
-    number `first`. Whole vectors are written, with -inf where nothing is seen, and what stands behind them is returned.
-    Two sums of each, over even and odd d, do not wait for one another.
+    The queries of a pair begin at `query` and `query + step`. keys is [D, S], vectorised over slots from index `first`.
+    Writes whole vectors, -inf for invisible slots, and returns the offset after them. Separate sums over even and odd
+    d shorten the dependency chain.
     """
     head_size, num_slots = keys.shape[1], keys.shape[2]
     size, far = lanes(keys), scores.shape[1]
@@ -129,13 +129,13 @@ def _score(
 
 @lean
 def _seen(bits: int, j: int, count: int, size: int) -> int:
-    """A bit for each of the slots from j on, as many as a vector has."""
+    """The visibility bits of the vector of slots from j on."""
     return int(bits >> j if bits != 0 else (np.int64(1) << min(count - j, size)) - 1)
 
 
 @lean
 def _length(bits: int) -> int:
-    """Slots up to the last one whose bit is set."""
+    """Number of slots up to the highest set bit."""
     count = 64
     while count > 0 and (bits >> (count - 1)) & 1 == 0:
         count -= 1
@@ -146,9 +146,9 @@ def _length(bits: int) -> int:
 def _gather(
     values: Floats, first: int, count: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
-    """`sums` and weights[0, offset + j] times the vector of slot j, and `others` and weights[1, offset + j] times it.
+    """Adds weights[0, offset + j] * v_j to `sums` and weights[1, offset + j] * v_j to `others`, for j < count.
 
-    The vectors begin at number `first` + j E of values.
+    v_j is the vector at index `first` + j E of values.
     """
     step, far = values.shape[2], weights.shape[1]
     second = other_second = spread(values.dtype.type(0))
@@ -170,7 +170,7 @@ def _gather(
 def _gather_tree(
     values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
-    """`_gather` of those of the slots whose bit is set."""
+    """`_gather` over the slots whose bit is set."""
     far = weights.shape[1]
     for j in range(count):
         if (bits >> j) & 1 == 1:
@@ -182,9 +182,9 @@ def _gather_tree(
 
 @lean
 def _soften(scores: Floats, end: int) -> tuple[Any, Any]:
-    """Turns the first scores of both rows, whole vectors of them, into exp(score - largest), in place.
+    """Replaces the scores before `end` of both rows by exp(score - largest), in place, in whole vectors.
 
-    Returns vectors of their sums. -inf becomes as good as nothing, and NaN stays NaN.
+    Returns vectors filled with their sums. -inf becomes negligible, and NaN stays NaN.
     """
     size, far = lanes(scores), scores.shape[1]
     top, other_top = load(scores, 0), load(scores, far)

@@ -1,7 +1,6 @@
-"""The fused decoder for CPU: torch's matrix products into standing buffers, one compiled loop between two of them.
+"""The fused decoder for CPU: torch's matrix products into preallocated buffers, with one compiled loop between them.
 
-A small model's step is mostly the cost of starting operations; this path starts eight a layer instead of forty. Knows
-one pass; knows nothing of where a batch comes from.
+A small model's step is dominated by launching operations; this path launches eight per layer instead of forty.
 
     T tokens   S slots   C hidden size   F MLP size   H query heads   G key-value heads   D head size
 """
@@ -21,18 +20,18 @@ from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64
 _MOST_LAID_OUT = 1 << 20
-"""Bytes of a matrix."""
+"""Largest matrix in bytes that is transposed in memory; see `_by_inputs`."""
 
 
 class CpuDecoder(Decoder):
-    """One pass over float32 or float64 weights on CPU."""
+    """Forward passes with float32 or float64 weights on CPU."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """An arena of `num_slots` and a spare one, kept in memory until the decoder goes."""
+        """Allocates an arena of `num_slots` and a spare slot."""
         sizes = weights.sizes
         dtype = weights.embedding.numpy().dtype
         lanes = lanes_of(dtype)
-        # Attention reads whole vectors, and beyond the last slot.
+        # Attention reads whole vectors, also past the last slot.
         row = _odd_lines(num_slots + 1 + lanes, dtype.itemsize)
         padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
@@ -98,7 +97,7 @@ class CpuDecoder(Decoder):
 
 
 class _Layer:
-    """A layer's weights as the pass takes them: matrices [in, out] for torch, vectors for the loops."""
+    """A layer's weights: matrices [in, out] for torch, norm vectors as arrays for the loops."""
 
     def __init__(self, layer: LayerWeights) -> None:
         nothing = np.zeros(0, layer.input_norm.numpy().dtype)
@@ -112,7 +111,7 @@ class _Layer:
 
 
 class _Views:
-    """The first rows of the buffers, as tensors and as the arrays over the same memory."""
+    """The first rows of the buffers, as tensors and as numpy arrays over the same memory."""
 
     def __init__(self, buffers: dict[str, Tensor], num_tokens: int) -> None:
         views = {name: buffer[:num_tokens] for name, buffer in buffers.items()}
@@ -125,7 +124,7 @@ class _Views:
 
 
 class _Buffers:
-    """Standing room for the activations of a layer, so that a pass allocates nothing but its logits' rows."""
+    """Preallocated activations of a layer, so that a pass allocates only the rows it takes logits of."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
         sizes = weights.sizes
@@ -144,31 +143,31 @@ class _Buffers:
         self._views: dict[int, _Views] = {}
 
     def first(self, num_tokens: int) -> _Views:
-        """Views of that many rows; made once for each number."""
+        """Views of the first `num_tokens` rows, cached by number."""
         views = self._views.get(num_tokens)
         if views is None:
             views = self._views[num_tokens] = _Views(self._tensors, num_tokens)
         return views
 
     def logits(self, num_rows: int) -> Tensor:
-        """Room for that many rows of logits."""
+        """The first `num_rows` rows of the logits buffer."""
         if num_rows > self._logits.shape[0]:
             self._logits = self._logits.new_zeros(2 * num_rows, self._logits.shape[1])
         return self._logits[:num_rows]
 
 
 def _room(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [num_tokens, width] with room for a vector behind them, as the loops want."""
+    """Zeros [num_tokens, width], padded by a vector at the end for the compiled loops."""
     spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
     return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
 
 
 @torch.inference_mode()
 def _by_inputs(matrix: Tensor) -> Tensor:
-    """A snapshot's matrix [out, in] as a view [in, out]; a small one is laid out that way in memory, in its own place.
+    """A snapshot's matrix [out, in] as a view [in, out]; a small one is also transposed in memory, in place.
 
-    So the next `DecoderWeights.read` fills the same memory. A product with a few rows takes up to half as long then;
-    with matrices that are larger than a core's cache two rows would take longer.
+    The next `DecoderWeights.read` fills the same memory. Products with few rows take down to half the time; for
+    matrices larger than a core's cache, products with two rows would get slower.
     """
     if matrix.nbytes <= _MOST_LAID_OUT:
         turned = matrix.T.contiguous()
@@ -187,12 +186,12 @@ def _add_linear(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _odd_lines(num_slots: int, itemsize: int) -> int:
-    """Row length of the keys: an odd number of cache lines, so that the D rows of a head do not share cache sets."""
+    """Row length of the keys: an odd number of cache lines, so that the D rows of a head use different cache sets."""
     per_line = _CACHE_LINE // itemsize
     num_lines = -(-num_slots // per_line)
     return (num_lines | 1) * per_line
 
 
 def supports(weights: DecoderWeights) -> bool:
-    """Whether the fused pass computes these weights: float32 or float64 on CPU."""
+    """Whether the fused decoder supports these weights: float32 or float64 on CPU."""
     return weights.device.type == "cpu" and weights.embedding.dtype in (torch.float32, torch.float64)

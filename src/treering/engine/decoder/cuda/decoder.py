@@ -1,8 +1,7 @@
-"""The decoder for CUDA: matrix products between kernels of our own, captured once per size and replayed.
+"""The decoder for CUDA: matrix products and our own kernels, captured in one CUDA graph per size and replayed.
 
-A pass over tokens whose logits are all wanted (decoding and verifying drafts) is a graph for each bucket of tokens and
-tiles; others, which hold pieces of prompts, start their kernels one by one. Knows one pass and its memory; knows
-nothing of where a batch comes from.
+Passes whose logits are all wanted (decoding and verifying drafts) use a graph per bucket of tokens and tiles; passes
+with prefill chunks launch their kernels one by one.
 
     T tokens   W wanted ones   I tiles   V vocabulary
 """
@@ -28,28 +27,28 @@ from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 
 MAX_CAPTURED = 1024
-"""Tokens of a captured pass at most: beyond, starting kernels takes no time beside running them."""
+"""Most tokens of a captured pass; beyond, launch time is negligible."""
 
 _PassKey = tuple[int, int, int]
 
 
 class CudaDecoder(Decoder):
-    """One pass over float32, bfloat16 or float16 weights.
+    """Forward passes with float32, bfloat16 or float16 weights.
 
     Attributes:
-        spans: the arena that its slots are addresses of.
-        products: which kernel computes each product of a captured pass.
+        spans: the arena; slots of a batch are addresses in it.
+        products: the kernel chosen for each matrix product of a captured pass.
     """
 
     @plain_mode()
     def __init__(self, weights: DecoderWeights, num_slots: int, products: ProductsBy = "measured") -> None:
-        """Pages for `num_slots` and one more for what nobody reads, kept in memory until the decoder goes."""
+        """Allocates pages for `num_slots` and a spare page that nothing reads."""
         sizes, device = weights.sizes, weights.device
         self.spans = PagedAllocator(num_slots)
         self.products = Products(weights, products)
         num_pages = int(self.spans.table.max()) + 1
         self._weights = weights
-        # What fills a bucket up is written behind the last address.
+        # Padding tokens of a bucket write to the address after the last one.
         self._nowhere = self.spans.table.size * PAGE_SLOTS
         self._table = torch.zeros(self.spans.table.size + 1, dtype=torch.int32, device=device)
         self._table[-1] = num_pages
@@ -62,7 +61,7 @@ class CudaDecoder(Decoder):
 
     @property
     def spare_slot(self) -> int:
-        """See `Decoder.spare_slot`: where what fills a bucket up is written."""
+        """See `Decoder.spare_slot`; padding tokens of a bucket write there too."""
         return self._nowhere
 
     @plain_mode()
@@ -79,7 +78,7 @@ class CudaDecoder(Decoder):
 
     @plain_mode()
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """See `Decoder.move`; reads all sources before it writes any target, which is the same for ascending slots."""
+        """See `Decoder.move`; reads all sources before it writes any target, which is equivalent under its rules."""
         table = self.spans.table.astype(np.int64)
         slots = [
             table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS for addresses in (sources, targets)
@@ -90,7 +89,7 @@ class CudaDecoder(Decoder):
                 cache.index_copy_(2, target, cache.index_select(2, source))
 
     def _follow_spans(self) -> None:
-        """Brings the addresses that have changed to the device."""
+        """Copies the changed part of the page table to the device."""
         changed = self.spans.changed()
         if changed is not None:
             (fresh,) = self._send([self.spans.table[slice(*changed)]])
@@ -122,7 +121,7 @@ class CudaDecoder(Decoder):
         return logits
 
     def _filled(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
-        """The tables with tokens that see nothing and tiles of no tokens up to a bucket."""
+        """The tables padded to a bucket, with tokens that see nothing and empty tiles."""
         tokens, tiles = np.zeros((TOKEN_COLUMNS, num_tokens), np.int64), np.zeros((num_tiles, TILE_COLUMNS), np.int64)
         tokens[2] = self._nowhere
         tokens[:, : tables.tokens.shape[1]] = tables.tokens
@@ -139,7 +138,7 @@ class CudaDecoder(Decoder):
         logits: Tensor,
         rows: int,
     ) -> None:
-        """Starts every kernel of a pass, the last of which writes the logits of the wanted tokens, None for all."""
+        """Launches all kernels of a pass and writes the logits of the wanted tokens (None: all)."""
         weights, eps = self._weights, self._weights.sizes.eps
         num_tokens = tokens.shape[1]
         use = buffers.first(num_tokens, tiles.shape[0])
@@ -162,7 +161,7 @@ class CudaDecoder(Decoder):
         product("head", use.h if wanted is None else use.h[wanted], weights.head, weights.head_bias, logits)
 
     def _room(self, num_tokens: int) -> Buffers:
-        """Buffers for so many tokens, of the next power of two; they stay where they are."""
+        """Buffers for `num_tokens` rounded up to a power of two, kept at a fixed address."""
         size = 1 << (num_tokens - 1).bit_length()
         if size not in self._buffers:
             self._buffers[size] = Buffers(self._weights, num_tokens=size)

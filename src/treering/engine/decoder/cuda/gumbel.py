@@ -1,7 +1,6 @@
-"""Samples a token at every wanted position, as `engine.sampling.reference` does, with no [W, V] array but logits.
+"""Gumbel-max sampling on the device, as in `engine.sampling.reference`, without a [W, V] array besides the logits.
 
-Computes noise and probabilities in float64 where they are used, so the tokens are those of the specification up to
-rounding of a near-tie. Knows logits and keys; knows nothing of drafts.
+Computes noise and probabilities in float64 inside the kernel, so tokens equal the reference's up to near-ties.
 
     W wanted positions   V vocabulary   N tiles of V
 """
@@ -49,7 +48,7 @@ def race_kernel(
     S2: tl.constexpr,
     DROPPED: tl.constexpr,
 ):
-    """Of each tile of a position's logits: the largest, the sum of exponentials beside it, and the winner of the race.
+    """Per tile of a position's logits: the maximum, the sum of exponentials relative to it, and the Gumbel-max token.
 
     A tile with NaN or +inf has a peak of +inf. Grid (W, N).
     """
@@ -59,7 +58,7 @@ def race_kernel(
     logits = tl.load(logits_ptr + wanted * VOCABULARY + token, mask=is_token, other=float("-inf")).to(tl.float64)
     is_bad = (logits != logits) | (logits == float("inf"))
     peak = tl.where(tl.max(is_bad.to(tl.int32), 0) > 0, float("inf"), tl.max(tl.where(is_bad, 0.0, logits), 0))
-    # Where nothing is finite there is no winner; the numbers only must not be NaN.
+    # A tile without finite logits has no winner; this only avoids NaN.
     shift = tl.where((peak == float("inf")) | (peak == float("-inf")), 0.0, peak)
     scaled = (tl.where(is_bad, 0.0, logits) - shift) / tl.load(temperature_ptr + wanted)
     weight = tl.exp(scaled)
@@ -95,7 +94,7 @@ def finish_kernel(
     VOCABULARY: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The winner of all tiles and its log-probability; token -1 where logits are no distribution. Grid (W,)."""
+    """The best token of all tiles and its log-probability; token -1 for invalid logits. Grid (W,)."""
     wanted = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, PADDED)
     is_tile = tile < num_tiles
@@ -118,21 +117,21 @@ def finish_kernel(
 
 
 class Raced(NamedTuple):
-    """One drawn token per wanted position."""
+    """One sampled token per wanted position."""
 
     tokens: Tensor
-    """int32 [W]; -1 for logits that are no distribution."""
+    """int32 [W]; -1 for invalid logits."""
     logprobs: Tensor
     """float64 [W]."""
 
 
 def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> Raced:
-    """Draws one token per row as `sampling.sample` does without top-k and top-p; starts two kernels and never waits.
+    """Samples one token per row as `reference.sample` does without top-k and top-p, in two kernels and without waiting.
 
     Args:
         logits: [W, V] before temperature, contiguous; any float type.
         keys: int64 [W], of the rows' rollouts.
-        positions: int64 [W], absolute positions of the tokens that are drawn.
+        positions: int64 [W], absolute positions of the sampled tokens.
         temperature: float64 [W], > 0.
 
     Example: equal logits give each of 4 tokens the log-probability -1.386.

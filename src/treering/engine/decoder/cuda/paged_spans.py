@@ -1,8 +1,7 @@
-"""Spans of slots as an engine asks for them, over pages that lie anywhere: one table from the former to the latter.
+"""A paged arena: contiguous spans of addresses, mapped by a page table to pages anywhere in memory.
 
-A span is a range of addresses, and every 16 of them are a page; two spans of prompts with a common beginning have pages
-in common. Addresses are four times as many as slots, so that a long span finds its range. Knows addresses and pages;
-knows nothing of what uses them.
+Every 16 addresses are a page; spans of prompts with a common beginning share pages. There are four times as many
+addresses as slots, so that a long span finds a contiguous range.
 """
 
 import numpy as np
@@ -15,21 +14,21 @@ from treering.types import TokenIds
 ADDRESSES_PER_SLOT = 4
 
 SPARE_PAGES = 2
-"""The last pages of two spans may be used in part: with these more, what fits into the slots fits into the pages."""
+"""Extra pages for the partly used last pages of two spans, so that whatever fits into the slots fits into pages."""
 
 
 class PagedAllocator(Arena):
-    """An arena whose memory is pages, with `table` from addresses to them.
+    """An arena of pages, with a page table.
 
     Attributes:
-        table: int32 [P], the page behind each 16 addresses; address a is slot `table[a // 16] * 16 + a % 16`.
+        table: int32 [P], the page of each 16 addresses; address a is slot `table[a // 16] * 16 + a % 16`.
         pages: the pages.
 
     Example: with 64 slots, `take(20)` gives address 0 with two pages, and `take(5)` gives address 32 with one.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Every slot is free, and addresses that no span has are slots of the same number as far as there are any."""
+        """All slots are free; addresses outside spans map to the slot of the same index, modulo the number of slots."""
         num_pages = -(-num_slots // PAGE_SLOTS) + SPARE_PAGES
         num_ranges = ADDRESSES_PER_SLOT * num_pages
         self.pages = Pages(num_pages)
@@ -40,16 +39,16 @@ class PagedAllocator(Arena):
 
     @property
     def num_free(self) -> int:
-        """Slots of the pages that are free or only kept."""
+        """Slots of the pages that are free or only cached."""
         return self.pages.num_free * PAGE_SLOTS
 
     def take(self, length: int) -> int | None:
-        """See `Arena.take`; an address."""
+        """See `Arena.take`; returns an address."""
         assert length >= 1
         return self._place(self.pages.take(-(-length // PAGE_SLOTS)))
 
     def take_known(self, tokens: TokenIds) -> int | None:
-        """See `Arena.take_known`; pages that hold the beginning of these tokens are shared."""
+        """See `Arena.take_known`; shares cached pages that hold the beginning of these tokens."""
         return self._place(self.pages.take_known(tokens))
 
     def give_back(self, start: int) -> None:
@@ -58,7 +57,7 @@ class PagedAllocator(Arena):
         self.pages.give_back(self._pages_of.pop(start))
 
     def num_computed(self, start: int) -> int:
-        """See `Arena.num_computed`; what another span has computed of shared pages counts."""
+        """See `Arena.num_computed`; counts what other spans computed of shared pages."""
         return self.pages.num_computed(self._pages_of[start])
 
     def set_computed(self, start: int, num_tokens: int) -> None:
@@ -70,7 +69,7 @@ class PagedAllocator(Arena):
         self.pages.forget_values()
 
     def changed(self) -> tuple[int, int] | None:
-        """First and one past the last entry of `table` that changed since the last call; None for none."""
+        """Range (first, end) of `table` entries changed since the last call; None if there are none."""
         changed, self._changed = self._changed, None
         return changed
 

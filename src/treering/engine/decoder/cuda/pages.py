@@ -1,8 +1,7 @@
-"""Pages of keys and values: who reads which, and which hold the beginning of a prompt that another one shares.
+"""Page allocator with prefix sharing: prompts with a common beginning share pages of keys and values.
 
-A full page of a prompt is named by the page before it and its own 16 tokens, so prompts with a common beginning meet
-at the same pages whoever submits them, and find them again until somebody needs the room. Knows page numbers and
-tokens; knows nothing of devices, rollouts or where in a layer a page lies.
+A full page of a prompt is identified by the page before it and its own 16 tokens, so prompts with a common beginning
+share their pages, and find them in the cache until they are evicted.
 """
 
 from collections import OrderedDict
@@ -21,12 +20,12 @@ _Name = tuple[int, bytes]
 
 
 class Pages:
-    """Pages 0 to num_pages - 1: free, read by somebody, or kept for whoever asks for their tokens next.
+    """Pages 0 to num_pages - 1: free, in use, or cached without readers for the next prompt with their tokens.
 
-    Kept pages are given up oldest first, and a page never before those that continue it.
+    Cached pages are evicted oldest first, and never before the pages that continue them.
 
     Example: of 8 pages a prompt of 40 tokens takes three. Once they are computed, a prompt of 50 with the same first 32
-    tokens takes two more: `take_known` gives it the first two of the other's, and `num_computed` says 32.
+    tokens takes two more: `take_known` gives it the first two of the other's, and `num_computed` is 32.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -34,7 +33,7 @@ class Pages:
         if num_pages < 1:
             raise InputError(f"a cache has at least one page, got {num_pages}; raise max_tokens")
         self._free = list(reversed(range(num_pages)))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # nobody reads them; the next to go comes first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached without readers, next to evict first
         self._num_readers = [0] * num_pages
         self._num_computed = [0] * num_pages
         self._names: list[_Name | None] = [None] * num_pages
@@ -42,17 +41,17 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """Pages that `take` could give, kept ones included."""
+        """Pages that `take` could give, cached ones included."""
         return len(self._free) + len(self._kept)
 
     def take(self, num_pages: int) -> list[int] | None:
-        """Pages that nobody else will read, or None where there are too few."""
+        """Private pages, or None if there are too few."""
         if num_pages > self.num_free:
             return None
         return [self._grab() for _ in range(num_pages)]
 
     def take_known(self, tokens: TokenIds) -> list[int] | None:
-        """Pages for a prompt, those of a known beginning shared; None where the others are too many.
+        """Pages for a prompt, shared where its beginning is known; None if there are too few for the rest.
 
         Args:
             tokens: int32 [N], N >= 1.
@@ -70,7 +69,7 @@ class Pages:
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Takes back what `take` or `take_known` gave; what is named and computed is kept while there is room."""
+        """Releases pages from `take` or `take_known`; full pages of prompts that are computed stay cached."""
         for page in reversed(pages):
             assert self._num_readers[page] > 0
             self._num_readers[page] -= 1
@@ -82,7 +81,7 @@ class Pages:
                 self._clear(page)
 
     def num_computed(self, pages: Sequence[int]) -> int:
-        """Tokens from the first page on whose keys and values are there."""
+        """Leading tokens of these pages whose keys and values are computed."""
         total = 0
         for page in pages:
             total += self._num_computed[page]
@@ -91,13 +90,13 @@ class Pages:
         return total
 
     def set_computed(self, pages: Sequence[int], num_tokens: int) -> None:
-        """Notes that the first `num_tokens` of these pages are there, or will be before anybody reads them."""
+        """Marks the first `num_tokens` of these pages as computed, or computed before anything reads them."""
         for place, page in enumerate(pages[: -(-num_tokens // PAGE_SLOTS)]):
             there = min(num_tokens - place * PAGE_SLOTS, PAGE_SLOTS)
             self._num_computed[page] = max(self._num_computed[page], there)
 
     def forget_values(self) -> None:
-        """Nothing is computed any more: the weights have changed. Shared pages stay so, for whoever computes them."""
+        """Marks all pages as not computed, after a weight update. Shared pages stay shared."""
         self._num_computed = [0] * len(self._num_computed)
 
     def _known(self, tokens: TokenIds) -> list[int]:

@@ -1,6 +1,6 @@
-"""From logits on a device to the tokens that rollouts gain: drawn, walked and packed there, fetched in one piece.
+"""Samples and verifies draft trees on the device, and fetches the packed result in one copy.
 
-Knows drawn tokens and drafts as trees. Knows nothing of how logits come about or of what becomes of the tokens.
+The host waits for the device once per step.
 
     W wanted positions   R sampled rows   J most drafts of a row
 """
@@ -22,7 +22,7 @@ from treering.engine.decoder.cuda.gumbel import race
 from treering.engine.sampling.reference import diverged, sample
 
 _PACKED = 4
-"""What a drawn token takes in the packed result: itself, two log-probabilities, and the draft that it agrees with."""
+"""Packed entries per sampled token: the token, two log-probabilities, and the index of the draft that equals it."""
 
 
 @triton.jit(do_not_specialize=["depth_most"])
@@ -38,10 +38,10 @@ def walk_kernel(
     depth_most,
     MOST: tl.constexpr,
 ):
-    """Goes down each row's tree along what was drawn, into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
+    """Walks each row's tree along the sampled tokens into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
 
     `rows` is int64 [R, 3]: first wanted position, first draft, number of drafts. A packed line is the number of tokens,
-    0 where one of them could not be drawn, then token, log-probs and next draft of each.
+    or 0 if one had invalid logits, then token, log-probs and next draft of each.
     """
     row = tl.program_id(0).to(tl.int64)
     first_wanted, first_draft = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
@@ -73,13 +73,13 @@ def walk_kernel(
 
 
 class DeviceDrawer:
-    """Draws and verifies where the logits are, with one wait for the device a step.
+    """Samples and verifies on the device, with one wait for the device per step.
 
-    Rows that cut their distribution by top-k or top-p are drawn by the specification itself, which sorts and waits.
+    If a row uses top-k or top-p, the reference implementation samples, which sorts and waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Has room for nothing yet."""
+        """Buffers are allocated at first use."""
         self._device = device
         self._mailbox: Mailbox | None = None
         self._num_bytes = 0
@@ -99,7 +99,7 @@ class DeviceDrawer:
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
         is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
         arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
-        # Where a row is led, logits are read twice.
+        # With duplicate rows, logits are read more than once.
         is_led = bool((leaders != rows).any())
         wanted = [np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)] if is_led else []
         with on_device(self._device):
@@ -117,7 +117,7 @@ class DeviceDrawer:
         num_rows: int,
         most: int,
     ) -> NDArray[np.float64]:
-        """The packed lines of all rows, on the host; `wanted` has which logits they are drawn from, nothing for all."""
+        """The packed lines of all rows, on the host; `wanted` holds the indices of their logits, or nothing for all."""
         sent = self._send([*arrays, *wanted])
         read = logits[sent.pop()] if wanted else logits
         tokens, logprobs, policy = _drawn_everywhere(read, *sent[3:])
@@ -146,7 +146,7 @@ def _drawn_everywhere(
 
 
 def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of every wanted position, row by row: 0 behind the context, a draft's depth behind it."""
+    """Depth of every wanted position, row by row: 0 after the context, a draft's depth after the draft."""
     lengths = 1 + num_drafts
     starts = np.cumsum(lengths) - lengths
     number = np.arange(lengths.sum()) - np.repeat(starts, lengths) - 1
