@@ -41,15 +41,15 @@ types: $(STAMP)
 checks: test lint types
 
 bench: $(STAMP)
-	$(BIN)/treering bench tree --only star,two_level,caterpillar,partitions
-	$(BIN)/treering bench engine
+	PYTHONPATH=. $(BIN)/python -m benchmarks tree --only star,two_level,caterpillar,partitions
+	PYTHONPATH=. $(BIN)/python -m benchmarks engine
 
 # Replays the bench sets of the real-data folder with every drafter; about a minute a set with `make peers`.
 DATA ?= $(or $(TREERING_DATA),../shared/data)
 DRAFT_SETS ?= toolbench_dfsdt hotpotqa_react_reflexion qwen25math_maj8 tot_game24_cot100 tot_text_cot10
 bench-draft: $(STAMP)
 	@for name in $(DRAFT_SETS); do \
-	  $(BIN)/treering bench draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
+	  PYTHONPATH=. $(BIN)/python -m benchmarks draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
 	    --out benchmarks/results/draft_$$name.json $(ARGS) || exit 1; \
 	done
 

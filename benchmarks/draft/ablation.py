@@ -27,7 +27,7 @@ from benchmarks.draft.histories import Plan, aged_plans, plans
 from benchmarks.draft.matched import NUM_REPLAYS, Row, at_most
 from benchmarks.draft.recording import Recording, read_recording
 from benchmarks.draft.replay import OnDone, part
-from treering.cli.bench_progress import BenchProgress
+from treering.cli.progress import WorkProgress
 from treering.errors import InputError, TreeringError
 from treering.history.draft.settings import Shape
 
@@ -185,7 +185,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.out is not None and not given.out.absolute().parent.is_dir():
         raise InputError(f"--out needs an existing folder, got {given.out}: create {given.out.parent} first")
     cases = read(given.files, given.names, given.tokenizer, given.limit_tokens)
-    with BenchProgress(Console(stderr=True)) as progress:
+    with WorkProgress(Console(stderr=True)) as progress:
         report = measure(cases, progress.tell)
     for name, rows in groupby(report["rows"], key=lambda row: f"{row['recording']}, history: {row['history']}"):
         Console().print(table(name, list(rows)))

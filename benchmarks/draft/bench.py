@@ -1,7 +1,7 @@
 """Claim: on recorded rollouts, history drafts yield more tokens per verification step than any other suffix drafter's.
 
-`treering bench draft FILE` runs this: a teacher-forced replay of every rollout with every drafter and every history
-that the file can give, in one process for ours and the simple rivals, and in processes of its own for Arctic's.
+`python -m benchmarks draft FILE` replays every rollout, teacher-forced, with every drafter and every history that the
+file can give: our drafter and the simple baselines in this process, Arctic's in processes of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ from benchmarks.draft.settings import DEFAULT, Settings
 
 LIMIT_TOKENS = 60_000
 HINT = draft_arctic.HINT
-LONG = "up to a few minutes, most of them for the grid of Arctic's configurations"
 
 OnProgress = Callable[[str, float | None], None]
 
@@ -39,7 +38,6 @@ def measure(
     batch: int = DEFAULT_BATCH,
     match_drafts: float | None = None,
     on_progress: OnProgress = lambda words, done: None,
-    on_note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON: rows under "drafters", "file", "reliability", "notes" and "environment".
 
@@ -54,7 +52,6 @@ def measure(
         batch: rows of the pass that the speedup is predicted for.
         match_drafts: drafted tokens per step that the row `treering` may have; None is what Arctic's best row has.
         on_progress: told what is replayed, and the share that is done.
-        on_note: told what will take long, once nothing of the input can be refused any more.
 
     Raises:
         InputError: an unknown drafter, a number out of range, or a bad file.
@@ -69,8 +66,6 @@ def measure(
         match_drafts=match_drafts,
     )
     recording = read_recording(file, tokenizer, limit_tokens)
-    if settings.has_rival:
-        on_note(LONG)
     rows = _replay(recording, settings, on_progress)
     tables = _reliability(rows)
     return {

@@ -18,7 +18,7 @@ DEFAULT_BATCH = 8
 def read_costs(file: Path) -> VerifyCosts:
     """The costs of a JSON file: `{"num_tokens": [1, 8, 64], "seconds": [0.01, 0.012, 0.02]}`, also under `costs`.
 
-    So a report of `treering bench engine` can be given as it is.
+    So a report of `python -m benchmarks engine` can be given as it is.
 
     Raises:
         InputError: a missing or bad file, or numbers that are no costs.

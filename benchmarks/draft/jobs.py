@@ -1,7 +1,4 @@
-"""What `treering bench draft` replays: every drafter on every history that a recording gives, the quick ones first.
-
-Knows which drafter has rows where, and how they are called. Knows nothing of what the report says beside them.
-"""
+"""The replays of `python -m benchmarks draft`: every drafter on every history of a recording, the quick ones first."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What `treering bench draft` can be told, and what it refuses before a file is read.
+"""What `python -m benchmarks draft` can be told, and what it refuses before a file is read.
 
 Knows names of drafters and ranges of numbers. Knows nothing of what a drafter does.
 """

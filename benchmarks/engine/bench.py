@@ -1,8 +1,8 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`treering bench engine` runs this, in five to seven minutes: plain decoding of a random model, drafting with a policy
-that a minute of training has made, what a drafter costs where drafts cannot help, and how often rounding changes a
-token. Wall time, all ways in turns in one process; the controls count CPU time, pair by pair.
+`python -m benchmarks engine` takes five to seven minutes. It measures plain decoding of a random model, drafting with a
+policy trained for a minute, what a drafter costs where drafts cannot help, and how often rounding changes a token. Wall
+time, all ways in turns in one process; the controls count CPU time, pair by pair.
 """
 
 import os

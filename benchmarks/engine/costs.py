@@ -1,4 +1,4 @@
-"""What passes cost the engine that drafts, as lists for a report: `treering bench draft --cost` reads them there.
+"""What passes cost the engine that drafts, as lists for a report: `python -m benchmarks draft --cost` reads them there.
 
 Knows an engine in the middle of its rollouts. Knows nothing of what the costs are spent on.
 """

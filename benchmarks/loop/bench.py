@@ -1,8 +1,9 @@
 """Claim: the loop's parts, trees, drafts, processes and overlap, shorten a step, each alone and all together.
 
-`treering bench loop` runs this: the demo's policy and task by the plain synchronous loop (sequences packed, no drafts,
-one process), by each part alone, and by all of them; equal prompts, seeds and numbers of steps, runs in turns, wall
-time. The product of the parts' factors stands beside the measured whole, and a ladder whose factors multiply to it.
+`python -m benchmarks loop` trains the demo's policy on its task with the plain synchronous loop (packed sequences, no
+drafts, one process), with each part alone, and with all of them. Prompts, seeds and numbers of steps are equal; runs
+take turns; wall time. The report compares the product of the parts' factors with the measured whole, and has a ladder
+whose factors multiply to the whole.
 """
 
 import os

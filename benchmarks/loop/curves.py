@@ -24,7 +24,7 @@ from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.bench import NUM_WORKERS, environment
 from benchmarks.loop.curves_drawing import draw_curves
 from benchmarks.loop.runs import RunSize, Start, Variant, configuration, make_start, run_loop
-from treering.cli.bench_progress import BenchProgress
+from treering.cli.progress import WorkProgress
 from treering.errors import InputError
 
 SIZE = RunSize(num_prompts=128, prompts_per_step=16, num_steps=24)
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seeds = [int(part) for part in given.seeds.split(",")]
         size = RunSize(num_prompts=SIZE.num_prompts, prompts_per_step=SIZE.prompts_per_step, num_steps=given.steps)
         given.out.mkdir(parents=True, exist_ok=True)
-        with BenchProgress(Console(stderr=True)) as progress:
+        with WorkProgress(Console(stderr=True)) as progress:
             report = measure(seeds, size=size, on_progress=progress.tell)
     except ValueError as error:
         parser.error(str(error))

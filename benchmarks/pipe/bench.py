@@ -1,11 +1,11 @@
 """Claim: what the simulator predicts of a policy is what the runtime takes, within 15 %.
 
-`treering bench pipe` runs this: the demo's policy and task on the runtime with two workers, every policy at staleness 0
-and 1, runs in turns, wall time. What passes, loads and updates take, and how they slow each other down, is measured in
-the workers and the trainer of the same round's other policies, never in the run that is predicted; the rest is the
-simulator's, from each run's own lengths. How much is drafted goes by fixed costs, the default, as what an engine
-measures when it starts differs from run to run. Runs that the machine's host disturbs are made again. There is little
-to win: on two processors a worker each keeps both busy.
+`python -m benchmarks pipe` runs the demo's policy and task on the runtime with two workers, every policy at staleness 0
+and 1, in turns, by wall time. The times of passes, loads and updates, and how they slow each other down, come from the
+same round's runs of other policies, never from the run that is predicted; the simulator does the rest from each run's
+own lengths. The drafting budget uses fixed costs, because costs measured at an engine's start differ from run to run.
+Runs that the machine's host disturbs are repeated. There is little to gain: with two processors, one worker each keeps
+both busy.
 """
 
 import tempfile

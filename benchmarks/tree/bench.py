@@ -1,6 +1,6 @@
 """Claim: training a tree takes less time than training its branches, close to what counted FLOPs allow, exactly.
 
-`treering bench tree` runs this. Three published cases with a small model: one thread, process time, and another
+`python -m benchmarks tree` runs this. Three published cases with a small model: one thread, process time, and another
 project's trainer beside it where `make peers` has installed it. The same model with trees ten times the budget. Then
 samples of real trajectories with a model of eight layers: all threads, wall time. The baseline is the fastest of three
 tuned ways to train the branches.
@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import check_runs, cpu_name, interleaved_medians, one_thread, process_seconds, versions
-from benchmarks.peers.peer import HINT, PeerResult, find_peers
+from benchmarks.peers.peer import PeerResult, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, published_cases
 from benchmarks.tree.counts import MIN_MEAN_SEGMENT, MIN_SHARING
 from benchmarks.tree.partitions import PARTITIONS, PartitionResult, measure_partitions
@@ -28,8 +28,6 @@ from treering.data import DATA_VARIABLE
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
-
-__all__ = ["HINT", "CaseResult", "measure"]
 
 NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 NUM_RUNS = 5

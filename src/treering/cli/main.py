@@ -15,7 +15,6 @@ import typer
 from typer.exceptions import TyperException
 
 import treering
-from treering.cli.bench_command import bench
 from treering.cli.json_output import JsonOutput
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, TreeringError
@@ -203,4 +202,3 @@ def demo(
 
 
 app.command()(simulate)
-app.command()(bench)

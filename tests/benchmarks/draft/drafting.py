@@ -1,4 +1,4 @@
-"""Small recordings on file, a rival that needs no process, and the rows of a report: for `treering bench draft`."""
+"""Small recordings on file, a rival without a process, and the rows of a report, for `python -m benchmarks draft`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ours at no more drafts than a rival, in the reports of `treering bench draft`."""
+"""Ours at no more drafts than a rival, in the reports of `python -m benchmarks draft`."""
 
 from inspect import signature
 from pathlib import Path

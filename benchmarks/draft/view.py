@@ -1,23 +1,13 @@
-"""How the report of the draft benchmark looks on a terminal.
-
-Knows its keys. Knows nothing of how it was measured.
-"""
+"""Tables of the draft benchmark's report."""
 
 from itertools import groupby
-from types import ModuleType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-NOTE = None
-"""The benchmark says by itself what takes long, once it has accepted its input."""
-
-
-def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
-    """What was left out, and how to have it."""
-    return list(report["notes"])
+NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
 
 
 def show(report: dict[str, Any], console: Console) -> None:

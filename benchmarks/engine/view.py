@@ -1,9 +1,5 @@
-"""How the report of the engine benchmark looks on a terminal.
+"""Tables of the engine benchmark's report."""
 
-Knows its keys. Knows nothing of how it was measured.
-"""
-
-from types import ModuleType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,12 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 NOTE = "five to seven minutes, one of which trains the small policy whose rollouts are drafted"
-"""Said before it is measured."""
-
-
-def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
-    """Nothing is left out."""
-    return []
 
 
 def show(report: dict[str, Any], console: Console) -> None:

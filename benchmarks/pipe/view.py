@@ -1,9 +1,5 @@
-"""How the report of the pipe benchmark looks on a terminal.
+"""Tables of the pipe benchmark's report."""
 
-Knows its keys. Knows nothing of how it was measured.
-"""
-
-from types import ModuleType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,12 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 NOTE = "about twenty minutes, one of which trains the small policy that is trained on"
-"""Said before it is measured."""
-
-
-def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
-    """What the figures say, and what they do not."""
-    return list(report["notes"])
 
 
 def show(report: dict[str, Any], console: Console) -> None:

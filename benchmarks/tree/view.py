@@ -1,37 +1,29 @@
-"""How the report of the tree benchmark looks on a terminal.
+"""Tables of the tree benchmark's report."""
 
-Knows its keys. Knows nothing of how it was measured.
-"""
-
-from types import ModuleType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.peers.peer import HINT
+
 NOTE = (
     "three cases and two trees in partitions in about four minutes, then samples of real trajectories in about 45 "
     "minutes on 2 cores; --only NAMES measures some"
 )
-"""Said before it is measured."""
-
-
-def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
-    """How to measure what was left out."""
-    cases = report["cases"]
-    hint: str = benchmark.HINT
-    return [*([hint] if cases and not any(case["peers"] for case in cases) else []), *report["notes"]]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """A table of the cases, every baseline and peer below it, one of the partitioned trees, and two of the sets."""
-    if report["cases"]:
+    if report.get("cases"):
         console.print(case_table(report))
         _show_ways(report["cases"], console)
-    if report["partitions"]:
+        if not any(case["peers"] for case in report["cases"]):
+            console.print(HINT, soft_wrap=True)
+    if report.get("partitions"):
         console.print(partition_table(report))
-    if report["sets"]:
+    if report.get("sets"):
         console.print(speed_table(report))
         console.print(sharing_table(report))
 

@@ -1,9 +1,5 @@
-"""How the report of the loop benchmark looks on a terminal.
+"""Tables of the loop benchmark's report."""
 
-Knows its keys. Knows nothing of how it was measured.
-"""
-
-from types import ModuleType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,14 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 NOTE = "about ten minutes, one of which trains the small policy that is trained on"
-"""Said before it is measured."""
 
 _SHARES = ("rollout", "train", "update", "trainer_waits", "engines_wait")
-
-
-def hints(report: dict[str, Any], benchmark: ModuleType) -> list[str]:
-    """How the product differs from the whole, and what else the figures say."""
-    return list(report["notes"])
 
 
 def show(report: dict[str, Any], console: Console) -> None:
