@@ -1,8 +1,8 @@
-"""What every engine owes its callers, as functions of a way to make one: `for law in LAWS: law(make)`.
+"""The laws of the engine protocol, as functions of an engine factory: `for law in LAWS: law(make)`.
 
-`make(max_batch)` gives a new engine of version 0 that holds that many running rollouts. All engines it gives are equal,
-compute in float64, know the token ids 1 to 15, have no stop tokens of their own, and keep their weights when they are
-told of a new version; so a request has the same tokens in each of them, whatever else runs.
+`make(max_batch)` returns a new engine of version 0 with that many rows. All its engines are identical, compute in
+float64, know the token ids 1 to 15, have no stop tokens of their own, and keep their weights on `update_weights`; so a
+request gets the same tokens in each of them, whatever else is running.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def run_alone(make: MakeEngine, request: Request) -> Rollout:
 
 
 def run_on(engine: Engine) -> dict[RolloutKey, Rollout]:
-    """Steps until nothing is left."""
+    """Steps until the engine is idle."""
     return run(engine, [])
 
 
@@ -116,7 +116,7 @@ def progress_counts_the_tokens_of_what_runs(make: MakeEngine) -> None:
     assert engine.progress() == {}
     engine.step()
     found = engine.progress()
-    # Two run and one waits; taken out, they have what was said of them.
+    # Two run and one waits; aborting them returns as many tokens as `progress` reported.
     assert set(found) == {requests[0].key, requests[1].key}
     assert {rollout.key: rollout.num_tokens for rollout in engine.abort(list(found))} == found
     assert found[requests[0].key] >= 5
@@ -247,7 +247,7 @@ def a_waiting_continuation_is_aborted_as_it_came(make: MakeEngine) -> None:
 def half_way(make: MakeEngine, when_running: WhenRunning) -> tuple[Engine, dict[RolloutKey, Rollout]]:
     """An engine that took version 3 while samples 0 and 1 ran and 2 and 3 waited, and their undisturbed rollouts.
 
-    Sample 1 is shorter, so its place is free before sample 0 ends.
+    Sample 1 is shorter, so its row is free before sample 0 ends.
     """
     requests = [request_of(i, max_tokens=MAX_TOKENS - 3 * (i == 1)) for i in range(4)]
     wholes = run(make(max_batch=4), requests)

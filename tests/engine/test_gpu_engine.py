@@ -1,4 +1,4 @@
-"""What only a device shows of the engine: compiled kernels, captured passes, one wait a step."""
+"""GPU-only tests of the engine: compiled kernels, captured passes, one wait per step."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from treering.engine.torch_engine import TorchEngine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    # Torch and triton warn of themselves.
+    # Torch and triton emit warnings of their own.
     pytest.mark.filterwarnings("default"),
 ]
 
 
-# Few, since every combination compiles its kernels.
+# Few combinations, since each compiles its kernels.
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "tolerance"),
     [(128, torch.bfloat16, 0.03), (64, torch.float16, 0.01), (128, torch.float32, 1e-4)],
@@ -32,7 +32,7 @@ def test_captured_and_started_passes_give_the_logits_of_the_plain_decoder(
     head_dim: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     weights = weights_of(build("qwen3", head_dim=head_dim).to("cuda", dtype))
-    # The second time they are replayed.
+    # The second run of each batch replays its graph.
     batches = [batch_of(rows, VOCAB) for rows in (FILLING, GROWING, FILLING, GROWING)]
     assert_close(*both(weights, batches), tolerance)
 
@@ -126,7 +126,7 @@ def test_a_step_waits_for_the_device_once(drafting: str, monkeypatch: pytest.Mon
         "treering.engine.decoder.cuda.verify.fetch", lambda tensor: waits.append(tensor) or tensor.cpu().numpy()
     )
     num_before = engine.stats.num_forwards
-    # Torch tells of every other wait; the one that is meant is not in its sight here.
+    # Torch warns of every other wait; the intended one is inside `fetch`, which is replaced.
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="synchroniz") as told:

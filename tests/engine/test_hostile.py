@@ -1,4 +1,4 @@
-"""What callers get wrong, and what must hold all the same: foreign history, odd sizes, full arenas, reused buffers."""
+"""Misuse and edge cases: foreign history, odd sizes, full arenas, reused buffers."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def request_of(
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[RolloutKey, Rollout]:
-    """As `generate`, but an engine that never ends fails."""
+    """Like `generate`, but fails if the engine does not finish."""
     engine.submit(requests)
     finished: list[Rollout] = []
     for _ in range(MAX_STEPS):
@@ -52,7 +52,7 @@ def model() -> PreTrainedModel:
 
 
 def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model: PreTrainedModel) -> None:
-    """b's span was placed behind a's; once a's is gone, neither hole beside it holds b's long rollout."""
+    """b's span is allocated after a's; once a's is freed, neither adjacent hole fits b's long rollout."""
     engine = TorchEngine(model, max_tokens=100, max_batch=2)
     requests = [
         request_of("a", 40, 0, max_tokens=10),

@@ -1,4 +1,4 @@
-"""Requests and what comes in their place: converted where that is exact, else named."""
+"""Requests: exact conversions of their arguments, and clear errors for the rest."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rollouts as they travel between processes."""
+"""Pickling of rollouts."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The scripted engine keeps the protocol's laws, and writes exactly what its script says."""
+"""The scripted engine obeys the protocol's laws and returns exactly its script."""
 
 import hashlib
 from collections.abc import Callable

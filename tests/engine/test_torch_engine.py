@@ -1,4 +1,4 @@
-"""The embedded engine: the protocol's laws, law 5, and log-probabilities that are those of the tree forward."""
+"""The embedded engine: the protocol's laws, law 5, and log-probs equal to those of the tree forward."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +27,7 @@ Rollouts = dict[RolloutKey, Rollout]
 def group_requests(
     num_prompts: int = 16, group_size: int = 4, *, draw: int = 0, max_tokens: int = 20, **options: object
 ) -> list[Request]:
-    """Prompts of 1 to 16 tokens, the first tokens of one row of numbers, so that some are prefixes of others."""
+    """Prompts of 1 to 16 tokens, all prefixes of one sequence, so that some are prefixes of others."""
     row = np.random.default_rng(0).integers(0, VOCAB, num_prompts).astype(np.int32)
     sampling = Sampling(max_tokens=max_tokens, **options)
     return [
@@ -152,7 +152,7 @@ def test_stock_weights_give_the_models_own_logprobs(family: str, dtype: torch.dt
 
 
 def test_the_sampled_distribution_is_the_processed_one(model: PreTrainedModel) -> None:
-    """`logprobs` of a first token against probabilities worked out by hand from the model's own logits."""
+    """Compares a first token's `logprobs` with probabilities computed from the model's own logits."""
     requests = group_requests(1, 64, max_tokens=1, temperature=0.5, top_k=6, top_p=0.9)
     rollouts = run(TorchEngine(model, max_batch=16), requests)
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_new_weights_are_read_at_the_update_and_not_before(model: PreTrainedMode
 
 
 def test_a_rollout_moved_in_the_middle_reads_its_tokens_again(model: PreTrainedModel) -> None:
-    """`reprefill` under changed weights: every later token is as if the new weights had read all of it."""
+    """`reprefill` under changed weights: later tokens are as if the new weights had read the whole context."""
     mine = build_float64("qwen3", seed=0).eval()
     requests = group_requests(3, 2, max_tokens=12)
     engine = TorchEngine(mine, max_batch=8)
@@ -205,7 +205,7 @@ def test_prompts_of_a_group_are_computed_once(model: PreTrainedModel) -> None:
     requests = group_requests(16, 4)
     engine = TorchEngine(model, max_batch=64)
     run(engine, requests)
-    # All tokens of a prompt but the last, which each rollout computes for itself.
+    # All tokens of a prompt but the last, which each rollout computes itself.
     assert engine.stats.num_prefilled == sum(range(16))
 
 

@@ -1,4 +1,4 @@
-"""Rows with the same tokens are computed once, and no rollout notices (law 5)."""
+"""Duplicate rows are computed once without changing results (law 5)."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 5, 6, 20
-# So cold that siblings go the same way for some tokens, and so warm that most of them part.
+# Cold enough that siblings agree for some tokens, warm enough that most of them diverge.
 SAMPLING = {"temperature": 0.1, "stop_tokens": (7,)}
 
 
@@ -34,7 +34,7 @@ def requests_of(**options: object) -> list[Request]:
 
 
 def one_by_one(model: PreTrainedModel, requests: list[Request]) -> Rollouts:
-    """The plain path: a batch has one row, so that none is equal to another."""
+    """The plain path: one row per batch, so that there are no duplicates."""
     return run(TorchEngine(model, max_batch=1, backend="plain", equal_rows="each"), requests)
 
 
@@ -44,7 +44,7 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 def branching(rollouts: Rollouts) -> ScriptedDrafter:
-    """Drafts every way that a prompt's rollouts have gone from here, behind a token that is wrong."""
+    """Drafts every continuation of the prompt's rollouts from here, after a wrong first token."""
 
     def tree_of(prompt_id: str, so_far: list[int], room: int) -> Tree:
         tokens, parents, nodes = [(VOCAB - 1)], [-1], {(): -1}
@@ -78,7 +78,7 @@ def test_rollouts_are_those_of_every_row_by_itself(
     np.random.default_rng(max_batch).shuffle(requests)
     engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, equal_rows="once")
     assert_same(run(engine, requests), plain)
-    # Rows that are led part at some time, and go on from what was computed for others.
+    # Duplicate rows diverge at some point, and continue from what was computed for their leaders.
     assert 0 < engine.stats.num_led < engine.stats.num_rows
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
@@ -139,7 +139,7 @@ def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places
             (1, 0.1, None, 1.0, ()),
         ]
     ]
-    # Two prompt ids with the same tokens are equal too.
+    # Two prompt ids with the same tokens are duplicates too.
     requests = [
         Request(prompt_id=f"p{sample % 2}", prompt=prompt, sampling=way, sample=sample)
         for sample, way in enumerate(ways)
@@ -170,7 +170,7 @@ def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
 def test_rows_that_read_their_tokens_again_are_equal_once_they_have(
     model: PreTrainedModel, plain: Rollouts, backend: str
 ) -> None:
-    """New weights that are the old ones: rollouts go on as if nothing had been."""
+    """New weights equal to the old ones: rollouts continue unchanged."""
     engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, equal_rows="once")
     engine.submit(requests_of())
     finished = [rollout for _ in range(3) for rollout in engine.step()]
@@ -232,7 +232,7 @@ def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTr
                 at, depth = int(parents[at]), depth + 1
             assert depth == step["accepted"][row]
             num_heard, num_of_led = num_heard + depth, num_of_led + depth * (leader != row)
-    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_heard == engine.stats.num_accepted
     assert num_of_led > num_stops > 0
 
@@ -253,17 +253,17 @@ def test_a_chain_along_the_first_sibling_is_accepted_by_others_as_far_as_they_go
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many tokens two rollouts begin with alike."""
+    """Length of the common beginning of two rollouts."""
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
 
 ROWS = st.tuples(
     st.integers(0, 3),  # the prompt
     st.lists(st.sampled_from([1, 6]), max_size=4),  # the rollout
-    st.booleans(),  # whether the prompt is computed
-    st.integers(1, 2),  # tokens that are not
+    st.booleans(),  # is the prompt computed
+    st.integers(1, 2),  # missing tokens
 )
-# Of tokens that rollouts have too, so that contexts are equal in part. Behind each, where its first tokens stand.
+# Prompt -> start of its span. The tokens also occur in rollouts, so that contexts partly agree.
 PROMPTS = {(5,): 0, (8, 6): 0, (9, 6): 4, (8, 6, 6): 7}
 
 

@@ -1,6 +1,6 @@
-"""Compiles the engine's kernels for a Hopper GPU, which needs none: prints one JSON object per kernel and dtype.
+"""Compiles the engine's kernels for a Hopper GPU, without a GPU: prints one JSON object per kernel and dtype.
 
-Run as a process of its own, since the tests' process has the kernels in triton's interpreter:
+Runs in its own process, since the tests' process runs the kernels in triton's interpreter:
 python -m tests.engine.decoder.compiled_cuda_kernels
 """
 

@@ -1,4 +1,4 @@
-"""How the fused decoder lays weights out in memory: nothing that reads them notices, and new weights arrive."""
+"""The fused decoder's memory layout of weights: readers see the same values, and updates arrive."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Laws of the loops between matrix products: keys and queries are normed and rotated as the formula says."""
+"""The CPU loops between matrix products against plain formulas."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Laws of the loops on vectors: they give what plain formulas give, for every size, and touch nothing else."""
+"""The SIMD loops equal plain formulas for every size, and write no other memory."""
 
 import numpy as np
 import pytest
@@ -97,7 +97,7 @@ def test_silu_of_diverged_gates_is_nan_alone(dtype: np.dtype) -> None:
 
 
 class Case:
-    """Tokens of three kinds in one arena: behind a prefix, in a chain, in a tree; and what nobody sees is NaN."""
+    """Tokens after a prefix, in a chain and in a tree, in one arena; invisible slots are NaN."""
 
     def __init__(self, dtype: np.dtype, head_size: int, num_heads: int, num_kv_heads: int, context: int) -> None:
         rng = np.random.default_rng(head_size + context)
@@ -123,7 +123,7 @@ class Case:
         return [*prefix, *own, *(self.tree_start[token] + j for j, bit in enumerate(bits) if bit == "1")]
 
     def run(self, order: list[int]) -> Floats:
-        """Attention of these tokens, in one call."""
+        """Attention of these tokens in one call."""
         out = room(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
         spans = self.prefix_start, self.num_prefix, self.own_start, self.num_own, self.tree_start, self.tree_bits
         scores = np.full((2, self.context + 200), np.nan, self.keys.dtype)
@@ -188,7 +188,7 @@ def test_trees_of_up_to_64_drafts_are_seen_by_their_bits(dtype: np.dtype, bits: 
 @pytest.mark.parametrize("slot", [9, 9 + 20, 9 + 39])
 def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_stands(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
-    # e**2000 is no number of either type.
+    # e**2000 overflows both dtypes.
     case.keys[:, :, slot] = 0
     case.keys[:, 0, slot] = 2000 / case.scale[0]
     case.qkv[:, ::32] = 1

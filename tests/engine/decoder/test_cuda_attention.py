@@ -1,4 +1,4 @@
-"""Attention over pages, in triton's interpreter, against softmax over the slots that each token lists one by one."""
+"""Paged attention, in triton's interpreter, against softmax over each token's explicit list of slots."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TREES = [
 
 
 def attended(case: dict, tables: PassTables, *, num_parts: int, num_tokens: int, num_tiles: int) -> torch.Tensor:
-    """Runs the kernels with tables filled up to a bucket."""
+    """Runs the kernels with tables padded to a bucket."""
     tokens = np.zeros((6, num_tokens), np.int64)
     tokens[:, : tables.tokens.shape[1]] = tables.tokens
     tiles = np.zeros((num_tiles, 6), np.int64)
@@ -128,7 +128,7 @@ def test_slots_that_nobody_sees_do_not_matter_even_where_they_hold_no_numbers() 
 
 def test_tokens_of_one_row_share_a_tile() -> None:
     tables = plan_tables(batch_of([Row(prefix=9, own=5, num_fed=1, parents=(-1, -1)), Row(prefix=9, own=1)]), 4)
-    # Of the first row, its last token and both drafts; rows lie 128 addresses apart.
+    # Of the first row, its last token and both drafts; rows are 128 addresses apart.
     assert tables.rows == 16
     assert tables.tiles.tolist() == [[0, 3, 0, 9, 64, 7], [3, 1, 128, 9, 192, 1]]
 

@@ -1,4 +1,4 @@
-"""The engine's kernels compile for the GPU that they were cut for; the interpreter accepts much more."""
+"""The engine's kernels compile for their target GPU; the interpreter accepts much more."""
 
 import json
 import os

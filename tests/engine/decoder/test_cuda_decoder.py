@@ -115,5 +115,5 @@ def test_pages_in_any_place_give_the_same_bits() -> None:
         outputs.append(decoder.run(TokenBatch(**fields | shifted)).clone())
         pages.append(decoder.spans.table[start // 16 :][:3].tolist())
     assert torch.equal(*outputs)
-    # The first has its addresses in order; the second has the pages that came back, and then another.
+    # The first span has its pages in order; the second reuses freed pages, then takes another.
     assert pages == [[0, 1, 2], [1, 0, 3]]

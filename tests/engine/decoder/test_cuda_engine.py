@@ -41,7 +41,7 @@ def requests_with(beginning: int, endings: list[int], *, group_size: int = 1, ma
 
 
 def right_second(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """The right path stands between wrong tokens, so that its keys and values move."""
+    """The right path is between wrong siblings, so that its keys and values move."""
     wrong = [(token + 1) % VOCAB for token in right]
     return [wrong[0], right[0], wrong[1], right[1]][:room], [-1, -1, 1, 1][:room]
 

@@ -1,4 +1,4 @@
-"""The race on the device draws what the specification draws, at every position."""
+"""Gumbel-max sampling on the device equals the reference at every position."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_many_rollouts_have_the_distribution_of_the_logits() -> None:
     drawn = race_module.race(logits, keys_of(200), torch.zeros(200, dtype=torch.int64), ones).tokens
     counts = np.bincount(drawn.numpy(), minlength=4)
     assert counts[3] == 0
-    # Four standard deviations of the commonest.
+    # Four standard deviations of the most frequent token.
     assert np.abs(counts / 200 - logits[0].exp().numpy()).max() < 0.14
 
 

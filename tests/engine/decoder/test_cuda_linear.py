@@ -1,4 +1,4 @@
-"""Products of few rows, in triton's interpreter, against float64; and how the kernel of each is chosen."""
+"""Products with few rows, in triton's interpreter, against float64; and the choice of kernels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
 def assert_rounded_once(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """As near to float64 as sums of float32 in any order and one rounding get."""
+    """Checks the error bound of float32 sums in any order with one rounding."""
     wide, absolute = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         wide, absolute = wide + bias.double(), absolute + bias.double().abs()
@@ -73,7 +73,7 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
         room = torch.full((5, 20), 9.0).half()
         sums = None if parts == 1 else torch.full((parts, 3, 20), torch.nan)
         linear_module.linear(x, weight, None, room[1:4], Tile(columns, parts), sums)
-        # 65 rounds of -4 to 3, which sum up to -4 each, without the last five numbers.
+        # 65 rounds of -4 to 3, which sum to -4 each, without the last five numbers.
         assert (room[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
         assert (room[[0, 4]] == 9).all()
 
@@ -124,7 +124,7 @@ Seconds = dict[int, tuple[float, float, float]]
 
 
 def play_clock(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> list[tuple[int, int]]:
-    """Times are those given; returns a list that gets columns and number of matrices of everything that is timed."""
+    """Fakes the timing; returns a list that receives the columns and number of matrices of each timing."""
     timed: list[tuple[int, int]] = []
     columns: list[int] = []
 
@@ -149,7 +149,7 @@ def weights() -> DecoderWeights:
 def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What has no room takes forever, and a gain below two in a hundred is none.
+    # A kernel that exceeds the device's limits takes forever, and gains below 2 % do not count.
     seconds = {80: (2.0, 1.0, 1.5), 48: (2.0, 1.5, 1.0), 128: (2.0, 1.97, 3.0), VOCAB: (1.0, 2.0, float("inf"))}
     assert [weights.layers[0].qkv.shape[0], weights.layers[0].gate_up.shape[0]] == [80, 128]
     timed = play_clock(monkeypatch, seconds)
@@ -159,7 +159,7 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     wide, narrow = "64 columns", "32 columns"
     chosen = {"qkv": wide, "out": narrow, "gate_up": "torch", "down": narrow, "head": "torch"}
     assert products.chosen == {4: chosen}
-    # All layers' matrices of a name at one time.
+    # All layers' matrices of a name are timed together.
     assert timed == [(80, 2), (48, 2), (128, 2), (48, 2), (VOCAB, 1)]
     products.of(4)
     assert len(timed) == 5
@@ -175,7 +175,7 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
     takes = iter([5.0, 7.0, 3.0, 6.0, 4.0, 9.0, 8.0, 8.0])
 
     class Event:
-        """Milliseconds when it was recorded."""
+        """Records the simulated time in milliseconds."""
 
         now = 0.0
 
@@ -197,7 +197,7 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
 
     def runs() -> None:
         log.append("runs")
-        # The first runs are those of the captures.
+        # The first two runs are the captures.
         Event.now += next(takes) if len(log) > 2 else 100.0
 
     def has_no_room() -> None:
@@ -207,7 +207,7 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
     monkeypatch.setattr(products_module, "_FLUSH_BYTES", 16)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     seconds = products_module.seconds_of([runs, has_no_room, runs], torch.device("cpu"))
-    # In turns: 5, 3, 4 and 8 ms of the first, 7, 6, 9 and 8 ms of the last.
+    # Alternating: 5, 3, 4 and 8 ms for the first, 7, 6, 9 and 8 ms for the last.
     assert seconds == [pytest.approx(0.003), float("inf"), pytest.approx(0.006)]
     assert log == ["runs"] * 2 + ["runs", "waited"] * 8
 

@@ -1,4 +1,4 @@
-"""Pages and the spans over them, against a model that remembers for every page what its readers believe it holds."""
+"""Pages and paged spans, against a model that tracks what the readers of every page expect in it."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ NUM_PAGES = 12
 
 
 def prompt(*blocks: int, rest: int = 0) -> np.ndarray:
-    """A prompt of whole pages, each of one token 16 times, and a rest."""
+    """A prompt of whole pages, each one token 16 times, plus `rest` tokens."""
     return np.concatenate([np.repeat(np.array(blocks, np.int32), PAGE_SLOTS), np.full(rest, 77, np.int32)])
 
 
@@ -51,7 +51,7 @@ def test_pages_are_found_again_after_their_readers_left_and_the_oldest_go_first(
     again = take_known(pages, prompt(1, 1))
     assert pages.num_computed(again) == 32
     pages.give_back(again)
-    # The other prompt is the older one now, and its second page goes before its first.
+    # The other prompt is the older one now, and its second page is evicted before its first.
     one = pages.take(1)
     known = take_known(pages, prompt(2, rest=0))
     assert pages.num_computed(known) == 16
@@ -84,7 +84,7 @@ def test_new_weights_leave_nothing_computed() -> None:
     pages.give_back(gone)
     pages.forget_values()
     assert pages.num_computed(stays) == 0
-    # Still shared, so that whoever computes it first computes it for both.
+    # Still shared: whichever reader computes it first computes it for both.
     both = take_known(pages, prompt(2, 3))
     assert both == stays
     pages.set_computed(both, 32)
@@ -99,7 +99,7 @@ def test_too_few_pages_take_nothing_at_all() -> None:
     assert pages.take(2) is None
     assert pages.take_known(prompt(5, 6)) is None
     pages.give_back(taken)
-    # Its two pages are free, but not for themselves and two others.
+    # Its two cached pages are free, but the prompt needs them and two others.
     assert pages.take_known(prompt(1, 2, 3, 4)) is None
     assert pages.num_computed(take_known(pages, prompt(1, 2, rest=1))) == 32
 
@@ -124,7 +124,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS)
 def test_no_reader_ever_sees_what_another_prompt_wrote_and_no_page_is_lost(operations: list) -> None:
     pages, version = Pages(NUM_PAGES), 0
-    # For each page what is written in each of its slots: the tokens up to it, and the version of the weights.
+    # The content of each slot of each page: the tokens up to it, and the version of the weights.
     slots: dict[tuple[int, int], tuple[bytes, int]] = {}
     spans: list[tuple[list[int], np.ndarray | None]] = []
     for kind, what, amount in operations:
@@ -149,7 +149,7 @@ def test_no_reader_ever_sees_what_another_prompt_wrote_and_no_page_is_lost(opera
 
 
 def compute(pages: Pages, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int) -> None:
-    """Computes what is missing up to a token."""
+    """Computes the missing tokens up to `num_tokens`."""
     for place in range(pages.num_computed(taken), num_tokens):
         slots[taken[place // PAGE_SLOTS], place % PAGE_SLOTS] = (tokens[: place + 1].tobytes(), version)
     pages.set_computed(taken, num_tokens)

@@ -1,4 +1,4 @@
-"""Drawing and verifying on the device give what the compiled walk on CPU gives: chains, trees, ragged and none."""
+"""Sampling and verification on the device equal the compiled walk on CPU: chains, trees, ragged and none."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def columns_of(num_rows: int) -> BatchState:
 
 
 def work_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
-    """Rows that are sampled, each behind its context and each of its drafts."""
+    """Step inputs in which each row is sampled after its context and after each draft."""
     counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
     return StepInputs(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
@@ -114,7 +114,7 @@ def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_fro
     logits[2] = torch.nan
     with pytest.raises(StateError, match="row 1 hold NaN"):
         verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts)
-    # Nobody goes where the draft does not agree.
+    # The walk does not reach invalid logits after a rejected draft.
     logits[1] = torch.tensor([-torch.inf, 0.0])
     assert verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts).num_tokens.tolist() == [1, 1, 1]
 
@@ -128,7 +128,7 @@ def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() 
     first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
     logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
     work = StepInputs(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
-    # As if each row had logits and a draft of its own.
+    # The same with separate logits and drafts for each row.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
     places = np.concatenate(
         [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]

@@ -1,5 +1,5 @@
-"""What passes and drawing ask of a device, seen on torch's meta device: it computes nothing, so whatever reads a result
-fails there, and every operation between host and device shows."""
+"""Host-device traffic of passes and sampling, on torch's meta device: it computes nothing, so code that reads a result
+fails, and every copy between host and device is visible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ COPY = "aten.copy_.default"
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that make tensors in memory of their own, and of those between two devices."""
+    """Names of the operations that allocate tensors, and of those between two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels in the order of their starts; they run nowhere."""
+    """Names of the kernels in launch order; they do not run."""
     names: list[str] = []
 
     def run(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host
 def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing(batches: list[Any]) -> None:
     decoder = decoder_of(torch.float32, "torch")
     for batch in batches:
-        # What of the addresses is new, and room for a size that is met first, comes with the first one.
+        # The first run also copies new addresses and allocates buffers.
         decoder.run(batch)
         with Operations() as operations:
             decoder.run(batch)

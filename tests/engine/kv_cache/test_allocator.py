@@ -1,4 +1,4 @@
-"""Slots of keys and values: who has which, and prompts that are kept for whoever asks for them next."""
+"""Slot allocation, and cached prompts."""
 
 import numpy as np
 import pytest

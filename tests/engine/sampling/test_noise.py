@@ -1,4 +1,4 @@
-"""Keyed noise is the same bits everywhere, uniform, and independent between rollouts, positions and tokens."""
+"""Keyed noise: the same bits everywhere, uniform, and independent across rollouts, positions and tokens."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ from treering.types import PromptId
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
 POSITIONS = st.integers(0, 2**40)
-# Chance of a false alarm of each statistical bound, were the numbers truly random; they are fixed, so none ever flakes.
+# Each statistical bound fails with this chance for truly random numbers; they are fixed, so tests never flake.
 LOG_ODDS = math.log(1e6)
 SIDE = 600
 """Numbers along each axis of a block of noise."""
@@ -58,7 +58,7 @@ AXES: dict[str, Callable[[int], NDArray[np.float64]]] = {
 
 @cache
 def block(axis: str) -> NDArray[np.float64]:
-    """Noise [SIDE, SIDE] whose rows are neighbours along the named axis: what a weak hash correlates."""
+    """Noise [SIDE, SIDE] whose rows are neighbours along the named axis, which a weak hash would correlate."""
     rows = np.stack([AXES[axis](i) for i in range(SIDE)])
     return rows.T if axis == "tokens" else rows
 

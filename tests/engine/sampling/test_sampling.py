@@ -1,4 +1,4 @@
-"""Tokens are drawn from exactly the distribution that is asked for, by their keyed noise."""
+"""Tokens are sampled from exactly the requested distribution, with keyed noise."""
 
 import itertools
 
@@ -98,7 +98,7 @@ def test_numba_draws_the_tokens_of_the_specification(
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(top_k=900)], ids=str)
 def test_pruning_the_race_loses_no_narrow_winner(rule: Rule) -> None:
-    # Among many like tokens one in fifty winners beats the next best by less than a fiftieth.
+    # Among many similar tokens, one winner in fifty beats the runner-up by less than a fiftieth.
     logits = np.random.default_rng(3).normal(size=(1500, 1000)) * 0.1
     batch = logits, rollout_keys(1500), np.arange(1500)
     np.testing.assert_array_equal(draw_numba(*batch, rule).tokens, draw_torch(*batch, rule).tokens)

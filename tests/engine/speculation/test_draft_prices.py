@@ -1,4 +1,4 @@
-"""Measured prices of drafting: what is made of the times, and that nothing of the run takes part."""
+"""Measured prices of drafting: the fit, and that the run's own state is not involved."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def model() -> PreTrainedModel:
 
 
 def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> Spent:
-    """Of the price of a look, a quarter is what the pass behind it takes longer."""
+    """A quarter of a search's price is the slowdown of the next pass."""
     looking = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
     behind = 1e-3 + 0.25 * prices.look
     return Spent(looking, 1e-3, behind, prices.learn + prices.drafted * num_drafted, num_drafted)
@@ -51,7 +51,7 @@ def test_one_row_has_no_price_of_its_own() -> None:
 
 
 class Clock:
-    """A pass takes a second, every third of them some more, and each look at the clock a millisecond."""
+    """A pass takes a second, every third one `longer` more, and each reading of the clock a millisecond."""
 
     def __init__(self, longer: float = 0.0) -> None:
         self.now, self.num_passes, self._longer = 0.0, 0, longer
@@ -71,8 +71,8 @@ def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_be
 ) -> None:
     clock = Clock(longer)
     prices = measure_prices(clock.one_pass, max_batch=8, clock=clock)
-    # One pass to be behind, one to compare with, one behind the look: two steps to be warm, and a round of three
-    # however long it takes.
+    # Three passes a step: one before everything, one to compare with, one after the search. Two warm-up steps and a
+    # round of three.
     assert clock.num_passes == 3 * (2 + 3)
     assert prices.look == pytest.approx(1e-3 + max(longer, 0.0))
     assert prices.learn == pytest.approx(1e-3)
@@ -80,7 +80,7 @@ def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_be
 
 
 class Struck(Clock):
-    """Passes of 100 us, most of which something else makes three to ten times as long, without any order."""
+    """Passes of 100 us, 60 % of which other load slows down three to ten times, at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Struck(Clock):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_strikes_most_passes_is_no_price_of_a_look(seed: int) -> None:
-    # In 15 rounds of some 4 ms each: that no pass of a kind is left alone has a chance of 0.6 ** 15 = 0.0005.
+    # 15 rounds of about 4 ms: the chance that every pass of a kind is disturbed is 0.6 ** 15 = 0.0005.
     clock = Struck(seed)
     assert measure_prices(clock.one_pass, max_batch=8, clock=clock).look < 1e-6
 
@@ -108,7 +108,7 @@ def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
         changes = table.num_changes
         steps.draft(12)
         assert table.num_rows == num_rows
-        # One goes and another one comes, but where there is one alone: all would be new to the drafter then.
+        # Each step replaces one row, unless there is only one: then all rows would be new to the drafter.
         assert table.num_changes - changes == (2 if num_rows > 1 else 0), number
         lengths = table.columns.num_tokens[:num_rows]
         assert sorted({request.sample for request in table.requests}) == list(range(num_rows))

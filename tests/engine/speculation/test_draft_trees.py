@@ -1,4 +1,4 @@
-"""Draft trees in the embedded engine: what is drafted, and in which shape, changes no token (law 5)."""
+"""Draft trees in the embedded engine: drafts of any content and shape change no token (law 5)."""
 
 from collections.abc import Sequence
 
@@ -37,13 +37,13 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 class Truth:
-    """What rollouts go on with: the tokens that the engine without drafts has drawn."""
+    """The correct continuations: the tokens sampled by the engine without drafts."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 
     def after(self, prompt_id: str, so_far: Sequence[int]) -> list[int]:
-        """Of the first rollout with this beginning; with tokens behind its end."""
+        """The continuation of the first rollout with this beginning, plus tokens after its end."""
         for (prompt, _, _), rollout in self._rollouts.items():
             if prompt == prompt_id and rollout.tokens[: len(so_far)].tolist() == list(so_far):
                 return [*rollout.tokens[len(so_far) :].tolist(), 3, 4, 5]
@@ -51,7 +51,7 @@ class Truth:
 
 
 def right_last(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """Wrong first tokens with wrong ones behind them; then the right path, each token between wrong ones."""
+    """Wrong first tokens with children; then the right path, each token between wrong siblings."""
     tokens, parents = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, right[0], right[1]], [-1, -1, 0, 0]
     behind = -1
     for token in right[:5]:
@@ -86,7 +86,7 @@ def wrong_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
 
 
 def wide_and_full(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """As many nodes as there is room for, the right ones last, so that every slot of the row is written."""
+    """As many nodes as allowed, the right ones last, so that every slot of the row is written."""
     others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(room, MOST_DRAFTS) - 2)]
     return [*others, *right[:2]][:room], [*[-1] * (len(others) + 1), len(others)][:room]
 
@@ -122,7 +122,7 @@ def test_a_limit_inside_a_tree_ends_the_rollout_there(model: PreTrainedModel, pl
 
 
 def test_a_tree_of_a_row_without_room_leaves_its_neighbours_alone(model: PreTrainedModel, plain: Rollouts) -> None:
-    """The arena is exactly full, and the script drafts 64 tokens however few there are slots for."""
+    """The arena is exactly full, and the script drafts 64 tokens even if there are fewer slots."""
     truth = Truth(plain)
     num_slots = sum(range(NUM_PROMPTS)) + NUM_PROMPTS * 3 * 20
 
@@ -170,7 +170,7 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
             assert depth == accepted
             num_walked += depth
             num_stops += leaf >= 0 and drafts.tokens[own][leaf] == STOP
-    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_walked - num_stops == engine.stats.num_accepted > 0
     assert num_stops > 0
     assert any((step["leaves"] > step["accepted"]).any() for step in told)
@@ -200,7 +200,7 @@ def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrained
 
 
 def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
-    # A chain with a foreign token, a tree with a negative one, none, a tree with room for two, a bush.
+    # A chain with an unknown token, a tree with a negative one, none, a tree clipped to two, a wide tree.
     trees = [
         chain([1, 9, 2]),
         ([3, 4, 5, -1, 6], [-1, 0, -1, 0, -1]),
@@ -226,7 +226,7 @@ def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
 
 
 def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
-    # 7 and 8 stop the first row, with tokens behind 7 and a branch beside it; 5 stops the second row.
+    # 7 and 8 stop the first row, and 7 has descendants and a sibling; 5 stops the second row.
     trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
     stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
     laid = clip_drafts(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
@@ -241,11 +241,11 @@ def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
 @pytest.mark.parametrize(
     ("num_accepted", "leaf", "drawn", "told"),
     [
-        (1, 0, 7, (2, 1)),  # the stop token that was left out
+        (1, 0, 7, (2, 1)),  # the clipped stop token
         (1, 0, 9, (1, 0)),
-        (2, 1, 8, (3, 4)),  # number 1 of what was computed is number 3 of what was drafted
+        (2, 1, 8, (3, 4)),  # computed draft 1 is the drafter's draft 3
         (3, 2, 2, (3, 5)),
-        (0, -1, 2, (0, -1)),  # 2 was drafted, but not there
+        (0, -1, 2, (0, -1)),  # 2 was drafted, but at another node
     ],
 )
 def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
@@ -268,7 +268,7 @@ def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: torch.dtype) -> None:
-    """Every node of a random tree of 64 against the model on context and path alone."""
+    """Compares every node of a random tree of 64 with the model on its context and path."""
     model = build("qwen3").to(dtype).eval()
     rng = np.random.default_rng(3)
     tokens, parents = rng.integers(0, VOCAB, 64), [int(rng.integers(max(-1, j - 5), j)) for j in range(64)]
@@ -286,7 +286,7 @@ def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: tor
 def logits_of_tree(
     engine: TorchEngine, context: np.ndarray, tokens: np.ndarray, parents: list[int], first_slot: int = 5
 ) -> torch.Tensor:
-    """Logits behind each drafted token: the context in one pass, half as a prefix, and the tree in a second one."""
+    """Logits after each draft token: one pass for the context, half of it as a prefix, and one for the tree."""
     num_prefix = context.size // 2
     own_start = first_slot + num_prefix
     zeros, order = np.zeros(context.size, np.int64), np.arange(context.size)
@@ -328,7 +328,7 @@ def logits_of_tree(
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -> None:
-    """A chain whose tokens were computed with gaps between them, then closed up."""
+    """Compacts a chain whose tokens were computed with gaps."""
     model = build_float64("qwen3").eval()
     engine = TorchEngine(model, max_tokens=80, backend=backend)
     context, path = np.arange(9), [4, 6, 8]
@@ -358,7 +358,7 @@ def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -
 
 
 def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
-    """`draw` on a device draws at every node and walks afterwards; on CPU it draws along the path alone."""
+    """On a device `draw` samples at every node, then walks; on CPU it samples along the path only."""
     rng, num_rows = np.random.default_rng(4), 60
     trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
     trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]

@@ -1,4 +1,4 @@
-"""Costs that were measured in a busy moment are measured again, and others are not."""
+"""Costs measured on a busy machine are measured again; others are not."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 
 def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:
-    """Numbers of the passes behind which costs were to be measured again, and were the same."""
+    """Numbers of the passes after which `note` requested a new measurement, which gave the same costs."""
     watch, found = CostDrift(), []
     watch.begin(COSTS)
     for number, spent in enumerate(seconds, 1):
@@ -52,7 +52,7 @@ def test_a_few_quick_passes_in_a_window_are_no_sign() -> None:
 
 
 def test_a_busy_moment_ends_with_its_window() -> None:
-    # 64 passes at their time, and then quicker ones: they are counted from the next window on.
+    # 64 passes at the measured time, then faster ones, which count from the next window on.
     assert watched([1.5] * 64 + [0.5] * 64) == [128]
 
 
@@ -74,7 +74,7 @@ def test_an_engine_that_measured_in_a_busy_moment_measures_again_drafts_then_and
         store.add(rollout.prompt_id, [rollout.tokens], version=0)
     store.publish()
     sizes, nothing = np.array([1, 2, 16]), DraftPrices.from_array(np.zeros(5))
-    # At first a pass seems to take a minute and a look an hour, then next to nothing.
+    # First a pass seems to take a minute and a search an hour, then next to nothing.
     found = [
         VerifyCosts(num_tokens=sizes, seconds=np.array([60.0, 60.0, 600.0]), prices=DraftPrices(look=3600.0)),
         VerifyCosts(num_tokens=sizes, seconds=np.array([1e-9, 1e-9, 2e-9]), prices=nothing),
@@ -90,10 +90,10 @@ def test_an_engine_that_measured_in_a_busy_moment_measures_again_drafts_then_and
     engine = TorchEngine(model, drafter, max_batch=2)
     assert_same(run(engine, requests), plain)
     assert drafter.costs is found[1]
-    # A window of passes, and those that computed prompts.
+    # A window of passes, plus those with prefill.
     early, late = measured[1], engine.stats.since(measured[1])
     assert 64 <= early.num_forwards < 90
-    # Drafts hardly paid by the first costs, and do by the second.
+    # Drafts hardly pay at the first costs, and do at the second.
     assert late.num_accepted / late.num_forwards > 3 * early.num_accepted / early.num_forwards
 
 

@@ -1,4 +1,4 @@
-"""What an engine tells its drafter beside contexts: which rows are worth more, and what cut a row off."""
+"""What an engine passes to its drafter besides contexts: row weights, feedback and costs."""
 
 from collections.abc import Mapping
 
@@ -48,7 +48,7 @@ def store_of(lengths: Mapping[str, list[int]]) -> HistoryStore:
 
 
 class Watching(Drafter):
-    """A drafter that notes what each call said of the rows."""
+    """A drafter that records the rows of each call."""
 
     def __init__(self, store: HistoryStore) -> None:
         super().__init__(store)
@@ -115,13 +115,13 @@ def test_worth_changes_no_rollout(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("usual", "num_written", "num_left", "worth"),
     [
-        # 30, 9.5 and 7 are expected, 15.5 in the mean; the last one is raised to the least.
+        # 30, 9.5 and 7 are expected, 15.5 on average; the last weight is clipped to 0.5.
         ([40.0, 40.0, 20.0], [10, 38, 28], [99, 99, 99], [30 / 15.5, 9.5 / 15.5, 0.5]),
-        # No more than is left: 5 and 15.
+        # Limited by the tokens left: 5 and 15.
         ([40.0, 40.0], [10, 25], [5, 99], [0.5, 1.5]),
-        # 90 against nine rows of 1: 10 in the mean, and 9 is too much.
+        # 90 against nine rows of 1: 10 on average, and a weight of 9 is clipped to 4.
         ([90.0, *[1.0] * 9], [0] * 10, [99] * 10, [4.0, *[0.5] * 9]),
-        # Of the row in the middle nothing is known.
+        # The length of the row in the middle is unknown.
         ([30.0, np.nan, 10.0], [0, 7, 0], [99, 99, 99], [1.5, 1.0, 0.5]),
     ],
 )
@@ -137,7 +137,7 @@ def test_nothing_is_worth_more_where_no_length_is_known() -> None:
 
 
 def truth_of(rollouts: Rollouts) -> ScriptedDrafter:
-    """Drafts what the rollout of sample 0 says, as far as there is room."""
+    """Drafts the rest of sample 0's rollout, up to the allowed number."""
 
     def script(prompt_id: str, so_far: list[int], room: int) -> Tree:
         return chain(rollouts[prompt_id, 0, 0].tolist()[len(so_far) :][:room])
@@ -158,7 +158,7 @@ def test_a_stop_token_inside_a_draft_says_that_nothing_comes_behind_it(model: Pr
     assert rollouts[request.key].tolist() == tokens[:size]
     told = [step for step in drafter.seen if "accepted" in step]
     drafts, leaf = told[-1]["drafts"], int(told[-1]["leaves"][0])
-    # The stop token was drafted and accepted, others stood behind it, and nothing says that they were not tried.
+    # The stop token was drafted and accepted, others followed it, and the feedback marks no cut-off.
     assert drafts.tokens[leaf] == stop
     assert told[-1]["accepted"].tolist() == [size - sum(int(step["accepted"][0]) + 1 for step in told[:-1])]
     assert (drafts.parents == leaf).any()
@@ -171,7 +171,7 @@ def test_no_draft_reaches_beyond_the_limit(model: PreTrainedModel) -> None:
     drafter = truth_of(free)
     engine = TorchEngine(model, drafter, costs="none")
     assert run(engine, [request])[request.key].tolist() == free[request.key].tolist()
-    # The last token is drawn and never drafted: 23 of 24 tokens are drafted at once, and all of them are accepted.
+    # The last token is sampled, never drafted: 23 of 24 tokens are drafted at once, and all are accepted.
     assert [step["accepted"].tolist() for step in drafter.seen if "accepted" in step] == [[23]]
     assert engine.stats.num_drafted == engine.stats.num_accepted > 0
 
@@ -199,7 +199,7 @@ def test_a_drafter_that_rests_is_not_asked_and_no_rollout_notices(model: PreTrai
     for (prompt_id, _, _), tokens in plain.items():
         store.add(prompt_id, [tokens], version=0)
     store.publish()
-    # Drafts come true, and learning so takes as long as a thousand steps.
+    # Drafts are accepted, but feedback costs as much as a thousand steps.
     dear = VerifyCosts(num_tokens=COSTS.num_tokens, seconds=COSTS.seconds, prices=DraftPrices(learn=1000.0))
     drafter = Watching(store)
     engine = TorchEngine(model, drafter, max_batch=4, costs=dear)
@@ -229,7 +229,7 @@ def test_costs_are_measured_for_a_drafter_that_has_none(
 
 
 def test_worth_of_new_rows_owes_nothing_to_the_rows_before_them(model: PreTrainedModel) -> None:
-    # An engine that goes on and one that is made anew tell the drafter the same of a step's rows (law 8).
+    # A continuing engine and a new one pass the same row weights to the drafter (law 8).
     store = store_of({"p0": [12], "p1": [20]})
     drafter = Watching(store)
     engine = TorchEngine(model, drafter, max_batch=8, costs="none")

@@ -1,4 +1,4 @@
-"""Measured costs of verification: what is run, what is made of the times, and that rollouts notice nothing."""
+"""Measured costs of verification: the passes run, the fit, and that rollouts do not change."""
 
 from collections.abc import Callable, Mapping
 
@@ -21,7 +21,7 @@ from treering.history.budget.costs import VerifyCosts
 
 
 class Timed(Decoder):
-    """A pass over T tokens takes T**2 seconds by its own clock, and in busy moments more."""
+    """A pass over T tokens takes T**2 seconds of simulated time, plus spikes."""
 
     def __init__(self, spikes: Mapping[int, float] | None = None) -> None:
         self.now = 0.0
@@ -62,12 +62,12 @@ def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None
     costs = measure(decoder, num_slots=100, max_batch=max_batch, context=10, clock=lambda: decoder.now)
     assert costs.num_tokens.tolist() == sizes
     assert costs.seconds.tolist() == [size**2 for size in sizes]
-    # One pass to be warm, and one round however long it takes.
+    # One warm-up pass per size, and one round however long it takes.
     assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
 
 
 def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
-    # Of each of 8 sizes but one moment is quiet: the first round's for 1 token, the last one's for 2, the rest between.
+    # Each of 8 sizes has one undisturbed round: the first for 1 token, the last for 2, others in between.
     quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
     decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
     costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
@@ -83,7 +83,7 @@ def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_roun
     while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
         done += 1
     assert done == num_rounds
-    # Where the clock has jumped before it.
+    # Even if the clock jumped before the first round.
     assert goes_on(0, 100.0, most=25, budget_s=0.2)
 
 
@@ -144,7 +144,7 @@ def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrain
 
 
 class Listener(ScriptedDrafter):
-    """Drafts one token, and keeps the costs that it is told."""
+    """Drafts one token, and records the costs that it is given."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt_id, so_far, room: chain([1]))
