@@ -20,5 +20,9 @@ class UnsupportedError(TreeringError, NotImplementedError):
     """Something that Treering refuses by name instead of computing it wrongly: a layer, a model, an output head."""
 
 
+class MissingExtraError(TreeringError, ImportError):
+    """A package that is not installed because the extra that brings it was left out; the message names the extra."""
+
+
 class StateError(TreeringError, RuntimeError):
     """Something used at the wrong time or found damaged: a checkpoint of another run, a backward out of its context."""
