@@ -130,9 +130,9 @@ def run_plain(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
 
 def run_each(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
     """The same, every row computed for itself."""
-    engine.use_equal_rows("each")
+    engine.use_duplicate_rows("each")
     rollouts = run_plain(engine, requests)
-    engine.use_equal_rows("auto")
+    engine.use_duplicate_rows("auto")
     return rollouts
 
 

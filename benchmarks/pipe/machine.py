@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.pipe.passes import COLUMNS, LOAD, PASS
-from treering.engine.speculation.verify_costs import never_falling
+from treering.engine.speculation.verify_costs import non_decreasing
 from treering.errors import InputError
 from treering.schedule.latency import Latency
 
@@ -111,7 +111,7 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
     alone = Latency(
         num_rows=knots,
         # Noise again: no pass is free.
-        decode_s=never_falling(np.maximum(decode_s, float(seconds[kind == PASS].min() / factors.max()))),
+        decode_s=non_decreasing(np.maximum(decode_s, float(seconds[kind == PASS].min() / factors.max()))),
         tokens_per_step=np.full(knots.size, gain) if drafts else None,
         prefill_s=float(per_token * prefilled.sum()) / curve.num_rollouts,
         load_s=curve.read_s / curve.slowness + (float(np.median(loads)) if loads.size else 0.0),

@@ -62,7 +62,7 @@ def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model
     ]
     rollouts = run(engine, requests)
     assert [rollouts[request.key].num_tokens for request in requests] == [10, 5, 60, 10]
-    assert engine._table.prefixes.spans.num_free == 100
+    assert engine._table.prefixes.allocator.num_free == 100
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -77,7 +77,7 @@ def test_whatever_fits_an_empty_arena_comes_out_as_if_it_had_run_alone(model: Pr
     engine = TorchEngine(model, max_tokens=num_slots, max_batch=3, max_prefill=int(rng.integers(1, 9)))
     alone = run(TorchEngine(model, max_tokens=4096), requests)
     assert tokens_of(run(engine, requests)) == tokens_of(alone)
-    assert engine._table.prefixes.spans.num_free == num_slots
+    assert engine._table.prefixes.allocator.num_free == num_slots
 
 
 def test_drafts_that_the_model_has_no_tokens_for_are_cut_off(model: PreTrainedModel) -> None:

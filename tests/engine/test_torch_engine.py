@@ -224,7 +224,7 @@ def test_memory_comes_back(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=3, max_tokens=70)
     for _ in range(3):
         run(engine, group_requests(16, 2, max_tokens=20))
-        assert engine._table.prefixes.spans.num_free == 70
+        assert engine._table.prefixes.allocator.num_free == 70
 
 
 def test_a_stop_string_ends_a_rollout_wherever_it_falls(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from benchmarks.gpu.engine.cases import EnginePlan, build, requests_of
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import seconds_per_token
 from benchmarks.gpu.model.bench import free_bytes
-from treering.engine.backends import Backend, make_backend
+from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.weights import read_weights
 from treering.engine.request import Request
@@ -82,20 +82,20 @@ def copy_rate(device: str, watch: Stopwatch) -> float:
 def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: Stopwatch, rate: float | None) -> Cell:
     """Seconds of a pass and of drawing behind it, by tokens per row, with `num_prompt` tokens before each row."""
     weights = read_weights(find_parts(model), num_positions=plan.num_prompt + 2 * max(plan.tokens_per_row))
-    machinery = make_backend(weights, plan.num_slots, "auto")
+    backend = make_backend(weights, plan.num_slots, "auto")
     seconds = {}
     for count in plan.tokens_per_row:
-        tokens = rows_of_tokens(machinery, batch, plan.num_prompt, count)
-        seconds[str(count)] = watch.median(lambda t=tokens: machinery.decoder.run(t))
+        tokens = rows_of_tokens(backend, batch, plan.num_prompt, count)
+        seconds[str(count)] = watch.median(lambda t=tokens: backend.decoder.run(t))
     first = seconds[str(plan.tokens_per_row[0])]
     floor = None if rate is None else plan.floor_bytes(batch, plan.num_prompt) / rate
     return {
         "kind": "verify",
         "model": plan.shape.name,
-        "backend": machinery.name,
+        "backend": backend.name,
         "batch": batch,
         "context": plan.num_prompt,
-        "products": products_of(machinery),
+        "products": products_of(backend),
         "seconds": seconds,
         "relative": {count: value / first for count, value in seconds.items()},
         "floor_s": floor,
@@ -103,25 +103,25 @@ def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: 
     }
 
 
-def products_of(machinery: Backend) -> dict[str, dict[str, str]]:
+def products_of(backend: BackendParts) -> dict[str, dict[str, str]]:
     """Which kernel computes the product with each matrix, by tokens of a pass; nothing where no passes are captured.
 
     Example: {"16": {"qkv": "32 columns", "head": "torch", ...}}.
     """
-    products = getattr(machinery.decoder, "products", None)
+    products = getattr(backend.decoder, "products", None)
     return {} if products is None else {str(num_tokens): chosen for num_tokens, chosen in products.chosen.items()}
 
 
-def rows_of_tokens(machinery: Backend, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
+def rows_of_tokens(backend: BackendParts, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
     """A pass of that many tokens of each row behind `context` others, as chains, in memory that it gives back at once.
 
     Example: 2 rows of 3 tokens behind 10 have positions 10, 11 and 12 and see 11, 12 and 13 slots.
     """
-    starts = [machinery.arena.take(context + tokens_per_row) for _ in range(batch)]
+    starts = [backend.allocator.allocate(context + tokens_per_row) for _ in range(batch)]
     own_start = np.repeat(np.array(starts, np.int64), tokens_per_row)
     for start in starts:
         assert start is not None
-        machinery.arena.give_back(start)
+        backend.allocator.free(start)
     positions = np.tile(np.arange(context, context + tokens_per_row), batch)
     nothing = np.zeros(positions.size, np.int64)
     return TokenBatch(

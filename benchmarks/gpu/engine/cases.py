@@ -115,10 +115,10 @@ class EnginePlan:
 
         Example: Qwen3-8B with 16 rows takes 1.0 GB for activations, 0.3 GB for parts and 0.2 GB for logits.
         """
-        from treering.engine.decoder.cuda.buffers import room_bytes
+        from treering.engine.decoder.cuda.buffers import buffer_bytes
 
         sizes = [1 << power for power in range(PASS_TOKENS.bit_length())]
-        rooms = [room_bytes(self.shape, self.dtype, num_tokens=size, num_processors=PROCESSORS) for size in sizes]
+        rooms = [buffer_bytes(self.shape, self.dtype, num_tokens=size, num_processors=PROCESSORS) for size in sizes]
         most = max(self.batches) * max(1 + self.num_drafted, *self.tokens_per_row)
         return sum(rooms) + 2 * most * self.shape.vocab_size * self.dtype.itemsize
 

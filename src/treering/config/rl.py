@@ -126,7 +126,7 @@ class EngineConfig(Config):
         description="fused: the CPU path. cuda: kernels of our own. plain: torch operations (off-switch). auto: the "
         "fastest that can.",
     )
-    equal_rows: Literal["auto", "once", "each"] = Field(
+    duplicate_rows: Literal["auto", "once", "each"] = Field(
         default="auto",
         description="once: rollouts with the same tokens so far are computed once. each: every one for itself "
         "(off-switch). auto: once on CPU, each elsewhere.",

@@ -6,12 +6,12 @@ The CUDA modules, and triton with them, are imported only when weights on CUDA n
 from typing import Literal, NamedTuple, get_args
 
 from treering.attention.triton import has_triton
-from treering.engine.batch.draw import Draw, draw
+from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
-from treering.engine.kv_cache.allocator import Arena, SpanAllocator
+from treering.engine.kv_cache.allocator import KVAllocator, SpanAllocator
 from treering.errors import ConfigError, UnsupportedError
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
@@ -30,10 +30,10 @@ class BackendParts(NamedTuple):
     """
 
     decoder: Decoder
-    arena: Arena
+    allocator: KVAllocator
     """Allocates the decoder's slots."""
-    draw: Draw
-    """See `treering.engine.batch.draw.draw`."""
+    sampler: SampleAndVerify
+    """See `treering.engine.batch.sampler.sample_and_verify`."""
     name: str
     """The backend and the device; for "auto" on CUDA also why it is not "cuda"."""
 
@@ -56,29 +56,33 @@ def make_backend(weights: DecoderWeights, num_slots: int, backend: Backend, timi
                 f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
                 f'{weights.device}; use backend="auto"'
             )
-        return BackendParts(CpuDecoder(weights, num_slots), SpanAllocator(num_slots), draw, f"fused on {device}")
-    lack = _lack_for_cuda(weights)
-    if backend == "cuda" and lack is not None:
-        raise UnsupportedError(f'the cuda backend {lack}; use backend="auto"')
-    if backend == "cuda" or (backend == "auto" and device == "cuda" and lack is None):
+        return BackendParts(
+            CpuDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, f"fused on {device}"
+        )
+    unsupported = _cuda_unsupported_reason(weights)
+    if backend == "cuda" and unsupported is not None:
+        raise UnsupportedError(f'the cuda backend {unsupported}; use backend="auto"')
+    if backend == "cuda" or (backend == "auto" and device == "cuda" and unsupported is None):
         return _on_cuda(weights, num_slots, timing)
-    reason = f" (cuda {lack})" if backend == "auto" and device == "cuda" else ""
-    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), draw, f"plain on {device}{reason}")
+    reason = f" (cuda {unsupported})" if backend == "auto" and device == "cuda" else ""
+    return BackendParts(
+        TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, f"plain on {device}{reason}"
+    )
 
 
-def _lack_for_cuda(weights: DecoderWeights) -> str | None:
+def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
     """Why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
         return "needs triton, which is not installed: pip install triton"
-    from treering.engine.decoder.cuda.limits import lack_of
+    from treering.engine.decoder.cuda.limits import unsupported_reason
 
-    return lack_of(weights)
+    return unsupported_reason(weights)
 
 
 def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> BackendParts:
     from treering.engine.decoder.cuda.decoder import CudaDecoder
-    from treering.engine.decoder.cuda.verify import DeviceDrawer
+    from treering.engine.decoder.cuda.verify import DeviceSampler
 
     decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
     device = weights.device
-    return BackendParts(decoder, decoder.spans, DeviceDrawer(device).draw, f"cuda on {device.type}")
+    return BackendParts(decoder, decoder.allocator, DeviceSampler(device).sample_and_verify, f"cuda on {device.type}")

@@ -33,7 +33,7 @@ class EngineStats:
     """Verified draft tokens, counted once for each rollout that verified them."""
     num_accepted: int = 0
     """Draft tokens that equalled the sampled ones."""
-    num_led: int = 0
+    num_duplicate_rows: int = 0
     """Of `num_rows`, the duplicate rows: those sampled from the logits of another rollout with the same tokens."""
 
     @property

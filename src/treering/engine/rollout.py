@@ -77,13 +77,13 @@ class Rollout:
         Example: a rollout of 22 tokens is 641 bytes and takes a quarter of the time of separate fields.
         """
         block = b"".join(np.asarray(getattr(self, name), dtype).tobytes() for name, dtype in _ARRAYS.items())
-        said = (self.prompt_id, self.draw, self.sample, self.finish_reason, self.reward)
-        return (*said, self.num_tokens, bytearray(block))
+        fields = (self.prompt_id, self.draw, self.sample, self.finish_reason, self.reward)
+        return (*fields, self.num_tokens, bytearray(block))
 
     def __setstate__(self, state: _State) -> None:
-        *said, num_tokens, block = state
+        *fields, num_tokens, block = state
         names = ("prompt_id", "draw", "sample", "finish_reason", "reward")
-        for name, value in zip(names, said, strict=True):
+        for name, value in zip(names, fields, strict=True):
             object.__setattr__(self, name, value)
         at = 0
         for name, dtype in _ARRAYS.items():

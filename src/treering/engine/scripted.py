@@ -38,7 +38,7 @@ class ScriptedEngine(Engine):
         self._version = version
         self._stats = EngineStats()
         self._waiting: dict[RolloutKey, Request] = {}
-        self._running: dict[RolloutKey, _Row] = {}
+        self._running: dict[RolloutKey, _RunningRequest] = {}
         self._finished: dict[RolloutKey, Rollout] = {}
 
     @property
@@ -69,7 +69,7 @@ class ScriptedEngine(Engine):
         """
         queued: dict[RolloutKey, Request] = {}
         for request in requests:
-            if request.key in queued or any(request.key in group for group in self._places):
+            if request.key in queued or any(request.key in group for group in self._by_stage):
                 raise InputError(
                     f"an engine holds one request of a key at a time, got {request.key} twice; count draws and samples"
                 )
@@ -90,7 +90,7 @@ class ScriptedEngine(Engine):
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
-        return [rollout for key in keys if (rollout := self._take(key)) is not None]
+        return [rollout for key in keys if (rollout := self._abort_one(key)) is not None]
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
         """Continues as `version`.
@@ -113,13 +113,15 @@ class ScriptedEngine(Engine):
         self._version = version
 
     @property
-    def _places(self) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _Row]", dict[RolloutKey, Rollout]]:
+    def _by_stage(
+        self,
+    ) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _RunningRequest]", dict[RolloutKey, Rollout]]:
         return self._waiting, self._running, self._finished
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._max_batch:
             key, request = next(iter(self._waiting.items()))
-            row = _Row(request=request, script=np.array(self._script(request), np.int32))
+            row = _RunningRequest(request=request, script=np.array(self._script(request), np.int32))
             del self._waiting[key]
             self._running[key] = row
             self._count(num_prefilled=row.num_read)
@@ -134,9 +136,9 @@ class ScriptedEngine(Engine):
                 self._finished[key] = row.rollout(row.finish_reason)
                 del self._running[key]
 
-    def _take(self, key: RolloutKey) -> Rollout | None:
+    def _abort_one(self, key: RolloutKey) -> Rollout | None:
         if key in self._waiting:
-            return _Row(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
+            return _RunningRequest(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
         if key in self._running:
             return self._running.pop(key).rollout("abort")
         return self._finished.pop(key, None)
@@ -146,7 +148,7 @@ class ScriptedEngine(Engine):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
+class _RunningRequest:
     """A running request: its script, and the policy version of each token written so far."""
 
     request: Request
@@ -160,12 +162,12 @@ class _Row:
     @property
     def num_read(self) -> int:
         """Tokens known at the start: the prompt and `so_far`."""
-        return self.request.prompt.size + self._before.num_tokens
+        return self.request.prompt.size + self._so_far.num_tokens
 
     @property
     def num_generated(self) -> int:
         """Tokens after the prompt."""
-        return self._before.num_tokens + self.num_written
+        return self._so_far.num_tokens + self.num_written
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -177,7 +179,7 @@ class _Row:
         return "stop" if self.num_written == self.script.size else None
 
     def rollout(self, finish_reason: FinishReason) -> Rollout:
-        before, num_new = self._before, self.num_written
+        before, num_new = self._so_far, self.num_written
         logprobs = np.full(num_new, LOGPROB)
         return replace(
             before,
@@ -191,7 +193,7 @@ class _Row:
         )
 
     @property
-    def _before(self) -> Rollout:
+    def _so_far(self) -> Rollout:
         if self.request.so_far is not None:
             return self.request.so_far
         prompt_id, draw, sample = self.request.key

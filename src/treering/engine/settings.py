@@ -4,7 +4,7 @@ from typing import get_args
 
 import numpy as np
 
-from treering.engine.batch.duplicate_rows import EqualRows
+from treering.engine.batch.duplicate_rows import DuplicateRows
 from treering.engine.protocol import WhenRunning
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
@@ -21,13 +21,13 @@ def check_settings(
     version: object,
     seed: object,
     num_threads: object,
-    equal_rows: object,
+    duplicate_rows: object,
 ) -> None:
     """Checks the settings of `TorchEngine` that do not depend on the model.
 
     Raises:
         ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or an
-            invalid drafter, `costs` or `equal_rows`.
+            invalid drafter, `costs` or `duplicate_rows`.
     """
     _check_integer("max_batch", max_batch, least=1)
     _check_integer("max_tokens", max_tokens, least=2)
@@ -40,17 +40,19 @@ def check_settings(
         raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
     if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
         raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
-    check_equal_rows(equal_rows)
+    check_duplicate_rows(duplicate_rows)
 
 
-def check_equal_rows(equal_rows: object) -> None:
+def check_duplicate_rows(duplicate_rows: object) -> None:
     """Checks the mode for duplicate rows.
 
     Raises:
         ConfigError: an unknown mode.
     """
-    if equal_rows not in get_args(EqualRows):
-        raise ConfigError(f"equal_rows is one of {', '.join(get_args(EqualRows))}, got {equal_rows!r}; choose one")
+    if duplicate_rows not in get_args(DuplicateRows):
+        raise ConfigError(
+            f"duplicate_rows is one of {', '.join(get_args(DuplicateRows))}, got {duplicate_rows!r}; choose one"
+        )
 
 
 def _check_integer(name: str, value: object, *, least: int | None) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chain
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.duplicate_rows import leaders_of, resolved
+from treering.engine.batch.duplicate_rows import leaders_of, resolve
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
@@ -35,7 +35,7 @@ def requests_of(**options: object) -> list[Request]:
 
 def one_by_one(model: PreTrainedModel, requests: list[Request]) -> Rollouts:
     """The plain path: one row per batch, so that there are no duplicates."""
-    return run(TorchEngine(model, max_batch=1, backend="plain", equal_rows="each"), requests)
+    return run(TorchEngine(model, max_batch=1, backend="plain", duplicate_rows="each"), requests)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,12 @@ def test_rollouts_are_those_of_every_row_by_itself(
 ) -> None:
     requests = requests_of()
     np.random.default_rng(max_batch).shuffle(requests)
-    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, equal_rows="once")
+    engine = TorchEngine(
+        model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, duplicate_rows="once"
+    )
     assert_same(run(engine, requests), plain)
     # Duplicate rows diverge at some point, and continue from what was computed for their leaders.
-    assert 0 < engine.stats.num_led < engine.stats.num_rows
+    assert 0 < engine.stats.num_duplicate_rows < engine.stats.num_rows
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
     assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
@@ -89,13 +91,13 @@ def test_prompts_that_end_alike_are_not_equal(model: PreTrainedModel) -> None:
     prompts = [np.array([first, 9], np.int32) for first in range(1, 9)]
     sampling = Sampling(max_tokens=12, temperature=0.1)
     requests = [Request(prompt_id=str(prompt[0]), prompt=prompt, sampling=sampling) for prompt in prompts]
-    engine = TorchEngine(model, max_batch=8, equal_rows="once")
+    engine = TorchEngine(model, max_batch=8, duplicate_rows="once")
     assert_same(run(engine, requests), one_by_one(model, requests))
-    assert engine.stats.num_led == 0
+    assert engine.stats.num_duplicate_rows == 0
 
 
 def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
     decoder, table = engine._decoder, engine._table
     computed, contexts, compute = 0, 0, decoder.run
 
@@ -109,18 +111,18 @@ def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
     decoder.run = counted
     # One prompt of one token, so that nothing is prefilled.
     run(engine, requests_of()[:GROUP_SIZE])
-    assert computed == contexts == engine.stats.num_rows - engine.stats.num_led
-    assert engine.stats.num_led > engine.stats.num_forwards
+    assert computed == contexts == engine.stats.num_rows - engine.stats.num_duplicate_rows
+    assert engine.stats.num_duplicate_rows > engine.stats.num_forwards
     assert engine.stats.num_prefilled == 0
 
 
 def test_each_row_computes_for_itself_where_that_is_said(model: PreTrainedModel, plain: Rollouts) -> None:
-    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, equal_rows="each")
+    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, duplicate_rows="each")
     assert_same(run(engine, requests_of()), plain)
-    assert engine.stats.num_led == 0
-    engine.use_equal_rows("once")
+    assert engine.stats.num_duplicate_rows == 0
+    engine.use_duplicate_rows("once")
     run(engine, requests_of(draw=1))
-    assert engine.stats.num_led > 0
+    assert engine.stats.num_duplicate_rows > 0
 
 
 @pytest.mark.parametrize("drafting", ["none", "branching"])
@@ -146,9 +148,9 @@ def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places
     ]
     expected = one_by_one(model, requests)
     for order in (requests, requests[::-1]):
-        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6, equal_rows="once")
+        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6, duplicate_rows="once")
         assert_same(run(engine, order), expected)
-        assert engine.stats.num_led >= 5
+        assert engine.stats.num_duplicate_rows >= 5
 
 
 @pytest.mark.parametrize("drafting", ["none", "history"])
@@ -156,9 +158,9 @@ def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
     model: PreTrainedModel, plain: Rollouts, drafting: str
 ) -> None:
     requests = requests_of()[-GROUP_SIZE:]
-    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE, duplicate_rows="once")
     engine.submit(requests)
-    finished, before = engine.step(), engine.stats.num_led
+    finished, before = engine.step(), engine.stats.num_duplicate_rows
     assert before == GROUP_SIZE - 1
     aborted = engine.abort([requests[0].key])
     while engine.num_unfinished:
@@ -171,15 +173,15 @@ def test_rows_that_read_their_tokens_again_are_equal_once_they_have(
     model: PreTrainedModel, plain: Rollouts, backend: str
 ) -> None:
     """New weights equal to the old ones: rollouts continue unchanged."""
-    engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, equal_rows="once")
+    engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, duplicate_rows="once")
     engine.submit(requests_of())
     finished = [rollout for _ in range(3) for rollout in engine.step()]
     engine.update_weights(1, when_running="reprefill")
-    before = engine.stats.num_led
+    before = engine.stats.num_duplicate_rows
     while engine.num_unfinished:
         finished += engine.step()
     assert_same({rollout.key: rollout for rollout in finished}, plain)
-    assert engine.stats.num_led > before
+    assert engine.stats.num_duplicate_rows > before
 
 
 def test_a_rollout_that_was_moved_here_is_equal_to_those_that_began_here(
@@ -190,7 +192,7 @@ def test_a_rollout_that_was_moved_here_is_equal_to_those_that_began_here(
     away.submit(requests)
     away.step()
     moved = away.abort([requests[2].key])
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
     others = [request for request in requests if request.key != requests[2].key]
     engine.submit(others)
     engine.step()
@@ -205,16 +207,16 @@ def test_float32_draws_the_same_tokens() -> None:
     model = build("qwen3").eval()
     requests = requests_of()
     expected = one_by_one(model, requests)
-    engine = TorchEngine(model, branching(expected), max_batch=30, equal_rows="once")
+    engine = TorchEngine(model, branching(expected), max_batch=30, duplicate_rows="once")
     assert_same(run(engine, requests), expected, 1e-4)
-    assert engine.stats.num_led > 0
+    assert engine.stats.num_duplicate_rows > 0
 
 
 def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTrainedModel) -> None:
     stops = tuple(range(0, VOCAB, 4))
     requests = requests_of(stop_tokens=stops)
     drafter = branching(one_by_one(model, requests))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
     run(engine, requests)
     num_heard = num_of_led = num_stops = 0
     for step in drafter.seen:
@@ -242,7 +244,7 @@ def test_a_chain_along_the_first_sibling_is_accepted_by_others_as_far_as_they_go
     expected = one_by_one(model, requests)
     first = expected[requests[0].key].tokens.tolist()
     drafter = ScriptedDrafter(lambda prompt_id, so_far, room: chain(first[len(so_far) :][: room if not so_far else 0]))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
     engine.submit(requests)
     engine.step()
     told = drafter.seen[0]
@@ -292,12 +294,12 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
 
 
 def test_auto_is_once_on_cpu_alone() -> None:
-    assert [resolved("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
-    assert resolved("once", "cuda") == "once"
+    assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
+    assert resolve("once", "cuda") == "once"
 
 
 def test_a_way_that_there_is_not_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="equal_rows is one of auto, once, each, got 'twice'"):
-        TorchEngine(model, equal_rows="twice")
+    with pytest.raises(ConfigError, match="duplicate_rows is one of auto, once, each, got 'twice'"):
+        TorchEngine(model, duplicate_rows="twice")
     with pytest.raises(ConfigError, match="got True"):
-        TorchEngine(model).use_equal_rows(True)
+        TorchEngine(model).use_duplicate_rows(True)

@@ -106,14 +106,14 @@ def test_pages_in_any_place_give_the_same_bits() -> None:
     outputs, pages = [], []
     for num_taken in (0, 3):
         decoder = cuda.CudaDecoder(weights, NUM_SLOTS)
-        taken = [decoder.spans.take(16) for _ in range(num_taken)]
+        taken = [decoder.allocator.allocate(16) for _ in range(num_taken)]
         for address in taken[:2]:
-            decoder.spans.give_back(address)
-        start = decoder.spans.take(40)
+            decoder.allocator.free(address)
+        start = decoder.allocator.allocate(40)
         shift = start - APART // 2
         shifted = {"slots": row.slots + shift, "own_start": row.own_start + shift}
         outputs.append(decoder.run(TokenBatch(**fields | shifted)).clone())
-        pages.append(decoder.spans.table[start // 16 :][:3].tolist())
+        pages.append(decoder.allocator.table[start // 16 :][:3].tolist())
     assert torch.equal(*outputs)
     # The first span has its pages in order; the second reuses freed pages, then takes another.
     assert pages == [[0, 1, 2], [1, 0, 3]]

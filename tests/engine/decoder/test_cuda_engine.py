@@ -109,9 +109,9 @@ def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTr
 
 def test_memory_comes_back(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=2, max_tokens=64, backend="cuda")
-    free = engine._table.prefixes.spans.num_free
+    free = engine._table.prefixes.allocator.num_free
     run(engine, requests_with(18, [2, 3, 4], max_tokens=2))
-    assert engine._table.prefixes.spans.num_free == free
+    assert engine._table.prefixes.allocator.num_free == free
 
 
 def test_diverged_weights_are_told() -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
 )
 CudaDecoder = pytest.importorskip("treering.engine.decoder.cuda.decoder").CudaDecoder
-Tile = linear_module.Tile
+LinearTile = linear_module.LinearTile
 
 EPSILON = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
 """Half a unit in the last place, of 1; of bfloat16 a whole one, since the interpreter cuts off instead of rounding."""
@@ -31,7 +31,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: LinearTile) -> torch.Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype)
     parts = None if tile.parts == 1 else torch.full((tile.parts, *out.shape), torch.nan)
     linear_module.linear(x, weight, bias, out, tile, parts)
@@ -50,8 +50,10 @@ def assert_rounded_once(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 31, 32, 33, 50, 64])
-@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(32, 1), Tile(64, 1), Tile(16, 2), Tile(32, 4)], ids=str)
-def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    "tile", [LinearTile(16, 1), LinearTile(32, 1), LinearTile(64, 1), LinearTile(16, 2), LinearTile(32, 4)], ids=str
+)
+def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: LinearTile) -> None:
     x, weight, bias = (numbers(*shape, dtype=torch.bfloat16) for shape in ((num_tokens, 520), (70, 520), (70,)))
     assert_rounded_once(product(x, weight, None, tile), x, weight)
     assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
@@ -62,7 +64,7 @@ def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: Tile) 
 def test_any_number_of_columns_and_any_depth_will_do(num_columns: int, depth: int, dtype: torch.dtype) -> None:
     x, weight = numbers(5, depth, dtype=dtype), numbers(num_columns, depth, dtype=dtype, seed=1)
     bias = numbers(num_columns, dtype=dtype, seed=2)
-    for tile in (Tile(16, 1), Tile(64, 1), Tile(32, 2)):
+    for tile in (LinearTile(16, 1), LinearTile(64, 1), LinearTile(32, 2)):
         assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
 
 
@@ -70,17 +72,17 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
     x = torch.arange(-4, 4).repeat(3, 65)[:, :515].half()
     weight = torch.ones(20, 515).half()
     for columns, parts in itertools.product((16, 32, 64), (1, 2, 8)):
-        room = torch.full((5, 20), 9.0).half()
+        buffer = torch.full((5, 20), 9.0).half()
         sums = None if parts == 1 else torch.full((parts, 3, 20), torch.nan)
-        linear_module.linear(x, weight, None, room[1:4], Tile(columns, parts), sums)
+        linear_module.linear(x, weight, None, buffer[1:4], LinearTile(columns, parts), sums)
         # 65 rounds of -4 to 3, which sum to -4 each, without the last five numbers.
-        assert (room[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
-        assert (room[[0, 4]] == 9).all()
+        assert (buffer[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
+        assert (buffer[[0, 4]] == 9).all()
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
     x, weight = numbers(16, 300, dtype=torch.bfloat16), numbers(40, 300, dtype=torch.bfloat16, seed=1)
-    for tile in (Tile(32, 1), Tile(16, 2)):
+    for tile in (LinearTile(32, 1), LinearTile(16, 2)):
         together = product(x, weight, None, tile)
         assert all(torch.equal(product(x[row : row + 1], weight, None, tile)[0], together[row]) for row in range(16))
 
@@ -91,7 +93,7 @@ def test_views_that_are_not_contiguous_are_refused(which: str) -> None:
     tensors["out"] = torch.zeros(4, 6).bfloat16()
     tensors[which] = tensors[which].T.contiguous().T
     with pytest.raises(AssertionError):
-        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], Tile(16, 1), None)
+        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], LinearTile(16, 1), None)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, ti
 
 
 def test_what_the_kernel_does_not_compute_has_no_tiles() -> None:
-    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[Tile]:
+    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[LinearTile]:
         return linear_module.tiles_of(torch.empty(64, depth, dtype=dtype, device="meta"), num_tokens, 1)
 
     assert len(tiles(64, 64, torch.float16)) == 2

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engine.decoder.cuda_cases import batch_of
 from tests.models import VOCAB, build
-from treering.engine.batch.draft_tree import nothing
+from treering.engine.batch.draft_tree import no_drafts
 from treering.engine.batch.state import StepInputs, make_columns
 
 pytest.importorskip("triton")
@@ -97,16 +97,20 @@ def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing
         assert operations.between == [COPY]
 
 
-@pytest.mark.parametrize("is_led", [False, True])
-def test_drawing_copies_to_the_device_in_one_go_and_waits_once(is_led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_duplicates", [False, True])
+def test_drawing_copies_to_the_device_in_one_go_and_waits_once(
+    has_duplicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[torch.Size] = []
     monkeypatch.setattr(verify, "fetch", lambda packed: waits.append(packed.shape) or np.ones(packed.shape))
     rows = np.arange(2)
-    first = rows * 0 if is_led else rows
+    first = rows * 0 if has_duplicates else rows
     zeros = np.zeros(0, np.int64)
-    work = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
+    inputs = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
     columns = make_columns(max_rows=2, max_context=1, max_stops=1)
     with Operations() as operations:
-        verify.DeviceDrawer(META).draw(torch.empty(1 + first[-1], VOCAB, device=META), work, columns, nothing(2))
+        verify.DeviceSampler(META).sample_and_verify(
+            torch.empty(1 + first[-1], VOCAB, device=META), inputs, columns, no_drafts(2)
+        )
     assert operations.between == [COPY]
     assert len(waits) == 1

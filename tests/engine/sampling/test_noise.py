@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from treering.engine.sampling import draw_cpu as sampling_cpu
+from treering.engine.sampling import sample_cpu as sampling_cpu
 from treering.engine.sampling.noise import row_key, uniforms, uniforms_torch
 from treering.types import PromptId
 

@@ -51,7 +51,7 @@ def test_both_logprobs_are_those_of_their_distributions(rule: Rule, how: str) ->
 
 
 @pytest.mark.parametrize("how", list(DRAW))
-def test_the_token_wins_the_race_of_its_keyed_noise(how: str) -> None:
+def test_the_token_is_the_gumbel_max_of_its_keyed_noise(how: str) -> None:
     keys, positions = rollout_keys(300), np.arange(300) * 5
     noise = np.stack([uniforms(int(key), int(position), 6) for key, position in zip(keys, positions, strict=True)])
     expected = (expected_probabilities(LOGITS, Rule()) / -np.log(noise)).argmax(1)
@@ -97,7 +97,7 @@ def test_numba_draws_the_tokens_of_the_specification(
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(top_k=900)], ids=str)
-def test_pruning_the_race_loses_no_narrow_winner(rule: Rule) -> None:
+def test_pruning_loses_no_narrow_gumbel_max(rule: Rule) -> None:
     # Among many similar tokens, one winner in fifty beats the runner-up by less than a fiftieth.
     logits = np.random.default_rng(3).normal(size=(1500, 1000)) * 0.1
     batch = logits, rollout_keys(1500), np.arange(1500)

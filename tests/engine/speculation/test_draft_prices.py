@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import group_requests, run
 from tests.models import build_float64
-from treering.engine.speculation.draft_prices import Spent, Steps, measure_prices, prices_of
+from treering.engine.speculation.draft_prices import StepTimes, SyntheticSteps, measure_prices, prices_of
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices
 from treering.history.draft.drafter import Drafter
@@ -20,11 +20,11 @@ def model() -> PreTrainedModel:
     return build_float64("qwen3").eval()
 
 
-def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> Spent:
+def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> StepTimes:
     """A quarter of a search's price is the slowdown of the next pass."""
-    looking = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
-    behind = 1e-3 + 0.25 * prices.look
-    return Spent(looking, 1e-3, behind, prices.learn + prices.drafted * num_drafted, num_drafted)
+    drafting = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
+    pass_after_drafting = 1e-3 + 0.25 * prices.look
+    return StepTimes(drafting, 1e-3, pass_after_drafting, prices.learn + prices.drafted * num_drafted, num_drafted)
 
 
 @given(st.integers(2, 40), st.lists(st.floats(0, 1e-3), min_size=5, max_size=5), st.integers(1, 500))
@@ -40,13 +40,13 @@ def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[flo
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12), st.lists(st.integers(0, 90), min_size=3, max_size=3))
 def test_no_noise_makes_a_price_that_is_none(seconds: list[float], counts: list[int]) -> None:
-    steps = (Spent(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
+    steps = (StepTimes(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
     assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
 
 
 def test_one_row_has_no_price_of_its_own() -> None:
-    one = Spent(1e-4, 0.0, 0.0, 5e-5, 1)
-    found = prices_of(Spent(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
+    one = StepTimes(1e-4, 0.0, 0.0, 5e-5, 1)
+    found = prices_of(StepTimes(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
     np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
 
 
@@ -102,7 +102,7 @@ def test_what_strikes_most_passes_is_no_price_of_a_look(seed: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
 def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
-    steps = Steps(num_rows, lambda: None, Clock())
+    steps = SyntheticSteps(num_rows, lambda: None, Clock())
     table = steps._table
     for number in range(3 * num_rows):
         changes = table.num_changes
@@ -118,7 +118,7 @@ def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
 def test_the_made_up_rows_are_drafted_as_much_as_is_asked(num_rows: int) -> None:
-    steps = Steps(num_rows, lambda: None, Clock())
+    steps = SyntheticSteps(num_rows, lambda: None, Clock())
     few = [steps.draft(1).num_drafted for _ in range(70)]
     many = [steps.draft(12).num_drafted for _ in range(70)]
     assert np.mean(few) > 0.8 * num_rows

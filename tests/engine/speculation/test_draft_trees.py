@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted, clip_drafts
-from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
+from treering.engine.batch.draft_tree import MOST_DRAFTS, clip_drafts, count_accepted
+from treering.engine.batch.sampler import VerifiedTokens, _verify_in_torch, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.torch_engine import TorchEngine
@@ -255,7 +255,7 @@ def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
     laid = clip_drafts(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
     contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
     own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
-    heard = as_drafted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
+    heard = count_accepted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
     assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
 
 
@@ -358,7 +358,7 @@ def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -
 
 
 def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
-    """On a device `draw` samples at every node, then walks; on CPU it samples along the path only."""
+    """On a device `sample_and_verify` samples at every node, then walks; on CPU it samples along the path only."""
     rng, num_rows = np.random.default_rng(4), 60
     trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
     trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]
@@ -372,14 +372,14 @@ def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
     columns.top_k[:] = rng.integers(0, 3, num_rows)
     none = np.zeros(0, np.int64)
     first = np.cumsum([0, *(1 + num_drafts)])
-    work = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
+    inputs = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
     logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
     shape = (rows.size, 1 + num_drafts.max())
-    batched = Drawn(
+    batched = VerifiedTokens(
         np.zeros(shape, np.int32), np.zeros(shape), np.zeros(shape), np.zeros(rows.size, int), np.full(shape, -1)
     )
-    _draw_in_torch(logits, work, columns, drafts, num_drafts, batched)
-    one_by_one = draw(logits, work, columns, drafts)
+    _verify_in_torch(logits, inputs, columns, drafts, num_drafts, batched)
+    one_by_one = sample_and_verify(logits, inputs, columns, drafts)
     assert one_by_one.num_tokens.max() >= 4
     assert (one_by_one.path > np.arange(shape[1])).any()
     for expected, actual in zip(one_by_one, batched, strict=True):

@@ -14,7 +14,7 @@ from tests.models import build, build_float64
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.speculation.verify_costs import goes_on, measure, never_falling
+from treering.engine.speculation.verify_costs import measure, needs_another_round, non_decreasing
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
@@ -80,11 +80,11 @@ def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
 )
 def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_rounds: int) -> None:
     done = 0
-    while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
+    while needs_another_round(done, done * round_s + 1e-9, most=25, budget_s=0.2):
         done += 1
     assert done == num_rounds
     # Even if the clock jumped before the first round.
-    assert goes_on(0, 100.0, most=25, budget_s=0.2)
+    assert needs_another_round(0, 100.0, most=25, budget_s=0.2)
 
 
 class Blocks(Timed):
@@ -118,13 +118,13 @@ def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
 
 
 def test_costs_never_fall() -> None:
-    assert never_falling(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
+    assert non_decreasing(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
     rng = np.random.default_rng(0)
     for _ in range(50):
         seconds = rng.random(8)
-        smooth = never_falling(seconds)
+        smooth = non_decreasing(seconds)
         assert (np.diff(smooth) >= 0).all()
-        np.testing.assert_array_equal(never_falling(np.sort(seconds)), np.sort(seconds))
+        np.testing.assert_array_equal(non_decreasing(np.sort(seconds)), np.sort(seconds))
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])

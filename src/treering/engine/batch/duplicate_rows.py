@@ -14,12 +14,12 @@ from numba import njit
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.engine.batch.state import BatchState
 
-EqualRows = Literal["auto", "once", "each"]
+DuplicateRows = Literal["auto", "once", "each"]
 """once: duplicate rows are computed once. each: every row is computed. auto: once on CPU, where every token costs time,
 and each elsewhere."""
 
 
-def leaders_of(columns: BatchState, num_rows: int, equal_rows: Literal["once", "each"]) -> Int64Array:
+def leaders_of(columns: BatchState, num_rows: int, duplicate_rows: Literal["once", "each"]) -> Int64Array:
     """The first row with the same tokens as each row, int64 [B]; the row itself if there is none, or with "each".
 
     Only rows that have all but their last token computed and share their prompt in the arena can be duplicates.
@@ -27,17 +27,17 @@ def leaders_of(columns: BatchState, num_rows: int, equal_rows: Literal["once", "
     Example: rows 5 6 7, 5 6 8 and 5 6 7 after one prompt have the leaders 0, 1 and 0.
     """
     leaders = np.arange(num_rows)
-    if equal_rows == "once" and num_rows > 1:
+    if duplicate_rows == "once" and num_rows > 1:
         c = columns
         _fill_leaders(c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.is_ready, leaders)
     return leaders
 
 
-def resolved(equal_rows: EqualRows, device: str) -> Literal["once", "each"]:
+def resolve(duplicate_rows: DuplicateRows, device: str) -> Literal["once", "each"]:
     """Resolves "auto" for a device."""
-    if equal_rows == "auto":
+    if duplicate_rows == "auto":
         return "once" if device == "cpu" else "each"
-    return equal_rows
+    return duplicate_rows
 
 
 @njit(cache=True, nogil=True)

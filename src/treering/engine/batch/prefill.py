@@ -11,7 +11,7 @@ from treering.engine.kv_cache.prefix_cache import Prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunk:
+class PrefillChunk:
     """Tokens `first` to `first + num_tokens - 1` of a prefix."""
 
     prefix: Prefix
@@ -21,10 +21,10 @@ class Chunk:
     def complete(self) -> None:
         """Marks its keys and values as computed; they are in the arena before anything reads them."""
         assert self.prefix.start is not None
-        self.prefix.spans.set_computed(self.prefix.start, self.first + self.num_tokens)
+        self.prefix.allocator.set_computed(self.prefix.start, self.first + self.num_tokens)
 
 
-def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
+def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
     """Chunks of the missing prefix tokens, `max_tokens` in all; marks them as computed.
 
     A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it
@@ -36,16 +36,16 @@ def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
     for prefix in prefixes:
         num_tokens = min(prefix.num_tokens - prefix.num_computed, max_tokens)
         if num_tokens > 0:
-            chunk = Chunk(prefix=prefix, first=prefix.num_computed, num_tokens=num_tokens)
+            chunk = PrefillChunk(prefix=prefix, first=prefix.num_computed, num_tokens=num_tokens)
             chunk.complete()
             chunks.append(chunk)
             max_tokens -= num_tokens
     return chunks
 
 
-def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
+def join(inputs: StepInputs, chunks: Sequence[PrefillChunk]) -> TokenBatch:
     """One batch: the rows' tokens, then the chunks', whose logits are not computed."""
-    columns = [list(work[:9]), *(_columns(chunk) for chunk in chunks)]
+    columns = [list(inputs[:9]), *(_columns(chunk) for chunk in chunks)]
     merged = columns[0] if len(columns) == 1 else [np.concatenate(parts) for parts in zip(*columns, strict=True)]
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = merged
     return TokenBatch(
@@ -58,11 +58,11 @@ def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
         num_own=num_own,
         tree_start=tree_start,
         tree_bits=tree_bits,
-        wanted=work.wanted,
+        wanted=inputs.wanted,
     )
 
 
-def _columns(chunk: Chunk) -> list[np.ndarray]:
+def _columns(chunk: PrefillChunk) -> list[np.ndarray]:
     """A chunk's columns in the order of `StepInputs`; the prefix's span is the own span of its tokens."""
     prefix = chunk.prefix
     assert prefix.start is not None

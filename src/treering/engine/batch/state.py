@@ -108,22 +108,22 @@ def move_row(columns: BatchState, source: int, target: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def fill_room(
+def fill_max_drafts(
     is_ready: BoolArray,
     num_tokens: Int64Array,
     num_computed: Int64Array,
     limit: Int64Array,
     leaders: Int64Array,
-    room: Int64Array,
+    max_drafts: Int64Array,
 ) -> None:
-    """Fills `room` [B] with the number of draft tokens that each row has slots for; 0 unless the row is decoding.
+    """Fills `max_drafts` [B] with the number of draft tokens that each row has slots for; 0 unless the row is decoding.
 
     A duplicate row gets 0: it uses its leader's drafts. A rollout's last possible token is sampled but never computed,
     so the slots end one before the limit.
     """
-    for row in range(room.size):
+    for row in range(max_drafts.size):
         decodes = leaders[row] == row and is_ready[row] and num_tokens[row] - num_computed[row] == 1
-        room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
+        max_drafts[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
 def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
@@ -136,17 +136,17 @@ def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts
     """
     c, num_rows = columns, leaders.size
     # One array for all columns: numba unpacks each argument, which takes longer than filling it.
-    room = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
+    per_token = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
     rows = np.empty((5, num_rows), np.int64)
-    num_tokens, num_wanted, num_sampled = _fill_work(
+    num_tokens, num_wanted, num_sampled = _fill_inputs(
         c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
-        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
+        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, per_token, rows,
     )  # fmt: skip
-    return StepInputs._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
+    return StepInputs._make([*per_token[:9, :num_tokens], per_token[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
 
 
 @njit(cache=True, nogil=True)
-def _fill_work(
+def _fill_inputs(
     context: Int32Array,
     num_tokens: Int64Array,
     num_computed: Int64Array,
@@ -160,15 +160,16 @@ def _fill_work(
     offsets: Int64Array,
     depths: Int64Array,
     bits: Int64Array,
-    room: Int64Array,
-    row_room: Int64Array,
+    per_token: Int64Array,
+    per_row: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills `StepInputs` into `room` and `row_room`; returns the numbers of tokens, wanted tokens and sampled rows."""
+    """Fills `StepInputs` into `per_token` and `per_row`; returns the numbers of tokens, wanted tokens and rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
-        room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
+        per_token[0], per_token[1], per_token[2], per_token[3], per_token[4], per_token[5], per_token[6], per_token[7],
+        per_token[8],
     )  # fmt: skip
-    wanted, rows, row_leaders, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2], row_room[3]
-    first_of = row_room[4]
+    wanted, rows, row_leaders, first_logits, num_fed = per_token[9], per_row[0], per_row[1], per_row[2], per_row[3]
+    first_of = per_row[4]
     at = num_wanted = num_sampled = 0
     for row in range(leaders.size):
         if leaders[row] != row:

@@ -3,7 +3,7 @@
 from collections.abc import Set
 
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
-from treering.engine.kv_cache.allocator import Arena
+from treering.engine.kv_cache.allocator import KVAllocator
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
@@ -17,11 +17,11 @@ _FIRST_STOPS = 4
 class Table:
     """Rows 0 to num_rows - 1 are running; waiting requests are not in the table."""
 
-    def __init__(self, *, max_rows: int, arena: Arena, seed: int) -> None:
-        """Starts without rows; all slots of `arena` must be free."""
+    def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int) -> None:
+        """Starts without rows; all slots of `allocator` must be free."""
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
-        self.prefixes = PrefixCache(arena)
+        self.prefixes = PrefixCache(allocator)
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
@@ -36,17 +36,17 @@ class Table:
         return len(self.requests)
 
     def add(self, request: Request) -> bool:
-        """Number of rows added and removed so far; while unchanged, so are the columns' arrays and the row order."""
+        """Gives a registered request a row and key-value slots; returns False if there is no space yet."""
         if self.num_rows == self._max_rows:
             return False
-        prefix = self.prefixes.of(request.prompt)
-        # Keeps `drop_idle` from evicting the prefix while its own row is placed.
+        prefix = self.prefixes.get(request.prompt)
+        # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
-        own_start = self._take_spans(prefix, request.sampling.max_tokens)
+        own_start = self._allocate_spans(prefix, request.sampling.max_tokens)
         if own_start is None:
             prefix.num_running -= 1
             return False
-        self._fill(self.num_rows, request, prefix, own_start)
+        self._fill_row(self.num_rows, request, prefix, own_start)
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
@@ -84,7 +84,7 @@ class Table:
             finish_reason=reason,
         )
 
-    def cut_at_string(self, row: int, num_new: int, decode: Decode) -> bool:
+    def truncate_at_stop(self, row: int, num_new: int, decode: Decode) -> bool:
         """Whether one of a row's last `num_new` tokens completes a stop string; drops the tokens after it."""
         columns, request = self.columns, self.requests[row]
         strings = request.sampling.stop_strings
@@ -99,7 +99,7 @@ class Table:
     def remove(self, row: int) -> Request:
         """Frees a row and its memory; the last row replaces it."""
         request, prefix = self.requests[row], self._row_prefixes[row]
-        self.prefixes.spans.give_back(int(self.columns.own_start[row]))
+        self.prefixes.allocator.free(int(self.columns.own_start[row]))
         prefix.num_running -= 1
         last = self.num_rows - 1
         if row != last:
@@ -110,9 +110,9 @@ class Table:
         self.num_changes += 1
         return request
 
-    def forget_values(self) -> None:
+    def invalidate(self) -> None:
         """Marks all keys and values as not computed: rows prefill their tokens again before they continue."""
-        self.prefixes.forget_values()
+        self.prefixes.invalidate()
         self.columns.num_computed[: self.num_rows] = self.columns.num_prefix[: self.num_rows]
         self.mark_ready()
 
@@ -125,21 +125,21 @@ class Table:
         """Rows of these requests, last one first, so that removing one does not move the next ones."""
         return [row for row in reversed(range(self.num_rows)) if self.requests[row].key in keys]
 
-    def _take_spans(self, prefix: Prefix, num_own: int) -> int | None:
+    def _allocate_spans(self, prefix: Prefix, num_own: int) -> int | None:
         """Allocates the prefix's span and the row's own span; evicts idle prefixes if space is short."""
-        start = self._try_to_take(prefix, num_own)
-        if start is None and self.prefixes.drop_idle():
-            start = self._try_to_take(prefix, num_own)
+        start = self._try_allocate(prefix, num_own)
+        if start is None and self.prefixes.evict_idle():
+            start = self._try_allocate(prefix, num_own)
         if start is None and self.num_rows == 0:
             # No row is running, so only the prefix itself, in the middle of the arena, or cached prompts can be in the
             # way.
-            self.prefixes.drop_span(prefix)
-            self.prefixes.forget_values()
-            start = self._try_to_take(prefix, num_own)
+            self.prefixes.free_span(prefix)
+            self.prefixes.invalidate()
+            start = self._try_allocate(prefix, num_own)
         return start
 
-    def _try_to_take(self, prefix: Prefix, num_own: int) -> int | None:
-        return self.prefixes.spans.take(num_own) if self.prefixes.place(prefix) else None
+    def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
+        return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
     def _group_of(self, request: Request) -> int:
         """The group number of its running siblings, else a new one."""
@@ -149,7 +149,7 @@ class Table:
         self._num_groups += 1
         return self._num_groups
 
-    def _fill(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
+    def _fill_row(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
         sampling, so_far = request.sampling, request.so_far
         num_prompt = request.prompt.size
         self._widen(num_prompt + sampling.max_tokens, len(sampling.stop_tokens))

@@ -22,13 +22,13 @@ def check_decoder(model: nn.Module, decoder: Decoder, *, vocab_size: int, max_co
         UnsupportedError: the logits differ by more than rounding: a layer does more than its weights say.
     """
     tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % vocab_size
-    expected = _of_model(model, torch.from_numpy(tokens))
+    expected = _model_logits(model, torch.from_numpy(tokens))
     if bool((expected.isnan() | expected.isposinf()).any()):
         raise StateError(
             f"an engine samples from finite logits, and those of {type(model).__name__} hold NaN or +inf: its weights "
             "have diverged or are not loaded; go back to a checkpoint before it"
         )
-    actual = decoder.run(_alone(tokens)).to(expected)
+    actual = decoder.run(_single_sequence(tokens)).to(expected)
     # -inf in both counts as equal; -inf in one gives an infinite error.
     differences = torch.where(actual == expected, 0.0, actual - expected)
     error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
@@ -39,7 +39,7 @@ def check_decoder(model: nn.Module, decoder: Decoder, *, vocab_size: int, max_co
         )
 
 
-def _of_model(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def _model_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     model.eval()
@@ -52,7 +52,7 @@ def _of_model(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _alone(tokens: np.ndarray) -> TokenBatch:
+def _single_sequence(tokens: np.ndarray) -> TokenBatch:
     zeros, order = np.zeros(tokens.size, np.int64), np.arange(tokens.size)
     return TokenBatch(
         tokens=tokens,

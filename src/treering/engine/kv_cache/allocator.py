@@ -7,7 +7,7 @@ from treering.errors import InputError
 from treering.types import TokenIds
 
 
-class Arena(ABC):
+class KVAllocator(ABC):
     """The interface of key-value memory: spans of token slots."""
 
     @property
@@ -16,16 +16,16 @@ class Arena(ABC):
         """Free slots, not necessarily in one piece."""
 
     @abstractmethod
-    def take(self, length: int) -> int | None:
+    def allocate(self, length: int) -> int | None:
         """First slot of a new span of `length` >= 1 slots, or None if there is no space."""
 
     @abstractmethod
-    def take_known(self, tokens: TokenIds) -> int | None:
-        """`take` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
+    def allocate_prompt(self, tokens: TokenIds) -> int | None:
+        """`allocate` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
 
     @abstractmethod
-    def give_back(self, start: int) -> None:
-        """Frees a span from `take` or `take_known`."""
+    def free(self, start: int) -> None:
+        """Frees a span from `allocate` or `allocate_prompt`."""
 
     @abstractmethod
     def num_computed(self, start: int) -> int:
@@ -36,17 +36,17 @@ class Arena(ABC):
         """Marks the first `num_tokens` as computed, or computed before anything reads them; never lowers the count."""
 
     @abstractmethod
-    def forget_values(self) -> None:
+    def invalidate(self) -> None:
         """Marks everything as not computed, after a weight update."""
 
 
-class SpanAllocator(Arena):
+class SpanAllocator(KVAllocator):
     """An allocator over slots 0 to num_slots - 1.
 
     Computed prompts without readers stay cached for the next request with the same tokens, and are evicted oldest
     first when space is needed. Spans do not overlap.
 
-    Example: of 10 slots, `take(4)` gives 0, `take(4)` gives 4, `take(4)` gives None; after `give_back(0)` it gives 0.
+    Example: of 10 slots, three times `allocate(4)` gives 0, 4 and None; after `free(0)` it gives 0.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -58,52 +58,52 @@ class SpanAllocator(Arena):
         self._taken: dict[int, int] = {}
         self._computed: dict[int, int] = {}
         self._prompts: dict[int, bytes] = {}
-        self._kept: dict[bytes, int] = {}  # by the tokens, oldest first
+        self._cached: dict[bytes, int] = {}  # by the tokens, oldest first
 
     @property
     def num_free(self) -> int:
-        """See `Arena.num_free`; cached prompts count as free."""
-        return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._kept.values())
+        """See `KVAllocator.num_free`; cached prompts count as free."""
+        return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._cached.values())
 
-    def take(self, length: int) -> int | None:
-        """See `Arena.take`; evicts cached prompts until a hole is long enough."""
+    def allocate(self, length: int) -> int | None:
+        """See `KVAllocator.allocate`; evicts cached prompts until a hole is long enough."""
         assert length >= 1
         start = self._fit(length)
-        while start is None and self._kept:
-            self._free(self._kept.pop(next(iter(self._kept))))
+        while start is None and self._cached:
+            self._free(self._cached.pop(next(iter(self._cached))))
             start = self._fit(length)
         return start
 
-    def take_known(self, tokens: TokenIds) -> int | None:
-        """See `Arena.take_known`; the cached span of exactly these tokens, else a new one."""
+    def allocate_prompt(self, tokens: TokenIds) -> int | None:
+        """See `KVAllocator.allocate_prompt`; the cached span of exactly these tokens, else a new one."""
         prompt = tokens.tobytes()
-        start = self._kept.pop(prompt, None)
+        start = self._cached.pop(prompt, None)
         if start is None:
-            start = self.take(tokens.size)
+            start = self.allocate(tokens.size)
         if start is not None:
             self._prompts[start] = prompt
         return start
 
     def num_computed(self, start: int) -> int:
-        """See `Arena.num_computed`."""
+        """See `KVAllocator.num_computed`."""
         return self._computed[start]
 
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """See `Arena.set_computed`."""
+        """See `KVAllocator.set_computed`."""
         self._computed[start] = max(self._computed[start], num_tokens)
 
-    def forget_values(self) -> None:
-        """See `Arena.forget_values`; evicts all cached prompts."""
-        for start in self._kept.values():
+    def invalidate(self) -> None:
+        """See `KVAllocator.invalidate`; evicts all cached prompts."""
+        for start in self._cached.values():
             self._free(start)
-        self._kept = {}
+        self._cached = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
-    def give_back(self, start: int) -> None:
-        """See `Arena.give_back`; caches a fully computed prompt, unless the same prompt is already cached."""
+    def free(self, start: int) -> None:
+        """See `KVAllocator.free`; caches a fully computed prompt, unless the same prompt is already cached."""
         prompt = self._prompts.pop(start, None)
-        if prompt is not None and prompt not in self._kept and self._computed[start] == self._taken[start]:
-            self._kept[prompt] = start
+        if prompt is not None and prompt not in self._cached and self._computed[start] == self._taken[start]:
+            self._cached[prompt] = start
         else:
             self._free(start)
 

@@ -23,7 +23,7 @@ MASS_SLACK = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
+class SampledTokens:
     """One sampled token per row.
 
     Example: token 1 of logits [2, 1, 0] at temperature 1 under top_p=0.7 has logprobs log 0.269 and policy_logprobs
@@ -49,7 +49,7 @@ def sample(
     temperature: Float64[Tensor, " M"],
     top_k: Int64[Tensor, " M"],
     top_p: Float64[Tensor, " M"],
-) -> Sampled:
+) -> SampledTokens:
     """Samples one token per row from the distribution that `Sampling` defines.
 
     Applies temperature, keeps the top_k largest logits, and of these keeps the tokens whose predecessors have a mass
@@ -84,7 +84,9 @@ def sample(
     # argmax returns the first of equal maxima.
     tokens = (processed.exp() / exponentials).argmax(-1)
     at = tokens[:, None]
-    return Sampled(tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0])
+    return SampledTokens(
+        tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0]
+    )
 
 
 def diverged(row: int) -> StateError:

@@ -1,6 +1,6 @@
 """Verifies draft trees on the CPU, compiled: samples the next tokens of every rollout down its tree.
 
-numba's cache does not notice changes in `draw_cpu`.
+numba's cache does not notice changes in `sample_cpu`.
 
     T rows of logits   B rollouts   D draft tokens   K max tokens per rollout   V vocabulary
 """
@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import Float64Array, Int32Array, Int64Array
-from treering.engine.sampling.draw_cpu import Logits, draw_row, state_of
+from treering.engine.sampling.sample_cpu import Logits, sample_row, state_of
 
 
 @njit(cache=True, nogil=True)
@@ -83,7 +83,7 @@ def verify(
         while True:
             state = state_of(keys[b], positions[b] + depth)
             row = logits[first_row[b] + 1 + number]
-            token, logprob, policy = draw_row(row, state, temperature[b], top_k[b], top_p[b], ids, weights, ones)
+            token, logprob, policy = sample_row(row, state, temperature[b], top_k[b], top_p[b], ids, weights, ones)
             if token == -1:
                 return b
             tokens_out[b, depth], logprobs_out[b, depth], policy_out[b, depth] = token, logprob, policy

@@ -15,13 +15,13 @@ import numpy as np
 
 from treering.engine.batch.commit import CommittedTokens
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.draw import Draw
+from treering.engine.batch.sampler import SampleAndVerify
 from treering.engine.batch.table import Table
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.request import Request, Sampling
 from treering.engine.speculation.speculation import Speculation
-from treering.engine.speculation.verify_costs import goes_on, measure, plan
+from treering.engine.speculation.verify_costs import make_pass, measure, needs_another_round
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
@@ -42,17 +42,19 @@ _FEW, _MANY = 1, 12
 """Most draft tokens of a row; the price of a token comes from the difference between the two."""
 
 
-class Spent(NamedTuple):
+class StepTimes(NamedTuple):
     """One step's times in seconds."""
 
-    looking: float  # proposing and clipping drafts
-    plain: float  # a pass after a pass
-    behind: float  # a pass after drafting
-    learning: float  # feedback to the drafter
+    drafting: float  # proposing and clipping drafts
+    plain_pass: float  # a pass after a pass
+    pass_after_drafting: float  # a pass after drafting
+    feedback: float  # feedback to the drafter
     num_drafted: int
 
 
-def measure_with_prices(decoder: Decoder, draw: Draw, *, num_slots: int, max_batch: int, context: int) -> VerifyCosts:
+def measure_with_prices(
+    decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
+) -> VerifyCosts:
     """Measures passes (see `verify_costs.measure`), then the prices of drafting after a full batch's passes.
 
     Raises:
@@ -61,8 +63,8 @@ def measure_with_prices(decoder: Decoder, draw: Draw, *, num_slots: int, max_bat
 
     Example: an engine with max_batch=8 times passes of 1 to 64 tokens, then drafting after passes of 8.
     """
-    costs = measure(decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context)
-    one_pass = plan(max_batch, decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context)
+    costs = measure(decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context)
+    one_pass = make_pass(max_batch, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context)
     return replace(costs, prices=measure_prices(one_pass, max_batch=max_batch))
 
 
@@ -83,18 +85,18 @@ def measure_prices(
 
     Example: an engine with max_batch=8 times drafts of 1 and of 12 tokens for 8 rows, and of 1 token for one row.
     """
-    whole, single = Steps(max_batch, one_pass, clock), Steps(1, one_pass, clock)
+    whole, single = SyntheticSteps(max_batch, one_pass, clock), SyntheticSteps(1, one_pass, clock)
     for steps in (whole, single):
         steps.draft(_FEW)
-    rounds: list[tuple[Spent, Spent, Spent]] = []
+    rounds: list[tuple[StepTimes, StepTimes, StepTimes]] = []
     start = clock()
-    while goes_on(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
+    while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
         rounds.append((whole.draft(_MANY), whole.draft(_FEW), single.draft(_FEW)))
-    many, few, alone = (_middle(spent) for spent in zip(*rounds, strict=True))
+    many, few, alone = (_median_times(spent) for spent in zip(*rounds, strict=True))
     return prices_of(many, few, alone, num_rows=max_batch)
 
 
-def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftPrices:
+def prices_of(many: StepTimes, few: StepTimes, alone: StepTimes, *, num_rows: int) -> DraftPrices:
     """Solves for the prices from three steps: many and few tokens for `num_rows` rows, and few for a single row.
 
     Negative prices, from noise, become 0.
@@ -105,20 +107,20 @@ def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftP
     num_more = many.num_drafted - few.num_drafted
     grown, drafted = (
         max(0.0, (more - less) / num_more) if num_more > 0 else 0.0
-        for more, less in ((many.looking, few.looking), (many.learning, few.learning))
+        for more, less in ((many.drafting, few.drafting), (many.feedback, few.feedback))
     )
-    bare, bare_alone = few.looking - grown * few.num_drafted, alone.looking - grown * alone.num_drafted
+    bare, bare_alone = few.drafting - grown * few.num_drafted, alone.drafting - grown * alone.num_drafted
     row = max(0.0, (bare - bare_alone) / (num_rows - 1)) if num_rows > 1 else 0.0
     return DraftPrices(
-        look=max(0.0, bare - row * num_rows) + max(0.0, few.behind - few.plain),
+        look=max(0.0, bare - row * num_rows) + max(0.0, few.pass_after_drafting - few.plain_pass),
         row=row,
         grown=grown,
-        learn=max(0.0, few.learning - drafted * few.num_drafted),
+        learn=max(0.0, few.feedback - drafted * few.num_drafted),
         drafted=drafted,
     )
 
 
-class Steps:
+class SyntheticSteps:
     """Synthetic steps: a table of rows that grow by a few tokens per step, with a history of similar rollouts."""
 
     def __init__(self, num_rows: int, one_pass: Callable[[], object], clock: Callable[[], float]) -> None:
@@ -127,7 +129,7 @@ class Steps:
         rng = np.random.default_rng(0)
         store = HistoryStore()
         self._texts: list[TokenIds] = []
-        self._table = Table(max_rows=num_rows, arena=SpanAllocator(num_rows * _LENGTH), seed=0)
+        self._table = Table(max_rows=num_rows, allocator=SpanAllocator(num_rows * _LENGTH), seed=0)
         for row in range(num_rows):
             group, number = divmod(row, _GROUP_SIZE)
             if number == 0:
@@ -138,18 +140,18 @@ class Steps:
         store.publish()
         self._speculation = Speculation(Drafter(store), vocab_size=_VOCAB_SIZE, costs="none")
 
-    def draft(self, most: int) -> Spent:
+    def draft(self, most: int) -> StepTimes:
         """Times a step with at most `most` draft tokens per row; accepts the likeliest path, so drafts stay as long."""
-        self._go_on(most)
+        self._extend_rows(most)
         self._one_pass()
-        _, plain = self._time(self._one_pass)
-        proposed, looking = self._time(self._propose)
-        _, behind = self._time(self._one_pass)
-        gains = _gains_of(proposed)
-        _, learning = self._time(lambda: self._speculation.learn(gains))
-        return Spent(looking, plain, behind, learning, int(proposed.tokens.size))
+        _, plain_pass = self._time(self._one_pass)
+        proposed, drafting = self._time(self._propose)
+        _, pass_after_drafting = self._time(self._one_pass)
+        committed = _accept_all(proposed)
+        _, feedback = self._time(lambda: self._speculation.give_feedback(committed))
+        return StepTimes(drafting, plain_pass, pass_after_drafting, feedback, int(proposed.tokens.size))
 
-    def _go_on(self, most: int) -> None:
+    def _extend_rows(self, most: int) -> None:
         """Extends the rows, limits them to `most` drafts, and replaces one row, as happens in real batches."""
         table = self._table
         if table.num_rows > 1:
@@ -165,7 +167,7 @@ class Steps:
 
     def _add(self, request: Request) -> None:
         table = self._table
-        table.prefixes.expect(request.prompt)
+        table.prefixes.register(request.prompt)
         is_added = table.add(request)
         assert is_added, "each row has its room"
         row = table.num_rows - 1
@@ -188,7 +190,7 @@ def _request(row: int) -> Request:
     )
 
 
-def _gains_of(proposed: DraftTrees) -> CommittedTokens:
+def _accept_all(proposed: DraftTrees) -> CommittedTokens:
     """The result of a step that accepted each row's likeliest path."""
     chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
     accepted, nothing = np.diff(chains), np.zeros(0, np.int64)
@@ -204,7 +206,9 @@ def _edited(text: TokenIds, rng: np.random.Generator) -> TokenIds:
     return copy
 
 
-def _middle(spent: tuple[Spent, ...]) -> Spent:
+def _median_times(spent: tuple[StepTimes, ...]) -> StepTimes:
     """The median of each field, the minimum for passes."""
-    looking, plain, behind, learning, num_drafted = zip(*spent, strict=True)
-    return Spent(median(looking), min(plain), min(behind), median(learning), round(median(num_drafted)))
+    drafting, plain_pass, pass_after_drafting, feedback, num_drafted = zip(*spent, strict=True)
+    return StepTimes(
+        median(drafting), min(plain_pass), min(pass_after_drafting), median(feedback), round(median(num_drafted))
+    )

@@ -9,8 +9,8 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.engine.batch.commit import CommittedTokens
-from treering.engine.batch.draft_tree import DraftTrees, as_drafted, clip_drafts, nothing
-from treering.engine.batch.state import fill_room
+from treering.engine.batch.draft_tree import DraftTrees, clip_drafts, count_accepted, no_drafts
+from treering.engine.batch.state import fill_max_drafts
 from treering.engine.batch.table import Table
 from treering.engine.speculation.drift import CostDrift
 from treering.engine.speculation.verify_costs import Costs
@@ -20,7 +20,7 @@ from treering.history.types import DraftRows, Drafts
 from treering.types import PromptId
 
 _LEAST_WORTH, _MOST_WORTH = 0.5, 4.0
-_GOES_ON = 0.25
+_LEAST_REMAINING = 0.25
 """Fraction of a rollout's length that is expected to follow at least, even beyond its prompt's usual length."""
 
 
@@ -59,7 +59,7 @@ class Speculation:
         """Drafts for all decoding rows that are not duplicates; weighted towards long rows once nothing is waiting."""
         self._latest = None
         if self._drafter is None or self._drafter.rests():
-            return nothing(table.num_rows)
+            return no_drafts(table.num_rows)
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:
             self._state = state
@@ -68,24 +68,24 @@ class Speculation:
         rows = self._rows
         assert rows.leaders is not None
         rows.leaders[:] = leaders
-        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
+        fill_max_drafts(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
         drafts = self._drafter.propose(rows)
         proposed = clip_drafts(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
         if drafts.tokens.size > 0:
             self._latest = drafts, proposed
         return proposed
 
-    def learn(self, gains: CommittedTokens) -> None:
+    def give_feedback(self, committed: CommittedTokens) -> None:
         """Reports the acceptance of the latest drafts to the drafter, if there were any.
 
-        No draft exceeds a row's limit (`fill_room`), so the tokens alone tell which drafts were accepted.
+        No draft exceeds a row's limit (`fill_max_drafts`), so the tokens alone tell which drafts were accepted.
         """
         if self._drafter is None or self._rows is None or self._latest is None:
             return
         rows = self._rows
         assert rows.leaders is not None
-        accepted, leaves = as_drafted(
-            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves
+        accepted, leaves = count_accepted(
+            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, committed.num_accepted, committed.leaves
         )
         self._drafter.observe(rows, accepted, leaves=leaves)
 
@@ -126,7 +126,7 @@ def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array)
     is_known = ~np.isnan(usual)
     if not is_known.any():
         return None
-    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_GOES_ON * num_written, 1)), num_left)
+    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_LEAST_REMAINING * num_written, 1)), num_left)
     mean = expected[is_known].mean()
     worth = np.where(is_known, expected / mean, 1.0)
     return np.clip(worth, _LEAST_WORTH, _MOST_WORTH)

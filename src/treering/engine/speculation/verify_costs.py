@@ -13,8 +13,7 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.draw import Draw
-from treering.engine.batch.draw import draw as draw_tokens
+from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
@@ -40,7 +39,7 @@ _PATIENCE = 5
 
 def measure(
     decoder: Decoder,
-    draw: Draw = draw_tokens,
+    sampler: SampleAndVerify = sample_and_verify,
     *,
     num_slots: int,
     max_batch: int,
@@ -55,7 +54,7 @@ def measure(
 
     Args:
         decoder: runs the passes.
-        draw: samples from its logits.
+        sampler: samples from its logits.
         num_slots: slots of its arena.
         max_batch: B.
         context: slots that each token sees, from 1 to a rollout's limit; capped at `num_slots`.
@@ -74,18 +73,20 @@ def measure(
             f"context={context} and num_slots={num_slots}; raise them"
         )
     sizes = _sizes(max_batch)
-    passes = [plan(size, decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes]
+    passes = [
+        make_pass(size, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes
+    ]
     for one_pass in passes:
         # The first pass of a size compiles, allocates and starts threads.
         one_pass()
     rounds: list[list[float]] = []
     start = clock()
-    while goes_on(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
+    while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
         rounds.append([_time(one_pass, clock) for one_pass in passes])
-    return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=never_falling(np.min(rounds, axis=0)))
+    return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=non_decreasing(np.min(rounds, axis=0)))
 
 
-def goes_on(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
+def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
     """Whether to measure another round: at least five where affordable, because other load may disturb a few.
 
     Example: with a budget of 0.2 s and at most 25 rounds, there are 20 rounds of 10 ms, or five of 150 ms. A round of
@@ -96,7 +97,7 @@ def goes_on(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> b
     return num_rounds < most and spent_s < budget_s
 
 
-def never_falling(seconds: Float64Array) -> Float64Array:
+def non_decreasing(seconds: Float64Array) -> Float64Array:
     """Makes times non-decreasing: the midpoint of the maximum up to each entry and the minimum from it on.
 
     Example: [1.0, 1.2, 1.0, 1.4] become [1.0, 1.1, 1.1, 1.4].
@@ -116,18 +117,18 @@ def _sizes(max_batch: int) -> list[int]:
     return [*fewer, full, *(full + count for count in drafted if full + count < most), *({most} - {full})]
 
 
-def plan(
-    num_tokens: int, decoder: Decoder, draw: Draw, *, num_slots: int, max_batch: int, context: int
+def make_pass(
+    num_tokens: int, decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
 ) -> Callable[[], object]:
     """A callable that runs a pass and samples: at most `max_batch` rows, `context` visible slots for each token."""
     own_starts = np.arange(max_batch) * context % max(1, num_slots + 1 - context)
     context = min(context, num_slots)
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
-    work = _work_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
-    batch = TokenBatch(**{name: getattr(work, name) for name in TokenBatch.__slots__})
+    inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
+    batch = TokenBatch(**{name: getattr(inputs, name) for name in TokenBatch.__slots__})
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
-    return lambda: draw(decoder.run(batch), work, columns, drafts)
+    return lambda: sampler(decoder.run(batch), inputs, columns, drafts)
 
 
 def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -151,7 +152,7 @@ def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
     )
 
 
-def _work_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
+def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
     """Step inputs in which every token sees `context` slots of its row and writes the slot `slot`."""
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))

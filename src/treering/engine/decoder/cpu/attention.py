@@ -15,7 +15,8 @@ from treering.arrays import Int64Array
 from treering.engine.decoder.cpu.kernels import Floats
 from treering.engine.decoder.cpu.simd import (
     add,
-    choose,
+    broadcast,
+    broadcast_from,
     divide,
     exponential,
     lanes,
@@ -24,8 +25,7 @@ from treering.engine.decoder.cpu.simd import (
     maximum,
     muladd,
     multiply,
-    spread,
-    spread_from,
+    select,
     store,
     subtract,
     total,
@@ -64,7 +64,7 @@ def attend(
     padded_size = values.shape[2]
     group = out.shape[1] // head_size // num_kv_heads
     num_pairs = (group + 1) // 2
-    size, nothing = lanes(keys), spread(keys.dtype.type(0))
+    size, nothing = lanes(keys), broadcast(keys.dtype.type(0))
     for t in range(out.shape[0]):
         prefix, own, bits = num_prefix[t], num_own[t], tree_bits[t]
         num_tree = _length(bits)
@@ -76,13 +76,15 @@ def attend(
             own_at = _score(qkv, query, step, keys, key + prefix_start[t], prefix, 0, scale[0], scores, 0)
             tree_at = _score(qkv, query, step, keys, key + own_start[t], own, 0, scale[0], scores, own_at)
             end = _score(qkv, query, step, keys, key + tree_start[t], num_tree, bits, scale[0], scores, tree_at)
-            whole, other_whole = _soften(scores, end)
+            whole, other_whole = _softmax_weights(scores, end)
             # Last vector first: it may overwrite the start of the next head, which is written later.
             for d in range(padded_size - size, -1, -size):
                 at = value + d
-                sums = _gather(values, at + prefix_start[t] * padded_size, prefix, scores, 0, nothing, nothing)
-                sums = _gather(values, at + own_start[t] * padded_size, own, scores, own_at, *sums)
-                sums = _gather_tree(values, at + tree_start[t] * padded_size, num_tree, bits, scores, tree_at, *sums)
+                sums = _accumulate(values, at + prefix_start[t] * padded_size, prefix, scores, 0, nothing, nothing)
+                sums = _accumulate(values, at + own_start[t] * padded_size, own, scores, own_at, *sums)
+                sums = _accumulate_tree(
+                    values, at + tree_start[t] * padded_size, num_tree, bits, scores, tree_at, *sums
+                )
                 store(out, result + d, divide(sums[0], whole))
                 store(out, result + step + d, divide(sums[1], other_whole))
 
@@ -110,25 +112,25 @@ def _score(
     """
     head_size, num_slots = keys.shape[1], keys.shape[2]
     size, far = lanes(keys), scores.shape[1]
-    factor, zero, unseen = spread(scale), spread(keys.dtype.type(0)), spread(keys.dtype.type(-np.inf))
+    factor, zero, unseen = broadcast(scale), broadcast(keys.dtype.type(0)), broadcast(keys.dtype.type(-np.inf))
     for j in range(0, count, size):
         even, odd, other_even, other_odd = zero, zero, zero, zero
         at = first + j
         for d in range(query, query + head_size, 2):
             one, next_one = load(keys, at), load(keys, at + num_slots)
-            even = muladd(spread_from(qkv, d), one, even)
-            odd = muladd(spread_from(qkv, d + 1), next_one, odd)
-            other_even = muladd(spread_from(qkv, d + step), one, other_even)
-            other_odd = muladd(spread_from(qkv, d + step + 1), next_one, other_odd)
+            even = muladd(broadcast_from(qkv, d), one, even)
+            odd = muladd(broadcast_from(qkv, d + 1), next_one, odd)
+            other_even = muladd(broadcast_from(qkv, d + step), one, other_even)
+            other_odd = muladd(broadcast_from(qkv, d + step + 1), next_one, other_odd)
             at += 2 * num_slots
-        seen = _seen(bits, j, count, size)
-        store(scores, offset + j, choose(seen, multiply(add(even, odd), factor), unseen))
-        store(scores, far + offset + j, choose(seen, multiply(add(other_even, other_odd), factor), unseen))
+        seen = _visible_bits(bits, j, count, size)
+        store(scores, offset + j, select(seen, multiply(add(even, odd), factor), unseen))
+        store(scores, far + offset + j, select(seen, multiply(add(other_even, other_odd), factor), unseen))
     return int(offset + (count + size - 1) // size * size)
 
 
 @lean
-def _seen(bits: int, j: int, count: int, size: int) -> int:
+def _visible_bits(bits: int, j: int, count: int, size: int) -> int:
     """The visibility bits of the vector of slots from j on."""
     return int(bits >> j if bits != 0 else (np.int64(1) << min(count - j, size)) - 1)
 
@@ -143,7 +145,7 @@ def _length(bits: int) -> int:
 
 
 @lean
-def _gather(
+def _accumulate(
     values: Floats, first: int, count: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
     """Adds weights[0, offset + j] * v_j to `sums` and weights[1, offset + j] * v_j to `others`, for j < count.
@@ -151,37 +153,37 @@ def _gather(
     v_j is the vector at index `first` + j E of values.
     """
     step, far = values.shape[2], weights.shape[1]
-    second = other_second = spread(values.dtype.type(0))
+    second = other_second = broadcast(values.dtype.type(0))
     at, end = first, offset + count
     for j in range(offset, end - 1, 2):
         one, next_one = load(values, at), load(values, at + step)
-        sums = muladd(spread_from(weights, j), one, sums)
-        others = muladd(spread_from(weights, far + j), one, others)
-        second = muladd(spread_from(weights, j + 1), next_one, second)
-        other_second = muladd(spread_from(weights, far + j + 1), next_one, other_second)
+        sums = muladd(broadcast_from(weights, j), one, sums)
+        others = muladd(broadcast_from(weights, far + j), one, others)
+        second = muladd(broadcast_from(weights, j + 1), next_one, second)
+        other_second = muladd(broadcast_from(weights, far + j + 1), next_one, other_second)
         at += 2 * step
     if count % 2 == 1:
-        sums = muladd(spread_from(weights, end - 1), load(values, at), sums)
-        others = muladd(spread_from(weights, far + end - 1), load(values, at), others)
+        sums = muladd(broadcast_from(weights, end - 1), load(values, at), sums)
+        others = muladd(broadcast_from(weights, far + end - 1), load(values, at), others)
     return add(sums, second), add(others, other_second)
 
 
 @lean
-def _gather_tree(
+def _accumulate_tree(
     values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
-    """`_gather` over the slots whose bit is set."""
+    """`_accumulate` over the slots whose bit is set."""
     far = weights.shape[1]
     for j in range(count):
         if (bits >> j) & 1 == 1:
             one = load(values, first + j * values.shape[2])
-            sums = muladd(spread_from(weights, offset + j), one, sums)
-            others = muladd(spread_from(weights, far + offset + j), one, others)
+            sums = muladd(broadcast_from(weights, offset + j), one, sums)
+            others = muladd(broadcast_from(weights, far + offset + j), one, others)
     return sums, others
 
 
 @lean
-def _soften(scores: Floats, end: int) -> tuple[Any, Any]:
+def _softmax_weights(scores: Floats, end: int) -> tuple[Any, Any]:
     """Replaces the scores before `end` of both rows by exp(score - largest), in place, in whole vectors.
 
     Returns vectors filled with their sums. -inf becomes negligible, and NaN stays NaN.
@@ -190,13 +192,13 @@ def _soften(scores: Floats, end: int) -> tuple[Any, Any]:
     top, other_top = load(scores, 0), load(scores, far)
     for j in range(size, end, size):
         top, other_top = maximum(top, load(scores, j)), maximum(other_top, load(scores, far + j))
-    highest, other_highest = spread(largest(top)), spread(largest(other_top))
-    floor = spread(scores.dtype.type(_FLOOR))
-    sums = others = spread(scores.dtype.type(0))
+    highest, other_highest = broadcast(largest(top)), broadcast(largest(other_top))
+    floor = broadcast(scores.dtype.type(_FLOOR))
+    sums = others = broadcast(scores.dtype.type(0))
     for j in range(0, end, size):
         weights = exponential(maximum(floor, subtract(load(scores, j), highest)))
         other_weights = exponential(maximum(floor, subtract(load(scores, far + j), other_highest)))
         store(scores, j, weights)
         store(scores, far + j, other_weights)
         sums, others = add(sums, weights), add(others, other_weights)
-    return spread(total(sums)), spread(total(others))
+    return broadcast(total(sums)), broadcast(total(others))

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from treering.arrays import Int64Array
 from treering.engine.decoder.cpu.simd import (
     add,
+    broadcast,
     divide,
     exponential,
     lanes,
     load,
     muladd,
     multiply,
-    spread,
     store,
     subtract,
     total,
@@ -52,7 +52,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
     Writes whole vectors, so up to a vector after the last row is overwritten.
     """
     size = out.shape[1]
-    one, zero = spread(out.dtype.type(1)), spread(out.dtype.type(0))
+    one, zero = broadcast(out.dtype.type(1)), broadcast(out.dtype.type(0))
     for t in range(out.shape[0]):
         for f in range(0, size, lanes(out)):
             gate, up = load(gate_up, 2 * t * size + f), load(gate_up, 2 * t * size + size + f)
@@ -86,7 +86,9 @@ def write_keys(
         for head in range(num_heads + num_kv_heads):
             norm = q_norm if head < num_heads else k_norm
             if in_vectors:
-                _turn(qkv, t * qkv.shape[1] + head * head_size, norm, eps, cos, sin, at * head_size, head_size // 2)
+                _norm_and_rotate(
+                    qkv, t * qkv.shape[1] + head * head_size, norm, eps, cos, sin, at * head_size, head_size // 2
+                )
                 continue
             x = qkv[t, head * head_size : (head + 1) * head_size]
             if norm.size > 0:
@@ -104,18 +106,18 @@ def write_keys(
 
 
 @lean
-def _turn(
+def _norm_and_rotate(
     qkv: Floats, first: int, norm: Floats, eps: Floats, cos: Floats, sin: Floats, angle: int, half: int
 ) -> None:  # fmt: skip
     """Norms and rotates the head at index `first` of qkv in vectors; half a head must be a whole number of vectors."""
     step = lanes(qkv)
-    scale = spread(qkv.dtype.type(1))
+    scale = broadcast(qkv.dtype.type(1))
     if norm.size > 0:
-        squares = spread(qkv.dtype.type(0))
+        squares = broadcast(qkv.dtype.type(0))
         for d in range(0, 2 * half, step):
             x = load(qkv, first + d)
             squares = muladd(x, x, squares)
-        scale = spread(qkv.dtype.type(1) / np.sqrt(total(squares) / qkv.dtype.type(2 * half) + eps[0]))
+        scale = broadcast(qkv.dtype.type(1) / np.sqrt(total(squares) / qkv.dtype.type(2 * half) + eps[0]))
     for d in range(0, half, step):
         low, high = load(qkv, first + d), load(qkv, first + half + d)
         if norm.size > 0:

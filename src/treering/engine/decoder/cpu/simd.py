@@ -72,24 +72,24 @@ def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def spread(typing: Any, number: Any) -> Any:
+def broadcast(typing: Any, number: Any) -> Any:
     """Broadcasts a number to a vector."""
     vector = Vector(number)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, args[0], vector.lanes)
+        return _broadcast(builder, args[0], vector.lanes)
 
     return vector(number), generate
 
 
 @intrinsic
-def spread_from(typing: Any, array: Any, at: Any) -> Any:
+def broadcast_from(typing: Any, array: Any, at: Any) -> Any:
     """Broadcasts the element at index `at` to a vector."""
     vector = Vector(array.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.gep(_data(context, builder, signature, args), [args[1]])
-        return _spread(builder, builder.load(place), vector.lanes)
+        return _broadcast(builder, builder.load(place), vector.lanes)
 
     return vector(array, types.intp), generate
 
@@ -135,7 +135,7 @@ def maximum(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def choose(typing: Any, bits: Any, a: Any, b: Any) -> Any:
+def select(typing: Any, bits: Any, a: Any, b: Any) -> Any:
     """Elements of `a` where a bit is set (the lowest bit is the first element), of `b` elsewhere."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -212,7 +212,7 @@ def _data(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return cgutils.create_struct_proxy(signature.args[0])(context, builder, value=args[0]).data
 
 
-def _spread(builder: Any, number: Any, size: int) -> Any:
+def _broadcast(builder: Any, number: Any, size: int) -> Any:
     undefined = ir.Constant(ir.VectorType(number.type, size), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(ir.IntType(32), size), [0] * size))

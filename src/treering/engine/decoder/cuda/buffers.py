@@ -74,7 +74,7 @@ class Buffers:
         )
 
 
-def room_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
+def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
     """Bytes of `Buffers` without logits, on a device with `num_processors` multiprocessors.
 
     Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, plus 68 MB for parts.

@@ -17,7 +17,7 @@ _WARM_UPS = 2
 """Runs before a capture: kernels compile and libraries allocate workspaces, which a capture does not allow."""
 
 
-class Mailbox:
+class StagingBuffer:
     """A staging buffer that copies arrays to a fixed address on the device.
 
     Example: `send([a, b])` returns tensors of the same shapes and dtypes on the device, valid until the next `send`.
@@ -26,7 +26,7 @@ class Mailbox:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """Allocates `num_bytes`; every array takes a multiple of 16."""
         is_cuda = device.type == "cuda"
-        with plain_mode():
+        with no_grad_mode():
             self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
             self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class Mailbox:
 
 
 @contextmanager
-def plain_mode() -> Iterator[None]:
+def no_grad_mode() -> Iterator[None]:
     """Turns off gradients and inference mode.
 
     Tensors created in inference mode can be written only there, and a capture creates some for the whole process: the
@@ -60,7 +60,7 @@ def plain_mode() -> Iterator[None]:
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """Bytes that an array of `num_bytes` takes in a `Mailbox`.
+    """Bytes that an array of `num_bytes` takes in a `StagingBuffer`.
 
     Example: 1 byte takes 16, and 17 take 32.
     """
@@ -80,7 +80,7 @@ def num_processors(device: torch.device) -> int:
     return count
 
 
-def fetch(tensor: Tensor) -> NDArray[Any]:
+def to_host(tensor: Tensor) -> NDArray[Any]:
     """Copies a tensor to the host; the only place where the host waits for the device."""
     values: NDArray[Any] = tensor.cpu().numpy()
     return values

@@ -27,7 +27,7 @@ def _mixed(bits, FIRST: tl.constexpr, SECOND: tl.constexpr, S0: tl.constexpr, S1
 
 @triton.jit
 @no_type_check
-def race_kernel(
+def gumbel_max_kernel(
     logits_ptr,
     keys_ptr,
     positions_ptr,
@@ -81,7 +81,7 @@ def race_kernel(
 
 @triton.jit
 @no_type_check
-def finish_kernel(
+def reduce_tiles_kernel(
     logits_ptr,
     temperature_ptr,
     peaks_ptr,
@@ -116,7 +116,7 @@ def finish_kernel(
     tl.store(logprobs_ptr + wanted, tl.where(is_bad, 0.0, logprob))
 
 
-class Raced(NamedTuple):
+class GumbelSamples(NamedTuple):
     """One sampled token per wanted position."""
 
     tokens: Tensor
@@ -125,7 +125,7 @@ class Raced(NamedTuple):
     """float64 [W]."""
 
 
-def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> Raced:
+def gumbel_max(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> GumbelSamples:
     """Samples one token per row as `reference.sample` does without top-k and top-p, in two kernels and without waiting.
 
     Args:
@@ -144,14 +144,14 @@ def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -
     winners = torch.empty(num_wanted, num_tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_wanted, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(num_wanted, dtype=torch.float64, device=logits.device)
-    race_kernel[(num_wanted, num_tiles)](
+    gumbel_max_kernel[(num_wanted, num_tiles)](
         logits, keys, positions, temperature, peaks, totals, bests, winners, num_tiles,
         VOCABULARY=vocabulary, TILE=_TILE, POSITION=POSITION_STEP, TOKEN=TOKEN_STEP,
         FIRST=MIX_FACTORS[0], SECOND=MIX_FACTORS[1], S0=MIX_SHIFTS[0], S1=MIX_SHIFTS[1], S2=MIX_SHIFTS[2],
         DROPPED=NUM_DROPPED_BITS, num_warps=4,
     )  # fmt: skip
-    finish_kernel[(num_wanted,)](
+    reduce_tiles_kernel[(num_wanted,)](
         logits, temperature, peaks, totals, bests, winners, tokens, logprobs, num_tiles,
         VOCABULARY=vocabulary, PADDED=max(2, 1 << (num_tiles - 1).bit_length()), num_warps=1,
     )  # fmt: skip
-    return Raced(tokens, logprobs)
+    return GumbelSamples(tokens, logprobs)

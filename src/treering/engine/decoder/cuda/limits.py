@@ -6,7 +6,7 @@ from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
 from treering.engine.decoder.weights import DecoderWeights
 
 
-def lack_of(weights: DecoderWeights) -> str | None:
+def unsupported_reason(weights: DecoderWeights) -> str | None:
     """Why the kernels do not support these weights, as the end of a sentence; None if they do.
 
     Example: float64 weights give "computes float32, bfloat16 and float16, and the model is torch.float64".

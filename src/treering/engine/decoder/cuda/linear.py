@@ -30,7 +30,7 @@ _FULL = 0.9
 _ADDED_TILE = 1024
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """How a product is tiled.
 
     Example: 32 columns in one part give 128 programs for a matrix of 4,096 columns.
@@ -111,7 +111,7 @@ def add_depths_kernel(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, parts: Tensor | None) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: LinearTile, parts: Tensor | None) -> None:
     """Writes x times the transposed weight, plus the bias, to out; sums in float32 and rounds once.
 
     Args:
@@ -156,7 +156,7 @@ def step_of(tokens: int, columns: int) -> int:
     return _STEP // max(tokens, columns)
 
 
-def tiles_of(weight: Tensor, num_tokens: int, num_processors: int) -> list[Tile]:
+def tiles_of(weight: Tensor, num_tokens: int, num_processors: int) -> list[LinearTile]:
     """The two best candidate tiles: fewest parts first, then widest; [] for products that the kernel does not support.
 
     A tile is split into parts until nine of ten multiprocessors are busy. The depth must be a multiple of 16, or the
@@ -167,17 +167,17 @@ def tiles_of(weight: Tensor, num_tokens: int, num_processors: int) -> list[Tile]
     """
     if weight.dtype not in (torch.bfloat16, torch.float16) or num_tokens > MAX_TOKENS or weight.shape[1] % 16:
         return []
-    return sorted((_tile(weight, columns, num_tokens, num_processors) for columns in WIDTHS), key=_dearness)[:2]
+    return sorted((_tile(weight, columns, num_tokens, num_processors) for columns in WIDTHS), key=_cost_order)[:2]
 
 
-def _dearness(tile: Tile) -> tuple[int, int]:
+def _cost_order(tile: LinearTile) -> tuple[int, int]:
     return tile.parts, -tile.columns
 
 
-def _tile(weight: Tensor, columns: int, num_tokens: int, num_processors: int) -> Tile:
+def _tile(weight: Tensor, columns: int, num_tokens: int, num_processors: int) -> LinearTile:
     num_tiles = -(-weight.shape[0] // columns)
     num_steps = -(-weight.shape[1] // step_of(padded_tokens(num_tokens), columns))
     parts = 1
     while parts * num_tiles < _FULL * num_processors and 2 * parts <= min(_MAX_PARTS, num_steps):
         parts *= 2
-    return Tile(columns, parts)
+    return LinearTile(columns, parts)

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from treering.attention.triton.ops import INTERPRETED
 from treering.engine.decoder.cuda.device import capture, num_processors
-from treering.engine.decoder.cuda.linear import Tile, linear, tiles_of
+from treering.engine.decoder.cuda.linear import LinearTile, linear, tiles_of
 from treering.engine.decoder.weights import DecoderWeights
 
 ProductsBy = Literal["measured", "torch", "kernel"]
@@ -37,7 +37,7 @@ _LEAST_GAIN = 0.02
 class _Choice(NamedTuple):
     """A tile, and the buffer of its parts if it has several."""
 
-    tile: Tile
+    tile: LinearTile
     parts: Tensor | None
 
 
@@ -49,11 +49,11 @@ class Products:
     """
 
     def __init__(self, weights: DecoderWeights, by: ProductsBy) -> None:
-        """Choices are made by `of`."""
+        """Choices are made by `for_tokens`."""
         self._weights, self._by = weights, by
         self._choices: dict[int, dict[str, _Choice | None]] = {}
 
-    def of(self, num_tokens: int) -> Product:
+    def for_tokens(self, num_tokens: int) -> Product:
         """The product function for captured passes of `num_tokens` tokens; chooses kernels at the first call."""
         if num_tokens not in self._choices:
             names = (*_LAYER_MATRICES, "head")
@@ -75,7 +75,7 @@ class Products:
         matrices = self._matrices(name)
         weight = matrices[0][0]
         tiles = tiles_of(weight, num_tokens, num_processors(device))
-        choices = [_Choice(tile, _room(tile, num_tokens, weight)) for tile in tiles]
+        choices = [_Choice(tile, _parts_buffer(tile, num_tokens, weight)) for tile in tiles]
         if self._by == "kernel" or not choices:
             return next(iter(choices), None)
         return _fastest(choices, matrices, num_tokens)
@@ -160,7 +160,7 @@ def _timed(replay: Callable[[], None] | None, flush: Tensor) -> float:
     return milliseconds / 1000
 
 
-def _room(tile: Tile, num_tokens: int, weight: Tensor) -> Tensor | None:
+def _parts_buffer(tile: LinearTile, num_tokens: int, weight: Tensor) -> Tensor | None:
     if tile.parts == 1:
         return None
     return torch.zeros(tile.parts, num_tokens, weight.shape[0], device=weight.device)

@@ -21,7 +21,7 @@ from treering.engine.sampling.verify_cpu import child, verify
 from treering.types import TokenIds
 
 
-class Drawn(NamedTuple):
+class VerifiedTokens(NamedTuple):
     """Tokens of the sampled rows: accepted drafts and one more; [R, 1 + J], filled up to `num_tokens`."""
 
     tokens: TokenIds
@@ -31,20 +31,20 @@ class Drawn(NamedTuple):
     path: Int32Array  # indices of the accepted drafts within their row, then -1
 
 
-Draw = Callable[[Tensor, StepInputs, BatchState, DraftTrees], Drawn]
-"""See `draw`."""
+SampleAndVerify = Callable[[Tensor, StepInputs, BatchState, DraftTrees], VerifiedTokens]
+"""See `sample_and_verify`."""
 
 
-def draw(logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees) -> Drawn:
-    """Samples the next tokens of every sampled row from logits [W, V] of `work.wanted`.
+def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees) -> VerifiedTokens:
+    """Samples the next tokens of every sampled row from logits [W, V] of `inputs.wanted`.
 
     Raises:
         StateError: logits with NaN or +inf, or -inf only.
     """
-    rows = work.rows
-    num_drafts = drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]
+    rows = inputs.rows
+    num_drafts = drafts.offsets[inputs.leaders + 1] - drafts.offsets[inputs.leaders]
     shape = (rows.size, 1 + int(num_drafts.max(initial=0)))
-    drawn = Drawn(
+    verified = VerifiedTokens(
         tokens=np.zeros(shape, np.int32),
         logprobs=np.zeros(shape),
         policy_logprobs=np.zeros(shape),
@@ -52,48 +52,58 @@ def draw(logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTre
         path=np.full(shape, -1, np.int32),
     )
     if logits.device.type == "cpu":
-        _draw_on_cpu(logits, work, columns, drafts, num_drafts, drawn)
+        _verify_on_cpu(logits, inputs, columns, drafts, num_drafts, verified)
     else:
-        _draw_in_torch(logits, work, columns, drafts, num_drafts, drawn)
-    return drawn
+        _verify_in_torch(logits, inputs, columns, drafts, num_drafts, verified)
+    return verified
 
 
-def _draw_on_cpu(
-    logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, drawn: Drawn
+def _verify_on_cpu(
+    logits: Tensor,
+    inputs: StepInputs,
+    columns: BatchState,
+    drafts: DraftTrees,
+    num_drafts: Int64Array,
+    verified: VerifiedTokens,
 ) -> None:
-    rows = work.rows
+    rows = inputs.rows
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     bad = verify(
         wide.numpy(),
-        work.first_logits,
+        inputs.first_logits,
         num_drafts,
         drafts.tokens,
         drafts.parents,
-        drafts.offsets[work.leaders],
+        drafts.offsets[inputs.leaders],
         columns.keys[rows],
         columns.num_tokens[rows],
         columns.temperature[rows],
         columns.top_k[rows],
         columns.top_p[rows],
-        drawn.tokens,
-        drawn.logprobs,
-        drawn.policy_logprobs,
-        drawn.num_tokens,
-        drawn.path,
+        verified.tokens,
+        verified.logprobs,
+        verified.policy_logprobs,
+        verified.num_tokens,
+        verified.path,
     )
     if bad >= 0:
         raise diverged(int(rows[bad]))
 
 
-def _draw_in_torch(
-    logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, drawn: Drawn
+def _verify_in_torch(
+    logits: Tensor,
+    inputs: StepInputs,
+    columns: BatchState,
+    drafts: DraftTrees,
+    num_drafts: Int64Array,
+    verified: VerifiedTokens,
 ) -> None:
     """Samples at all positions of every row at once, and keeps the path that the drafts follow."""
-    owner = np.repeat(work.rows, 1 + num_drafts)
+    owner = np.repeat(inputs.rows, 1 + num_drafts)
     begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
     # The context's last token of every row has depth 0.
     depth, at = np.zeros(owner.size, np.int64), np.zeros(owner.size, np.int64)
-    for leader, first, begin, count in zip(work.leaders, work.first_logits, begins, num_drafts, strict=True):
+    for leader, first, begin, count in zip(inputs.leaders, inputs.first_logits, begins, num_drafts, strict=True):
         own = drafts.offsets[leader]
         depth[begin + 1 : begin + 1 + count] = drafts.depths[own : own + count]
         at[begin : begin + 1 + count] = np.arange(first, first + 1 + count)
@@ -103,7 +113,7 @@ def _draw_in_torch(
 
     sampled = sample(
         # Without duplicate rows every row reads its own logits, in order.
-        logits if (work.leaders == work.rows).all() else logits[on_device(at)],
+        logits if (inputs.leaders == inputs.rows).all() else logits[on_device(at)],
         keys=on_device(columns.keys[owner]),
         positions=on_device(columns.num_tokens[owner] + depth),
         temperature=on_device(columns.temperature[owner]),
@@ -111,14 +121,14 @@ def _draw_in_torch(
         top_p=on_device(columns.top_p[owner]),
     )
     tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
-    for index, (leader, first) in enumerate(zip(work.leaders, begins, strict=True)):
+    for index, (leader, first) in enumerate(zip(inputs.leaders, begins, strict=True)):
         path = _walk(tokens[first:], drafts, drafts.offsets[leader], num_drafts[index])
         # The context's own logits come before those of the drafts.
         own = first + 1 + np.array([-1, *path])
-        drawn.num_tokens[index] = own.size
-        drawn.path[index, : len(path)] = path
-        drawn.tokens[index, : own.size] = tokens[own]
-        drawn.logprobs[index, : own.size], drawn.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
+        verified.num_tokens[index] = own.size
+        verified.path[index, : len(path)] = path
+        verified.tokens[index, : own.size] = tokens[own]
+        verified.logprobs[index, : own.size], verified.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
 
 
 def _walk(tokens: NDArray[np.integer[Any]], drafts: DraftTrees, first: int, num_drafts: int) -> list[int]:

@@ -35,7 +35,7 @@ _LEAST_EXPONENT = -708.0
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 
 _BLOCK = 64
-# Widens the bound in `_may_win` by more than the rounding of log, product and quotient.
+# Widens the bound in `_may_be_largest` by more than the rounding of log, product and quotient.
 _ROUNDING_SLACK = 1.0 - 1e-14
 
 
@@ -99,19 +99,19 @@ def _total(weights: Float64Array) -> float:
 
 
 @njit(cache=True, inline="always")
-def _may_win(weight: float, u: float, best: float) -> bool:
+def _may_be_largest(weight: float, u: float, best: float) -> bool:
     """False only if weight / -log(u) is below `best`: uses the bound -log(u) >= 1 - u."""
     return weight >= best * (1.0 - u) * _ROUNDING_SLACK
 
 
 @njit(cache=True, nogil=True)
-def _race(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
+def _gumbel_max(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
     """The id among `ids` with the greatest weight / -log(u)."""
     winner, best = -1, 0.0
     for at in range(ids.size):
         token = ids[at]
         u = _uniform(state, token)
-        if _may_win(weights[token], u, best):
+        if _may_be_largest(weights[token], u, best):
             score = weights[token] / -math.log(u)
             if score > best or (score == best and token < winner):
                 winner, best = token, score
@@ -119,20 +119,20 @@ def _race(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _race_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int:
-    """`_race` over the whole vocabulary; computes logarithms only for tokens that may beat the best so far."""
+def _gumbel_max_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int:
+    """`_gumbel_max` over the whole vocabulary; computes logarithms only for tokens that may beat the best so far."""
     winner = likeliest
     best = weights[winner] / -math.log(_uniform(state, winner))
     for start in range(0, weights.size, _BLOCK):
         stop = min(start + _BLOCK, weights.size)
         num_candidates = 0
         for token in range(start, stop):
-            num_candidates += int(_may_win(weights[token], _uniform(state, token), best))
+            num_candidates += int(_may_be_largest(weights[token], _uniform(state, token), best))
         if num_candidates == 0:
             continue
         for token in range(start, stop):
             u = _uniform(state, token)
-            if _may_win(weights[token], u, best):
+            if _may_be_largest(weights[token], u, best):
                 score = weights[token] / -math.log(u)
                 if score > best or (score == best and token < winner):
                     winner, best = token, score
@@ -140,7 +140,7 @@ def _race_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def draw_row(
+def sample_row(
     row: Logits,
     state: np.uint64,
     temperature: float,
@@ -162,9 +162,9 @@ def draw_row(
     if math.isnan(total):
         return -1, 0.0, 0.0
     if top_p >= 1.0 and (top_k == 0 or top_k >= row.size):
-        token, kept = _race_of_all(weights, likeliest, state), total
+        token, kept = _gumbel_max_of_all(weights, likeliest, state), total
     else:
         num_ids = keep(row, ids, weights, ones, top_k, top_p)
-        token, kept = _race(ids[:num_ids], weights, state), total_of(ids[:num_ids], weights)
+        token, kept = _gumbel_max(ids[:num_ids], weights, state), total_of(ids[:num_ids], weights)
     scaled = (np.float64(row[token]) - top) / temperature
     return token, scaled - math.log(kept), scaled - math.log(total)
