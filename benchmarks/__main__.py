@@ -80,20 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     draft.add_argument("file", type=Path, metavar="FILE", help="recorded rollouts, JSON Lines, plain or .gz")
     draft.add_argument("--tokenizer", type=Path, metavar="DIR", help="renders messages to tokens")
     draft.add_argument("--drafters", type=_names, metavar="NAMES", help="some drafters, such as naive,treering")
-    draft.add_argument("--max-draft", type=int, metavar="N", help="most tokens per draft, for all drafters")
     draft.add_argument(
         "--limit-tokens",
         type=lambda text: int(text) or None,
         metavar="N",
         help="replay whole tasks of N sampled tokens; 60000, and 0 replays everything",
-    )
-    draft.add_argument(
-        "--siblings", choices=("before", "others"), help="history: samples of the task that ran before, or all others"
-    )
-    draft.add_argument("--cost", type=Path, metavar="CURVE", help="predict speedups: JSON of num_tokens and seconds")
-    draft.add_argument("--batch", type=int, metavar="N", help="rows that speedups are predicted for; 8")
-    draft.add_argument(
-        "--match-drafts", type=float, metavar="N", help="treering drafts at most N tokens a step, not Arctic's number"
     )
     return parser
 

@@ -21,10 +21,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{facts['num_tasks']:,} tasks, replayed on {facts['cpu']}",
         soft_wrap=True,
     )
-    for (history, control), rows in groupby(report["drafters"], key=lambda row: (row["history"], row.get("control"))):
+    for history, rows in groupby(report["drafters"], key=lambda row: row["history"]):
         given = list(rows)
         console.print()
-        console.print(history_table(history, control, given))
+        console.print(history_table(history, given))
         for row in given:
             if "ratio_to_best_arctic" in row:
                 console.print(f" {_name(row)} / best Arctic: {row['ratio_to_best_arctic']:.3f}", highlight=False)
@@ -35,14 +35,11 @@ def show(report: dict[str, Any], console: Console) -> None:
             console.print(reliability_table(bins))
 
 
-def history_table(history: str, control: str | None, rows: list[dict[str, Any]]) -> Table:
+def history_table(history: str, rows: list[dict[str, Any]]) -> Table:
     """The rows of one history."""
-    title = f"history: {history}" if control is None else f"history: {history}, {control.replace('_', ' ')}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(title=f"history: {history}", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("drafter", no_wrap=True)
-    has_prediction = any("predicted_speedup" in row for row in rows)
-    names = ("per step", "drafted", "right", "us/row", "B/token", *(["speedup"] if has_prediction else []))
-    for name in names:
+    for name in ("per step", "drafted", "right", "us/row", "B/token"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: -row["tokens_per_step"]):
         table.add_row(*_cells(row))
@@ -60,7 +57,6 @@ def reliability_table(bins: list[dict[str, Any]]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    speedup = [f"{row['predicted_speedup']:.2f}x"] if "predicted_speedup" in row else []
     return [
         _name(row),
         f"{row['tokens_per_step']:.2f}",
@@ -68,7 +64,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['precision']:.0%}",
         f"{row['us_per_row']:.1f}",
         f"{row['bytes_per_token']:.0f}",
-        *speedup,
     ]
 
 

@@ -1,10 +1,10 @@
 """Claim: where drafts cannot help, a drafter in the engine costs less than 3 %; measured in pairs, on one engine.
 
 Four histories for the same prompts: their own, another prompt's, none (a first epoch), and their own where each rollout
-is new (temperature 2.5: nothing that was written before comes again). Each pair is a run with the drafter and one
-without, next to each other and in changing order (with, without, without, with, ...), so that what else the machine
-does strikes both alike; it counts CPU time of the process. The drafter has its defaults, what it learnt from another
-draw, and costs that the engine measured.
+is new (temperature 2.5: earlier text does not recur). Each pair is a run with the drafter and one without, next to each
+other and in alternating order (with, without, without, with, ...), so that other load on the machine affects both
+alike; it counts CPU time of the process. The drafter has its defaults, what it learnt from another draw, and costs that
+the engine measured.
 """
 
 from collections.abc import Callable, Sequence

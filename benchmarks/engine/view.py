@@ -41,18 +41,16 @@ def speed_table(report: dict[str, Any]) -> Table:
 
 
 def drafting_table(report: dict[str, Any]) -> Table:
-    """Drafting: a row per batch size and history; the ratio is drafting over plain."""
+    """Drafting: a row per batch size; the ratio is drafting over plain."""
     facts = report["environment"]["drafting"]
     title = (
         f"drafting, {_millions(facts)} parameters, {facts['accuracy']:.0%} right, {facts['num_prompts']} prompts x "
         f"{facts['group_size']}, threads as are best"
     )
     names = ("generate", "plain", "drafting", "ratio", "per pass", "accepted", "drafted", "changed")
-    table = _table(title, "batch", "history", *names)
+    table = _table(title, "batch", *names)
     for result in report["drafting"]:
-        table.add_row(*_drafting_cells(result, "own", result["drafting"]))
-        for name, drafted in result["controls"].items():
-            table.add_row(*_drafting_cells(result, name, drafted))
+        table.add_row(*_drafting_cells(result, result["drafting"]))
     return table
 
 
@@ -102,10 +100,9 @@ def flip_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _drafting_cells(result: dict[str, Any], history: str, drafted: dict[str, Any]) -> list[str]:
+def _drafting_cells(result: dict[str, Any], drafted: dict[str, Any]) -> list[str]:
     return [
         str(result["batch_size"]),
-        history,
         f"{result['generate_tokens_per_s']:,.0f}",
         f"{result['plain_tokens_per_s']:,.0f}",
         f"{drafted['tokens_per_s']:,.0f}",
