@@ -72,10 +72,11 @@ class Naive(_Searching):
     """
 
     def propose(self, context: Int32Array) -> Int32Array:
-        """The favourite path after the longest match; the context itself weighs nothing."""
+        """The favourite path after the longest match; the context counts as newest, and has no reward yet."""
         text = np.concatenate([self._history, context, _MARKER])
         _, places = occurrences(text, context, 1, 16)
-        weights = np.concatenate([self._weights, np.zeros(context.size + 1)])
+        own = self._weights.max() if self._priority == "recency" else 0.0
+        weights = np.concatenate([self._weights, np.full(context.size + 1, own)])
         return favourite_path(text, places, weights, 8, 0.0)
 
 
