@@ -1,6 +1,6 @@
 """Errors that teach: each message states the rule, the offending value and the fix.
 
-Every error is also a standard-library one, so callers may catch either. Knows nothing of the rest of the package.
+Every error is also a standard-library one, so callers may catch either.
 """
 
 

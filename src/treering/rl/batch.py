@@ -1,6 +1,4 @@
-"""From groups of rollouts to what one update trains on: forests, masks, advantages, log-probs of the sampling policy.
-
-Knows which groups can teach something. Knows nothing of engines, models and optimisers.
+"""Turns groups of rollouts into a training batch: forests, masks, advantages and sampling log-probs.
 
     K branches: rollouts of trained groups, groups in order, then rollouts
 """

@@ -1,8 +1,6 @@
-"""Collection: the groups of a step from an engine, turn by turn, with their rewards.
+"""Samples the groups of a step with an engine, turn by turn, and rewards them.
 
-Knows the order of turns and what becomes of rollouts that are empty, over-long or without a reward; what a task says of
-one is `judging`'s. Knows nothing of training. Results depend on prompts and samples, never on the order in which
-rollouts finish.
+Results depend on prompts and samples, never on the order in which rollouts finish.
 """
 
 from collections import Counter

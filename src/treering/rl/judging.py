@@ -1,7 +1,4 @@
-"""What a task says of a rollout whose turn has ended: it goes on behind an observation, or it is over and has a reward.
-
-Knows one rollout at a time, and what becomes of a task that raises. Knows nothing of engines, groups and processes.
-"""
+"""Evaluates a rollout after its turn: either it continues after an observation, or it ends with a reward."""
 
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,4 @@
-"""The account of a run: what became of every rollout that was ever scheduled.
-
-Knows counts and what they must add up to. Knows nothing of processes.
-"""
+"""Counts what happened to every scheduled rollout, so that none is lost or trained twice."""
 
 from dataclasses import dataclass, fields
 

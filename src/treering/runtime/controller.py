@@ -1,8 +1,4 @@
-"""The processes of a run at work: events in, and the next thing that each can do.
-
-Knows which steps are open and which weights are there. Knows nothing of checkpoints, of reports and of when a step is
-opened.
-"""
+"""The event loop of a run: receives messages from the child processes and sends each its next work."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,4 @@
-"""Starting a run's processes: weights into shared memory, and every child with its settings.
-
-Knows what each child needs. Knows nothing of what happens afterwards.
-"""
+"""Starts the processes of a run: writes the weights to shared memory and sends each child its settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

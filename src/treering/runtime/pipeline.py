@@ -1,8 +1,7 @@
-"""The pipelined loop of reinforcement learning: its steps overlap, and their results are those of one after another.
+"""The pipelined RL loop: steps overlap, with the same results as running them one after another.
 
-Knows steps, versions, checkpoints and reports; everything that takes time happens in processes. Step k is sampled
-wholly by the weights after step k - 1 - staleness, whatever the clock says, so nothing that is timed, stolen or killed
-changes a rollout (law 6).
+All slow work happens in child processes. Step k is sampled entirely with the weights after step k - 1 - staleness, so
+timing, stealing and crashes never change a rollout (law 6).
 """
 
 import time

@@ -1,7 +1,4 @@
-"""What is made of a finished step: its account, and its report.
-
-Knows records. Knows nothing of processes.
-"""
+"""The account and the report of a finished step."""
 
 from treering.rl.step_report import Overlap, Phases, RlStepReport, rollout_report
 from treering.runtime.account import Account

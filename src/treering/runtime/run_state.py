@@ -1,7 +1,4 @@
-"""How far a run is: steps done and open, their plans, the version of the weights, and the account.
-
-Knows steps and records. Knows nothing of processes, of weights themselves and of history.
-"""
+"""The progress of a run: steps done and open, their plans, the policy version and the account."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

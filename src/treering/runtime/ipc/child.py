@@ -1,6 +1,6 @@
-"""The child's side of a process: its inbox, its way to answer, and its end with the controller's.
+"""The child's side of the pipe to the controller: inbox, replies and shutdown.
 
-Knows pipes and how a process ends. Imports nothing heavy, so that a child listens before it has imported torch.
+Imports nothing heavy, so that a child reads its pipe before it imports torch.
 """
 
 import ctypes

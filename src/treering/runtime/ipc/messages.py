@@ -1,7 +1,6 @@
-"""What controller and children say to each other; each record goes through a pipe as it is.
+"""Messages between the controller and its child processes.
 
-Knows records only. All of them are pickled by `child` and `process`, never by torch's own way of sharing tensors, whose
-memory dies with the process that sent it.
+`child` and `process` pickle them. Torch's own tensor sharing is not used, because its memory dies with the sender.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The controller's side of a process: a seat that a child fills, and fills again when it dies.
-
-Knows how a child is started, heard and buried. Knows nothing of what children do.
-"""
+"""The controller's side of a child process: start it, exchange messages, and replace it when it dies."""
 
 import multiprocessing
 import os

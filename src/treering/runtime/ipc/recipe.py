@@ -1,7 +1,4 @@
-"""What a child needs to build its part of a run by itself.
-
-Knows the questions only. Whoever starts a runtime answers them with an object that pickle can send to a new process.
-"""
+"""The protocol with which every child process builds its own model, task and engine. Recipes must be picklable."""
 
 from typing import Protocol
 

@@ -1,7 +1,7 @@
-"""Memory that processes share: a file without a name, handed to children as a descriptor.
+"""Shared memory in an unnamed file, passed to children as a file descriptor.
 
-Knows bytes. A name in /dev/shm would outlive a killed run, and containers often give that folder 64 MB; a file that
-nobody can find again goes with the last process that has it open, whichever way they end.
+A name in /dev/shm would outlive a killed run, and containers often limit that folder to 64 MB. An unnamed file is freed
+with the last process that has it open, however that process ends.
 """
 
 import mmap

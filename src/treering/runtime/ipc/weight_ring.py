@@ -1,9 +1,9 @@
-"""Weights in shared memory: a ring of versions that the trainer writes and rollout workers read.
+"""Weights in shared memory: a ring of versions that the trainer writes and the rollout workers read.
 
-Knows tensors, versions and checksums. Knows nothing of who may read when: a slot is told of only when it is whole, and
-is written anew only when nobody needs what it held.
+There are no locks: a version is announced only after its slot is complete, and a slot is overwritten only when no
+process needs its old version.
 
-    S slots of the ring, and one beside it for the weights that a new trainer starts from
+    S slots of the ring, plus one for the weights that a new trainer starts from
 """
 
 import math

@@ -1,7 +1,4 @@
-"""The judge's side of the controller: what waits for a verdict, how long one may take, and judges that die of one.
-
-Knows cases and clocks. Knows nothing of steps and of what a verdict leads to.
-"""
+"""The controller's client of the reward worker: queue, time limit, and restart after a crash."""
 
 import time
 from collections import Counter, deque

@@ -1,7 +1,4 @@
-"""The rollout workers: who runs which step, what is under way where, and what becomes of it when a worker dies.
-
-Knows requests, versions and processes. Knows nothing of rewards, training and policies.
-"""
+"""The controller's client of the rollout workers: hands out requests and recovers those of a dead worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,4 @@
-"""The trainer's side of the controller: what it was sent, and how a new one gets to where the last one died.
-
-Knows steps and their rollouts since the last saved state. Knows nothing of rollout workers and rewards.
-"""
+"""The controller's client of the trainer: sends steps, and replays them to a new trainer after a crash."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""What each step samples: its prompts, and how often each has been scheduled before.
-
-Knows the order of prompts and counts. Knows nothing of rollouts that are there, and of processes.
-"""
+"""The prompts of each step, and how often each prompt was scheduled before (its draw)."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""How long a step's rollouts are expected to become, while it is sampled: predictions, then siblings' progress.
-
-Knows lengths and groups. Knows nothing of workers and queues.
+"""Expected rollout lengths during a step: the prediction, updated as siblings finish.
 
     R rollouts of a step, prompts in order, then samples
 """

@@ -1,7 +1,6 @@
-"""Which running rollouts of a worker go to another one of their step.
+"""Chooses which running rollouts move from one worker to another one in the same step.
 
-Knows what workers run, and how far it is. Knows nothing of processes: whoever asks takes rollouts out and hands them
-on. The rules are those of the simulator (`schedule.destinations`, `schedule.migration`).
+The rules are those of the simulator (`schedule.simulator.destinations`, `schedule.simulator.migration`).
 
     W workers
 """

@@ -1,7 +1,7 @@
-"""Where each step's rollouts run: a policy and a predictor, asked and told in the order of steps.
+"""Plans which worker runs each rollout, with a scheduling policy and a length predictor.
 
-Knows steps, prompts, lengths and times. Knows nothing of processes. What it decides changes speed, never a rollout; it
-is part of a checkpoint all the same, because which rollouts run side by side decides how their sums are rounded.
+Plans change speed, never a rollout. They are checkpointed all the same: rounding depends on which rollouts share a
+batch.
 """
 
 import warnings

@@ -1,7 +1,4 @@
-"""One step while it is sampled: what waits for which worker, what has come in, and its account.
-
-Knows requests and queues. Knows nothing of processes, of weights and of other steps.
-"""
+"""The state of one step while it is sampled: queues per worker, finished rollouts and the account."""
 
 import time
 from collections import Counter, deque

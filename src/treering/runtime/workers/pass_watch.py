@@ -1,7 +1,4 @@
-"""The times of one worker's engine: what each pass took, told by the engine's own counts.
-
-Knows a clock and counts. Knows nothing of rollouts, and of what is made of the times.
-"""
+"""Times each forward pass of a worker's engine, from the engine's own counters."""
 
 import time
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The judge: rewards and observations in a process of their own, because they are other people's code.
+"""The reward worker: runs rewards and observations, which are user code, in their own process.
 
-Knows one rollout after another. Knows nothing of time limits: whoever waits for it ends it.
+It has no time limit of its own: the controller kills it.
 """
 
 import sys

@@ -1,7 +1,6 @@
-"""A rollout worker: an engine in a process, which samples what the controller sends with the weights that it names.
+"""A rollout worker: an engine in a child process that samples the requests the controller sends.
 
-Knows one step at a time. Knows nothing of other workers, rewards and training, and keeps nothing that matters: what it
-was sampling when it dies is sampled again, with the same tokens.
+It keeps no state that matters: after a crash its rollouts are sampled again, with the same tokens.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""The trainer's process: model and optimiser, and the weights of every step into shared memory.
-
-Knows steps in their order. Knows nothing of rollout workers, of rewards and of who reads the weights.
-"""
+"""The trainer process: model and optimiser; writes the weights of every step to shared memory."""
 
 import io
 import time
