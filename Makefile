@@ -79,13 +79,13 @@ gpu:
 gpu-data: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu.data $(ARGS)
 
-# Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions. Arctic's
-# drafter is built from source against the tools beside it, and without its dependencies: vLLM is none of the drafter's.
+# Arctic's drafter, which `make bench-draft` compares with, in an environment of its own. It is built from source against
+# the tools installed with it, and without its dependencies, because the drafter needs no vLLM.
 peers: .venv-peers/.installed
 
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers \
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch transformers \
 	  cmake grpcio-tools nanobind ninja numpy protobuf setuptools wheel
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< \
 	  --no-build-isolation --no-deps arctic-inference

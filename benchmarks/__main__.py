@@ -76,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
     )
-    tree.add_argument("--tokenizer", type=Path, metavar="DIR", help="another tokenizer than the data folder's")
     draft.add_argument("file", type=Path, metavar="FILE", help="recorded rollouts, JSON Lines, plain or .gz")
     draft.add_argument("--tokenizer", type=Path, metavar="DIR", help="renders messages to tokens")
     draft.add_argument("--drafters", type=_names, metavar="NAMES", help="some drafters, such as naive,treering")

@@ -1,8 +1,8 @@
 """Ways to compute one optimizer batch's gradient: the tree step and the baselines that it must beat.
 
 Each is a closure that clears `.grad`, computes, and leaves the same gradient: that of the mean negative log-probability
-over all trained tokens. Every baseline is tuned as its user would tune it: the head runs on rows that carry loss only,
-in chunks, and batches keep the same token budget as the tree step. Knows nothing of clocks.
+over all trained tokens. Every baseline is tuned as its user would tune it: the head runs only on rows with loss, in
+chunks, and batches keep the same token budget as the tree step.
 """
 
 from collections.abc import Iterator, Sequence

@@ -73,7 +73,7 @@ def test_every_product_of_a_captured_pass_has_a_kernel_that_was_timed() -> None:
     assert {*chosen} == {"qkv", "out", "gate_up", "down", "head"}
 
 
-def test_a_trainer_captures_behind_an_engine_that_lives_in_inference_mode() -> None:
+def test_a_trainer_captures_after_an_engine_in_inference_mode() -> None:
     requests = group_requests(2, 2, max_tokens=4)
     with torch.inference_mode():
         engine = TorchEngine(build("qwen3").eval().to("cuda"), max_batch=4)

@@ -51,7 +51,7 @@ def model() -> PreTrainedModel:
     return build_float64("qwen3").eval()
 
 
-def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model: PreTrainedModel) -> None:
+def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(model: PreTrainedModel) -> None:
     """b's span is allocated after a's; once a's is freed, neither adjacent hole fits b's long rollout."""
     engine = TorchEngine(model, max_tokens=100, max_batch=2)
     requests = [
@@ -66,7 +66,7 @@ def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_fits_an_empty_arena_comes_out_as_if_it_had_run_alone(model: PreTrainedModel, seed: int) -> None:
+def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_slots = int(rng.integers(40, 80))
     requests = []
@@ -106,9 +106,7 @@ def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: P
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
-def test_a_stop_string_that_an_abort_cut_in_two_ends_the_rollout_all_the_same(
-    model: PreTrainedModel, num_steps: int
-) -> None:
+def test_a_stop_string_that_spans_an_abort_ends_the_rollout(model: PreTrainedModel, num_steps: int) -> None:
     whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
     stop = letters(whole.tokens[2:6])
     request = request_of("q", 3, stop_strings=(stop,))
@@ -136,7 +134,7 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
-def test_a_prompt_buffer_may_be_used_again(model: PreTrainedModel) -> None:
+def test_a_prompt_buffer_may_be_reused(model: PreTrainedModel) -> None:
     expected = run(TorchEngine(model), [request_of("q", 5)])
     buffer = request_of("q", 5).prompt.copy()
     engine = TorchEngine(model)
@@ -174,7 +172,7 @@ def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None
         TorchEngine(wide)
 
 
-def test_hidden_tokens_are_never_drawn_and_diverged_weights_are_told_at_once() -> None:
+def test_hidden_tokens_are_never_sampled_and_diverged_weights_are_reported() -> None:
     model = build_float64()
     model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.float64)
     with torch.no_grad():
@@ -195,7 +193,7 @@ def test_an_engine_made_in_inference_mode_takes_new_weights(model: PreTrainedMod
         assert tokens_of(run(engine, [request_of("q", 3)])) == tokens_of(run(TorchEngine(model), [request_of("q", 3)]))
 
 
-def test_settings_of_another_kind_are_refused_by_name(model: PreTrainedModel) -> None:
+def test_settings_of_the_wrong_type_are_refused_by_name(model: PreTrainedModel) -> None:
     for name, value in (("max_batch", 2.5), ("max_tokens", 1), ("seed", 1.5), ("version", -1), ("num_threads", 0)):
         with pytest.raises(ConfigError, match=f"{name}.*{value}"):
             TorchEngine(model, **{name: value})

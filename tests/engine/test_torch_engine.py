@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine.protocol_laws import LAWS, MakeEngine
-from tests.hybrids import build_hybrid
 from tests.models import VOCAB, build, build_float64
 from treering.engine.decoder.support import FAMILIES
 from treering.engine.protocol import Engine
@@ -179,7 +178,7 @@ def test_new_weights_are_read_at_the_update_and_not_before(model: PreTrainedMode
     assert_same(run(engine, requests), expected)
 
 
-def test_a_rollout_moved_in_the_middle_reads_its_tokens_again(model: PreTrainedModel) -> None:
+def test_reprefill_recomputes_a_running_rollout(model: PreTrainedModel) -> None:
     """`reprefill` under changed weights: later tokens are as if the new weights had read the whole context."""
     mine = build_float64("qwen3", seed=0).eval()
     requests = group_requests(3, 2, max_tokens=12)
@@ -209,7 +208,7 @@ def test_prompts_of_a_group_are_computed_once(model: PreTrainedModel) -> None:
     assert engine.stats.num_prefilled == sum(range(16))
 
 
-def test_a_prompt_that_comes_again_is_computed_again_under_new_weights_only(model: PreTrainedModel) -> None:
+def test_a_repeated_prompt_is_recomputed_only_under_new_weights(model: PreTrainedModel) -> None:
     requests = group_requests(13, 6)[-6:]
     engine = TorchEngine(model, max_batch=4)
     rollouts = run(engine, requests[:2]) | run(engine, requests[2:5])
@@ -220,7 +219,7 @@ def test_a_prompt_that_comes_again_is_computed_again_under_new_weights_only(mode
     assert engine.stats.num_prefilled == 24
 
 
-def test_memory_comes_back(model: PreTrainedModel) -> None:
+def test_memory_is_freed(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=3, max_tokens=70)
     for _ in range(3):
         run(engine, group_requests(16, 2, max_tokens=20))
@@ -274,7 +273,7 @@ def test_input_that_cannot_run_is_refused_and_queues_nothing(model: PreTrainedMo
         short.submit([Request(prompt_id="a", prompt=prompt, sampling=Sampling(max_tokens=16))])
 
 
-def test_settings_that_mean_nothing_are_refused(model: PreTrainedModel) -> None:
+def test_invalid_settings_are_refused(model: PreTrainedModel) -> None:
     for name in ("max_batch", "max_tokens", "max_prefill"):
         with pytest.raises(ConfigError, match=name):
             TorchEngine(model, **{name: 0})
@@ -290,7 +289,7 @@ def test_settings_that_mean_nothing_are_refused(model: PreTrainedModel) -> None:
     assert TorchEngine(build().bfloat16()).backend == "plain on cpu"
 
 
-def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
+def test_a_model_that_computes_more_than_its_weights_is_refused() -> None:
     hooked = build()
     hooked.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: 1.1 * output)
     with pytest.raises(UnsupportedError, match="hook"):
@@ -308,6 +307,8 @@ def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
 
 @pytest.mark.parametrize(("family", "layer", "mixer"), [("qwen3_5", 0, "GatedDeltaNet"), ("bamba", 0, "BambaMixer")])
 def test_a_recurrent_layer_is_refused_by_name(family: str, layer: int, mixer: str) -> None:
+    from tests.hybrids import build_hybrid
+
     with pytest.raises(UnsupportedError, match=rf"layer {layer} is recurrent, a \w*{mixer}: .* use vLLM"):
         TorchEngine(build_hybrid(family))
 
@@ -320,7 +321,7 @@ def test_checking_a_model_leaves_its_modes_alone() -> None:
     assert not model.model.layers[0].training
 
 
-def test_diverged_weights_are_told() -> None:
+def test_diverged_weights_are_reported() -> None:
     model = build_float64()
     engine = TorchEngine(model, max_batch=2)
     with torch.no_grad():

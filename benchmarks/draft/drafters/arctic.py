@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from benchmarks.draft.histories import Plan
 from benchmarks.draft.replay import OnDone
-from benchmarks.peers.peer import PYTHON, SCRIPTS
 from treering.analysis.recording import Recorded
 from treering.arrays import Int64Array
 from treering.errors import StateError
 
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+SCRIPT = ROOT / "benchmarks" / "peers" / "arctic.py"
 HINT = "Arctic's suffix decoding is not installed, so it was not measured; `make peers` installs it apart from treering"
 MIN_TOKEN_PROB = 0.1
 
@@ -100,7 +102,7 @@ def _run(folder: Path, number: int, config: ArcticConfig, python: Path) -> dict[
     given, answer = folder / f"{config.scope}.npz", folder / f"{number}.json"
     settings = folder / f"config{number}.json"
     settings.write_text(json.dumps({"depth": config.depth, "arguments": config.arguments()}), encoding="utf-8")
-    command = [str(python), "-I", str(SCRIPTS / "arctic.py"), str(given), str(answer), str(settings)]
+    command = [str(python), "-I", str(SCRIPT), str(given), str(answer), str(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise StateError(

@@ -35,7 +35,7 @@ class Admission:
         for request in requests:
             if request.key in seen:
                 raise InputError(
-                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is there already; count samples "
+                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is already in use; count samples "
                     "within a group, and draws of a prompt"
                 )
             seen.add(request.key)

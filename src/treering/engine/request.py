@@ -37,8 +37,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not _is_integer(self.max_tokens) or not 1 <= self.max_tokens <= MAX_TOKEN_ID:
             raise ConfigError(
-                f"a rollout has room for at least one token, got max_tokens={self.max_tokens!r}; give a whole number "
-                "above 0"
+                f"max_tokens is at least 1, got max_tokens={self.max_tokens!r}; give a whole number above 0"
             )
         if not _is_number(self.temperature) or not 0 < self.temperature < float("inf"):
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Turns groups of rollouts into a training batch: forests, masks, advantages and sampling log-probs.
 
-    K branches: rollouts of trained groups, groups in order, then rollouts
+Shapes: K branches (rollouts of trained groups, groups in order, then rollouts).
 """
 
 from collections.abc import Sequence

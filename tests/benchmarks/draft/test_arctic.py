@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.draft.drafters.arctic import ArcticConfig, grid, is_installed, replay_arctic
+from benchmarks.draft.drafters.arctic import PYTHON, ArcticConfig, grid, is_installed, replay_arctic
 from benchmarks.draft.histories import Plan, plans
-from benchmarks.peers import peer
 
 from tests.benchmarks.draft.recordings import recording
 from treering.analysis.recording import Recorded
@@ -216,9 +215,9 @@ def test_the_real_one_finds_what_a_sibling_wrote() -> None:
         pytest.skip("Arctic is not installed; `make peers` installs it")
     found = recording([("a", [7, *range(100, 140)], "0" + "1" * 40)] * 2)
     best = [config(size=16, depth=24), config(size=16, depth=24, draft="tree")]
-    for row in replay(found, plans(found)["siblings"], best, peer.PYTHON):
+    for row in replay(found, plans(found)["siblings"], best, PYTHON):
         assert row["tokens_per_step"] > 3
         assert row["version"] == "0.3.0"
-    for row in replay(found, plans(found)["none"], best, peer.PYTHON):
+    for row in replay(found, plans(found)["none"], best, PYTHON):
         assert row["tokens_per_step"] == 1.0
     assert np.isfinite(row["us_per_row"])

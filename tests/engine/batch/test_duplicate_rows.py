@@ -46,19 +46,19 @@ def plain(model: PreTrainedModel) -> Rollouts:
 def branching(rollouts: Rollouts) -> ScriptedDrafter:
     """Drafts every continuation of the prompt's rollouts from here, after a wrong first token."""
 
-    def tree_of(prompt_id: str, so_far: list[int], room: int) -> Tree:
+    def tree_of(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
         tokens, parents, nodes = [(VOCAB - 1)], [-1], {(): -1}
         for (prompt, _, _), rollout in rollouts.items():
             own = rollout.tokens.tolist()
             if prompt != prompt_id or own[: len(so_far)] != so_far:
                 continue
-            behind = own[len(so_far) : len(so_far) + 4]
-            for depth in range(1, len(behind) + 1):
-                path = tuple(behind[:depth])
+            following = own[len(so_far) : len(so_far) + 4]
+            for depth in range(1, len(following) + 1):
+                path = tuple(following[:depth])
                 if path not in nodes:
                     tokens, parents = [*tokens, path[-1]], [*parents, nodes[path[:-1]]]
                     nodes[path] = len(tokens) - 1
-        return tokens[:room], parents[:room]
+        return tokens[:max_drafts], parents[:max_drafts]
 
     return ScriptedDrafter(tree_of)
 
@@ -71,7 +71,7 @@ def drafter_for(drafting: str, rollouts: Rollouts) -> Drafter | None:
 
 @pytest.mark.parametrize("drafting", ["none", "history", "branching"])
 @pytest.mark.parametrize(("backend", "max_batch"), [("fused", 4), ("fused", 30), ("plain", 9)])
-def test_rollouts_are_those_of_every_row_by_itself(
+def test_rollouts_equal_those_of_separate_rows(
     model: PreTrainedModel, plain: Rollouts, drafting: str, backend: str, max_batch: int
 ) -> None:
     requests = requests_of()
@@ -87,7 +87,7 @@ def test_rollouts_are_those_of_every_row_by_itself(
     assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
 
 
-def test_prompts_that_end_alike_are_not_equal(model: PreTrainedModel) -> None:
+def test_prompts_with_a_common_ending_are_not_duplicates(model: PreTrainedModel) -> None:
     prompts = [np.array([first, 9], np.int32) for first in range(1, 9)]
     sampling = Sampling(max_tokens=12, temperature=0.1)
     requests = [Request(prompt_id=str(prompt[0]), prompt=prompt, sampling=sampling) for prompt in prompts]
@@ -116,7 +116,7 @@ def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
     assert engine.stats.num_prefilled == 0
 
 
-def test_each_row_computes_for_itself_where_that_is_said(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_each_computes_every_row(model: PreTrainedModel, plain: Rollouts) -> None:
     engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, duplicate_rows="each")
     assert_same(run(engine, requests_of()), plain)
     assert engine.stats.num_duplicate_rows == 0
@@ -126,7 +126,7 @@ def test_each_row_computes_for_itself_where_that_is_said(model: PreTrainedModel,
 
 
 @pytest.mark.parametrize("drafting", ["none", "branching"])
-def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places(
+def test_duplicate_rows_may_have_different_sampling_parameters_and_limits(
     model: PreTrainedModel, drafting: str
 ) -> None:
     prompt = np.array([3, 9, 4], np.int32)
@@ -154,7 +154,7 @@ def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places
 
 
 @pytest.mark.parametrize("drafting", ["none", "history"])
-def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
+def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     model: PreTrainedModel, plain: Rollouts, drafting: str
 ) -> None:
     requests = requests_of()[-GROUP_SIZE:]
@@ -169,9 +169,7 @@ def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_rows_that_read_their_tokens_again_are_equal_once_they_have(
-    model: PreTrainedModel, plain: Rollouts, backend: str
-) -> None:
+def test_rows_are_duplicates_again_after_a_reprefill(model: PreTrainedModel, plain: Rollouts, backend: str) -> None:
     """New weights equal to the old ones: rollouts continue unchanged."""
     engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, duplicate_rows="once")
     engine.submit(requests_of())
@@ -184,9 +182,7 @@ def test_rows_that_read_their_tokens_again_are_equal_once_they_have(
     assert engine.stats.num_duplicate_rows > before
 
 
-def test_a_rollout_that_was_moved_here_is_equal_to_those_that_began_here(
-    model: PreTrainedModel, plain: Rollouts
-) -> None:
+def test_a_migrated_rollout_duplicates_local_ones(model: PreTrainedModel, plain: Rollouts) -> None:
     requests = requests_of()[-GROUP_SIZE:]
     away = TorchEngine(model, max_batch=GROUP_SIZE)
     away.submit(requests)
@@ -212,7 +208,7 @@ def test_float32_draws_the_same_tokens() -> None:
     assert engine.stats.num_duplicate_rows > 0
 
 
-def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTrainedModel) -> None:
+def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrainedModel) -> None:
     stops = tuple(range(0, VOCAB, 4))
     requests = requests_of(stop_tokens=stops)
     drafter = branching(one_by_one(model, requests))
@@ -239,18 +235,20 @@ def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTr
     assert num_of_led > num_stops > 0
 
 
-def test_a_chain_along_the_first_sibling_is_accepted_by_others_as_far_as_they_go(model: PreTrainedModel) -> None:
+def test_duplicates_accept_the_leaders_chain_as_far_as_they_agree(model: PreTrainedModel) -> None:
     requests = requests_of(stop_tokens=())[:GROUP_SIZE]
     expected = one_by_one(model, requests)
     first = expected[requests[0].key].tokens.tolist()
-    drafter = ScriptedDrafter(lambda prompt_id, so_far, room: chain(first[len(so_far) :][: room if not so_far else 0]))
+    drafter = ScriptedDrafter(
+        lambda prompt_id, so_far, max_drafts: chain(first[len(so_far) :][: max_drafts if not so_far else 0])
+    )
     engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
     engine.submit(requests)
     engine.step()
-    told = drafter.seen[0]
+    feedback = drafter.seen[0]
     lengths = [_common(first, expected[request.key].tokens.tolist()) for request in requests]
-    assert told["accepted"].tolist() == [min(length, told["drafts"].tokens.size) for length in lengths]
-    assert told["leaders"].tolist() == [0] * GROUP_SIZE
+    assert feedback["accepted"].tolist() == [min(length, feedback["drafts"].tokens.size) for length in lengths]
+    assert feedback["leaders"].tolist() == [0] * GROUP_SIZE
     assert len(set(lengths)) > 1
 
 
@@ -293,12 +291,12 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
     assert leaders_of(columns, len(rows), "each").tolist() == [*range(len(rows))]
 
 
-def test_auto_is_once_on_cpu_alone() -> None:
+def test_auto_is_once_on_cpu_only() -> None:
     assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
     assert resolve("once", "cuda") == "once"
 
 
-def test_a_way_that_there_is_not_is_refused(model: PreTrainedModel) -> None:
+def test_an_unknown_mode_is_refused(model: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="duplicate_rows is one of auto, once, each, got 'twice'"):
         TorchEngine(model, duplicate_rows="twice")
     with pytest.raises(ConfigError, match="got True"):

@@ -59,7 +59,7 @@ def test_exponentials_keep_nan_and_have_ends(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_vector_is_reduced_whole_from_any_place(dtype: np.dtype) -> None:
+def test_a_vector_is_reduced_from_any_index(dtype: np.dtype) -> None:
     for best in range(lanes_of(dtype)):
         x = np.arange(lanes_of(dtype) + 2).astype(dtype)
         x[0] = x[-1] = 1e6
@@ -186,7 +186,7 @@ def test_trees_of_up_to_64_drafts_are_seen_by_their_bits(dtype: np.dtype, bits: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slot", [9, 9 + 20, 9 + 39])
-def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_stands(dtype: np.dtype, slot: int) -> None:
+def test_a_dominant_score_takes_all_attention_at_any_position(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
     # e**2000 overflows both dtypes.
     case.keys[:, :, slot] = 0
@@ -197,7 +197,7 @@ def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_sta
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slot", [9, 9 + 39])
-def test_a_key_that_is_nan_makes_nan_of_all_that_see_it(dtype: np.dtype, slot: int) -> None:
+def test_a_nan_key_makes_every_token_that_sees_it_nan(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
     case.keys[0, 3, slot] = np.nan
     heads = case.run([0])[0].reshape(2, -1)

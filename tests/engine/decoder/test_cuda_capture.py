@@ -80,7 +80,7 @@ def test_every_capture_of_a_device_warms_up_and_runs_on_one_stream_of_that_devic
     assert len({*streams[:4]}) == len({*streams[4:8]}) == 1
 
 
-def test_a_capture_comes_behind_what_runs_and_before_what_follows_and_minds_no_other_thread(played: Played) -> None:
+def test_a_capture_is_ordered_with_other_work_and_allows_other_threads(played: Played) -> None:
     place = torch.device("cuda", 0)
     device.capture(played.work, place)
     stream, current = played.log[0][1], played.current_stream(place)
@@ -89,7 +89,7 @@ def test_a_capture_comes_behind_what_runs_and_before_what_follows_and_minds_no_o
     assert played.options == [{"capture_error_mode": "thread_local"}]
 
 
-def test_a_trainer_may_capture_behind_an_engine_that_lives_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_may_capture_after_an_engine_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     ops = pytest.importorskip("treering.attention.triton.ops")
     if not ops.INTERPRETED:

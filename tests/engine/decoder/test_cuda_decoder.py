@@ -76,7 +76,7 @@ def test_the_same_pass_gives_the_same_bits_whatever_ran_between() -> None:
     assert torch.equal(decoder.run(growing), first)
 
 
-def test_what_fills_a_bucket_up_touches_no_page_of_anybody() -> None:
+def test_padding_tokens_touch_no_page_in_use() -> None:
     decoder = cuda.CudaDecoder(weights_of(build("qwen3", **SMALL)), NUM_SLOTS)
     before = decoder._keys[:, :, :-16].clone()
     (single,) = (batch_of([Row(prefix=0, own=3, num_fed=3)], VOCAB),)
@@ -86,7 +86,7 @@ def test_what_fills_a_bucket_up_touches_no_page_of_anybody() -> None:
     assert changed.nonzero()[:, 0].tolist() == single.slots.tolist()
 
 
-def test_moved_slots_are_read_where_they_went() -> None:
+def test_moved_slots_are_read_at_their_targets() -> None:
     weights = weights_of(build("qwen3", **SMALL))
     decoder, plain = cuda.CudaDecoder(weights, NUM_SLOTS), TorchDecoder(weights, NUM_SLOTS)
     later = batch_of([Row(prefix=0, own=7)], VOCAB)

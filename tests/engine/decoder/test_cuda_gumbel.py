@@ -49,7 +49,7 @@ def test_many_rollouts_have_the_distribution_of_the_logits() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_distribution_draw_no_token_and_leave_the_others_alone(bad: float) -> None:
+def test_invalid_logits_give_no_token_and_do_not_affect_other_rows(bad: float) -> None:
     logits = torch.zeros(3, 1500)
     logits[1] = bad if bad == -torch.inf else 0.0
     logits[1, 1400] = bad

@@ -80,7 +80,7 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
         assert (buffer[[0, 4]] == 9).all()
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     x, weight = numbers(16, 300, dtype=torch.bfloat16), numbers(40, 300, dtype=torch.bfloat16, seed=1)
     for tile in (LinearTile(32, 1), LinearTile(16, 2)):
         together = product(x, weight, None, tile)
@@ -113,7 +113,7 @@ def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, ti
     assert all(-(-num_columns // columns) * parts >= 0.9 * 132 for columns, parts in tiles)
 
 
-def test_what_the_kernel_does_not_compute_has_no_tiles() -> None:
+def test_unsupported_products_have_no_tiles() -> None:
     def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[LinearTile]:
         return linear_module.tiles_of(torch.empty(64, depth, dtype=dtype, device="meta"), num_tokens, 1)
 
@@ -170,7 +170,7 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     assert len(timed) == 10
 
 
-def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
+def test_timing_takes_the_shortest_run_after_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
@@ -215,7 +215,7 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
 
 
 @pytest.mark.parametrize("by", ["measured", "torch"])
-def test_without_a_device_and_switched_off_nothing_is_timed_and_torch_computes(
+def test_without_a_device_or_switched_off_torch_computes_untimed(
     weights: DecoderWeights, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products_module, "seconds_of", None)
@@ -225,7 +225,7 @@ def test_without_a_device_and_switched_off_nothing_is_timed_and_torch_computes(
     assert {*products.chosen[1].values()} == {"torch"}
 
 
-def test_no_clock_decides_where_torch_is_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_decides_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products_module, "INTERPRETED", False)
     assert products_module._may_time(torch.device("cuda", 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -233,7 +233,7 @@ def test_no_clock_decides_where_torch_is_to_be_deterministic(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("costs", ["measured", "none"])
-def test_an_engine_whose_costs_no_clock_decides_has_no_kernels_that_a_clock_chooses(costs: str) -> None:
+def test_an_engine_without_measured_costs_does_not_time_kernels(costs: str) -> None:
     engine = TorchEngine(build("qwen3", num_hidden_layers=1).eval(), backend="cuda", costs=costs)
     assert engine._decoder.products._by == ("measured" if costs == "measured" else "torch")
 

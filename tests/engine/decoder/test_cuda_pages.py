@@ -35,13 +35,13 @@ def test_prompts_with_a_common_beginning_share_its_full_pages() -> None:
     assert (pages.num_computed(second), pages.num_free) == (32, 4)
 
 
-def test_a_page_is_known_by_everything_before_it_and_not_by_its_own_tokens_alone() -> None:
+def test_a_page_is_identified_by_all_tokens_before_it() -> None:
     pages = PageAllocator(9)
     taken = [allocate_prompt(pages, prompt(*blocks)) for blocks in ((1, 2), (3, 2), (2, 1))]
     assert len({page for own in taken for page in own}) == 6
 
 
-def test_pages_are_found_again_after_their_readers_left_and_the_oldest_go_first() -> None:
+def test_freed_pages_are_cached_and_the_oldest_evicted_first() -> None:
     pages = PageAllocator(4)
     for block in (1, 2):
         taken = allocate_prompt(pages, prompt(block, block))
@@ -60,7 +60,7 @@ def test_pages_are_found_again_after_their_readers_left_and_the_oldest_go_first(
     assert pages.num_computed(allocate_prompt(pages, prompt(1, 1))) == 32
 
 
-def test_what_was_not_computed_is_not_kept() -> None:
+def test_uncomputed_pages_are_not_cached() -> None:
     pages = PageAllocator(4)
     taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 20)
@@ -68,7 +68,7 @@ def test_what_was_not_computed_is_not_kept() -> None:
     assert pages.num_computed(allocate_prompt(pages, prompt(1, 2))) == 16
 
 
-def test_what_is_computed_stays_so_when_another_reader_is_behind() -> None:
+def test_computed_counts_never_fall() -> None:
     pages = PageAllocator(4)
     taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 32)
@@ -92,7 +92,7 @@ def test_new_weights_leave_nothing_computed() -> None:
     assert pages.num_computed(allocate_prompt(pages, prompt(1))) == 0
 
 
-def test_too_few_pages_take_nothing_at_all() -> None:
+def test_too_few_pages_allocate_nothing() -> None:
     pages = PageAllocator(3)
     taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 32)
@@ -122,7 +122,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_no_reader_ever_sees_what_another_prompt_wrote_and_no_page_is_lost(operations: list) -> None:
+def test_pages_never_hold_another_prompts_values_and_are_never_lost(operations: list) -> None:
     pages, version = PageAllocator(NUM_PAGES), 0
     # The content of each slot of each page: the tokens up to it, and the version of the weights.
     slots: dict[tuple[int, int], tuple[bytes, int]] = {}
@@ -195,7 +195,7 @@ def test_spans_are_addresses_whose_pages_are_shared() -> None:
     assert len({*others, *slots_of(spans, 0, 16)}) == 16 + len(others)
 
 
-def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
+def test_freeing_a_span_frees_its_addresses_and_pages() -> None:
     spans = PagedAllocator(64)
     whole = spans.num_free
     for allocate in (lambda: spans.allocate(40), lambda: spans.allocate_prompt(prompt(1, 2))):
@@ -235,22 +235,22 @@ def test_what_fits_into_the_slots_fits_into_the_pages(num_slots: int) -> None:
         assert spans.allocate(num_slots - num_prefix) is not None
 
 
-def test_changes_of_the_table_are_told_once() -> None:
+def test_changes_of_the_page_table_are_reported_once() -> None:
     spans = PagedAllocator(64)
-    told = np.full_like(spans.table, -1)
+    received = np.full_like(spans.table, -1)
 
     def follow() -> None:
         changed = spans.pop_changed()
         if changed is not None:
-            told[slice(*changed)] = spans.table[slice(*changed)]
+            received[slice(*changed)] = spans.table[slice(*changed)]
 
     takes: list[Callable[[], int | None]] = [lambda: spans.allocate(33), lambda: spans.allocate_prompt(prompt(1))]
     for allocate in takes:
         allocate()
         follow()
-        assert np.array_equal(told, spans.table)
+        assert np.array_equal(received, spans.table)
     assert spans.pop_changed() is None
     spans.free(0)
     assert spans.allocate(40) == 0
     follow()
-    assert np.array_equal(told, spans.table)
+    assert np.array_equal(received, spans.table)

@@ -89,7 +89,7 @@ def test_a_full_tree_is_followed_to_its_end() -> None:
     assert verified.path[0].tolist() == [*range(MOST_DRAFTS), -1]
 
 
-def test_rows_that_are_not_sampled_are_left_out() -> None:
+def test_rows_that_are_not_sampled_are_skipped() -> None:
     drafts = drafts_of([([1], [-1]), ([], []), ([0, 1], [-1, -1])], 2)
     columns, inputs = columns_of(3), inputs_of([0, 2], drafts)
     logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
@@ -101,19 +101,19 @@ def test_rows_that_are_not_sampled_are_left_out() -> None:
     assert verify.DeviceSampler(CPU).sample_and_verify(logits[:0], none, columns, drafts).num_tokens.size == 0
 
 
-def test_one_drawer_serves_steps_of_any_size() -> None:
-    drawer, rng = verify.DeviceSampler(CPU), np.random.default_rng(0)
+def test_one_sampler_serves_steps_of_any_size() -> None:
+    sampler, rng = verify.DeviceSampler(CPU), np.random.default_rng(0)
     for num_rows in (1, 7, 2):
         drafts = drafts_of([random_tree(rng, 3, 5) for _ in range(num_rows)], 3)
         columns, inputs = columns_of(num_rows), inputs_of([*range(num_rows)], drafts)
         logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
         assert_same(
-            drawer.sample_and_verify(logits, inputs, columns, drafts),
+            sampler.sample_and_verify(logits, inputs, columns, drafts),
             sample_and_verify(logits, inputs, columns, drafts),
         )
 
 
-def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_from() -> None:
+def test_invalid_logits_are_reported_with_their_row_if_sampled() -> None:
     drafts = drafts_of([([], []), ([0], [-1]), ([], [])], 2)
     columns, inputs = columns_of(3), inputs_of([0, 1, 2], drafts)
     logits = torch.tensor([[0.0, -torch.inf]]).repeat(4, 1)
@@ -125,7 +125,7 @@ def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_fro
     assert verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts).num_tokens.tolist() == [1, 1, 1]
 
 
-def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() -> None:
+def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() -> None:
     rng = np.random.default_rng(0)
     trees = [random_tree(rng, 3, 9), ([], []), random_tree(rng, 3, 4), ([], []), ([], [])]
     leaders = np.array([0, 0, 2, 0, 2])
@@ -148,7 +148,7 @@ def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() 
     assert_same(batched, expected)
 
 
-def test_without_drafts_every_row_gains_one_token() -> None:
+def test_without_drafts_every_row_appends_one_token() -> None:
     columns, inputs = columns_of(4), inputs_of([0, 1, 2, 3], no_drafts(4))
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, no_drafts(4))

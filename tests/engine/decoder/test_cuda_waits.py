@@ -68,7 +68,7 @@ def decoder_of(dtype: torch.dtype, products: str) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, "torch"), (torch.bfloat16, "kernel")])
-def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host(
+def test_a_captured_pass_allocates_nothing_and_does_not_touch_the_host(
     dtype: torch.dtype, products: str, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Operations] = []
@@ -87,7 +87,7 @@ def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host
 
 
 @pytest.mark.parametrize("batches", [CAPTURED, STARTED], ids=["captured", "started"])
-def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing(batches: list[Any]) -> None:
+def test_a_pass_makes_one_copy_to_the_device_and_does_not_wait(batches: list[Any]) -> None:
     decoder = decoder_of(torch.float32, "torch")
     for batch in batches:
         # The first run also copies new addresses and allocates buffers.
@@ -98,7 +98,7 @@ def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing
 
 
 @pytest.mark.parametrize("has_duplicates", [False, True])
-def test_drawing_copies_to_the_device_in_one_go_and_waits_once(
+def test_sampling_makes_one_copy_to_the_device_and_waits_once(
     has_duplicates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[torch.Size] = []

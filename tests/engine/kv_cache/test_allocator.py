@@ -27,7 +27,7 @@ def test_the_example() -> None:
     assert spans.allocate(4) == 0
 
 
-def test_a_prompt_that_comes_again_is_there_still() -> None:
+def test_a_repeated_prompt_is_cached() -> None:
     spans = SpanAllocator(20)
     start = computed(spans, prompt(1, 6))
     spans.free(start)
@@ -38,7 +38,7 @@ def test_a_prompt_that_comes_again_is_there_still() -> None:
 
 
 @pytest.mark.parametrize("tokens", [prompt(2, 6), prompt(1, 5), prompt(1, 7)])
-def test_other_tokens_find_nothing(tokens: np.ndarray) -> None:
+def test_other_tokens_are_not_cached(tokens: np.ndarray) -> None:
     spans = SpanAllocator(20)
     spans.free(computed(spans, prompt(1, 6)))
     start = spans.allocate_prompt(tokens)
@@ -46,7 +46,7 @@ def test_other_tokens_find_nothing(tokens: np.ndarray) -> None:
     assert spans.num_computed(start) == 0
 
 
-def test_what_is_computed_in_part_is_not_kept() -> None:
+def test_a_partly_computed_prompt_is_not_cached() -> None:
     spans = SpanAllocator(20)
     start = spans.allocate_prompt(prompt(1, 6))
     spans.set_computed(start, 5)
@@ -54,7 +54,7 @@ def test_what_is_computed_in_part_is_not_kept() -> None:
     assert spans.num_computed(spans.allocate_prompt(prompt(1, 6))) == 0
 
 
-def test_new_weights_leave_nothing_kept() -> None:
+def test_new_weights_clear_the_cache() -> None:
     spans = SpanAllocator(20)
     spans.free(computed(spans, prompt(1, 6)))
     running = computed(spans, prompt(2, 3))
@@ -63,7 +63,7 @@ def test_new_weights_leave_nothing_kept() -> None:
     assert spans.num_computed(spans.allocate_prompt(prompt(1, 6))) == 0
 
 
-def test_the_oldest_goes_first_where_room_is_needed() -> None:
+def test_the_oldest_cached_prompt_is_evicted_first() -> None:
     spans = SpanAllocator(12)
     starts = [computed(spans, prompt(number, 4)) for number in range(3)]
     for number in (1, 0, 2):
@@ -73,7 +73,7 @@ def test_the_oldest_goes_first_where_room_is_needed() -> None:
     assert spans.num_computed(spans.allocate_prompt(prompt(2, 4))) == 4
 
 
-def test_of_two_equal_prompts_one_is_kept() -> None:
+def test_of_two_equal_prompts_one_is_cached() -> None:
     spans = SpanAllocator(10)
     starts = [computed(spans, prompt(1, 4)) for _ in range(2)]
     for start in starts:
@@ -89,7 +89,7 @@ def test_no_slots_are_refused() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_open_spans_never_overlap_and_all_else_can_be_taken(data: st.DataObject) -> None:
+def test_spans_never_overlap_and_the_rest_can_be_allocated(data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, 40))
     spans = SpanAllocator(num_slots)
     lengths: dict[int, int] = {}

@@ -78,12 +78,12 @@ def test_numpy_torch_and_numba_give_the_bits_of_the_definition(key: int, positio
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_gives_the_same_bits() -> None:
+def test_cuda_gives_the_same_bits() -> None:
     for key in (0, -1, 2**63 - 1, -(2**63), row_key(0, "q", 0, 0)):
         np.testing.assert_array_equal(in_torch(key, 77, 5000, "cuda"), uniforms(key, 77, 5000))
 
 
-def test_rows_of_a_batch_do_not_know_each_other() -> None:
+def test_rows_of_a_batch_are_independent() -> None:
     keys, positions = torch.tensor([5, -6, 5]), torch.tensor([0, 9, 1])
     together = uniforms_torch(keys, positions, 11)
     alone = [in_torch(int(key), int(position), 11) for key, position in zip(keys, positions, strict=True)]

@@ -55,5 +55,10 @@ class ScriptedDrafter(Drafter):
 
     def observe(self, rows: DraftRows, accepted: Any, ended: Any = None, leaves: Any = None) -> None:
         assert rows is self.seen[-1]["rows"]
-        told = {"accepted": accepted.copy(), "ended": ended, "leaves": leaves.copy(), "leaders": rows.leaders.copy()}
-        self.seen[-1] = {**self.seen[-1], **told}
+        feedback = {
+            "accepted": accepted.copy(),
+            "ended": ended,
+            "leaves": leaves.copy(),
+            "leaders": rows.leaders.copy(),
+        }
+        self.seen[-1] = {**self.seen[-1], **feedback}

@@ -39,12 +39,12 @@ def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[flo
 
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12), st.lists(st.integers(0, 90), min_size=3, max_size=3))
-def test_no_noise_makes_a_price_that_is_none(seconds: list[float], counts: list[int]) -> None:
+def test_noise_never_makes_a_negative_price(seconds: list[float], counts: list[int]) -> None:
     steps = (StepTimes(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
     assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
 
 
-def test_one_row_has_no_price_of_its_own() -> None:
+def test_a_single_row_has_no_row_price() -> None:
     one = StepTimes(1e-4, 0.0, 0.0, 5e-5, 1)
     found = prices_of(StepTimes(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
     np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
@@ -66,7 +66,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("longer", [0.0, 0.25, -0.25])
-def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_behind_a_look_counts(
+def test_every_part_is_timed_after_a_pass_and_a_slower_next_pass_counts(
     longer: float,
 ) -> None:
     clock = Clock(longer)
@@ -94,14 +94,14 @@ class Struck(Clock):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_strikes_most_passes_is_no_price_of_a_look(seed: int) -> None:
+def test_load_on_most_passes_is_no_price_of_a_search(seed: int) -> None:
     # 15 rounds of about 4 ms: the chance that every pass of a kind is disturbed is 0.6 ** 15 = 0.0005.
     clock = Struck(seed)
     assert measure_prices(clock.one_pass, max_batch=8, clock=clock).look < 1e-6
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
-def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
+def test_synthetic_rows_are_replaced_and_stay_in_their_limits(num_rows: int) -> None:
     steps = SyntheticSteps(num_rows, lambda: None, Clock())
     table = steps._table
     for number in range(3 * num_rows):
@@ -117,7 +117,7 @@ def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
-def test_the_made_up_rows_are_drafted_as_much_as_is_asked(num_rows: int) -> None:
+def test_synthetic_rows_are_drafted_up_to_the_limit(num_rows: int) -> None:
     steps = SyntheticSteps(num_rows, lambda: None, Clock())
     few = [steps.draft(1).num_drafted for _ in range(70)]
     many = [steps.draft(12).num_drafted for _ in range(70)]
@@ -133,7 +133,7 @@ def test_an_engines_measured_costs_have_prices_and_its_drafter_gets_them(model: 
     assert drafter.costs.prices.look > 0
 
 
-def test_measuring_leaves_what_the_drafter_knows_as_it_was(model: PreTrainedModel) -> None:
+def test_measuring_does_not_change_the_drafter(model: PreTrainedModel) -> None:
     drafter = Drafter(HistoryStore())
     engine = TorchEngine(model, drafter, max_batch=2, costs="none")
     before = drafter.state()

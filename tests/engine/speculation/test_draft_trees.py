@@ -50,22 +50,22 @@ class Truth:
         raise AssertionError(f"{prompt_id} never began with {so_far}")
 
 
-def right_last(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+def right_last(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
     """Wrong first tokens with children; then the right path, each token between wrong siblings."""
     tokens, parents = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, right[0], right[1]], [-1, -1, 0, 0]
-    behind = -1
+    following = -1
     for token in right[:5]:
         tokens += [(token + 5) % VOCAB, token, (token + 9) % VOCAB]
-        parents += [behind] * 3
-        behind = len(tokens) - 2
-    return tokens[:room], parents[:room]
+        parents += [following] * 3
+        following = len(tokens) - 2
+    return tokens[:max_drafts], parents[:max_drafts]
 
 
-def random_tree(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+def random_tree(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
     """Any tree of up to 24 nodes; a node continues the right path where its parent is on it, half of the time."""
     tokens, parents, depths = [], [], [0]
     taken = set()
-    for _ in range(int(rng.integers(0, min(room, 24) + 1))):
+    for _ in range(int(rng.integers(0, min(max_drafts, 24) + 1))):
         parent = int(rng.integers(-1, len(tokens)))
         depth = depths[parent + 1]
         token = right[depth] if rng.random() < 0.5 and depth < len(right) else int(rng.integers(VOCAB))
@@ -77,18 +77,18 @@ def random_tree(right: list[int], rng: np.random.Generator, room: int) -> Tree:
     return tokens, parents
 
 
-def right_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    return chain(right[: min(room, 6)])
+def right_chain(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    return chain(right[: min(max_drafts, 6)])
 
 
-def wrong_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    return chain([(token + 1) % VOCAB for token in right[: min(room, 6)]])
+def wrong_chain(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    return chain([(token + 1) % VOCAB for token in right[: min(max_drafts, 6)]])
 
 
-def wide_and_full(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+def wide_and_full(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
     """As many nodes as allowed, the right ones last, so that every slot of the row is written."""
-    others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(room, MOST_DRAFTS) - 2)]
-    return [*others, *right[:2]][:room], [*[-1] * (len(others) + 1), len(others)][:room]
+    others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(max_drafts, MOST_DRAFTS) - 2)]
+    return [*others, *right[:2]][:max_drafts], [*[-1] * (len(others) + 1), len(others)][:max_drafts]
 
 
 SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
@@ -96,7 +96,7 @@ SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
 
 def script_of(shape, truth: Truth) -> Script:
     rng = np.random.default_rng(0)
-    return lambda prompt_id, so_far, room: shape(truth.after(prompt_id, so_far), rng, room)
+    return lambda prompt_id, so_far, max_drafts: shape(truth.after(prompt_id, so_far), rng, max_drafts)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
@@ -121,12 +121,12 @@ def test_a_limit_inside_a_tree_ends_the_rollout_there(model: PreTrainedModel, pl
     assert_same(run(engine, requests_of(max_tokens)), expected)
 
 
-def test_a_tree_of_a_row_without_room_leaves_its_neighbours_alone(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_a_tree_larger_than_its_rows_slots_does_not_change_other_rows(model: PreTrainedModel, plain: Rollouts) -> None:
     """The arena is exactly full, and the script drafts 64 tokens even if there are fewer slots."""
     truth = Truth(plain)
     num_slots = sum(range(NUM_PROMPTS)) + NUM_PROMPTS * 3 * 20
 
-    def greedy(prompt_id: str, so_far: list[int], room: int) -> Tree:
+    def greedy(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
         return wide_and_full(truth.after(prompt_id, so_far), np.random.default_rng(0), MOST_DRAFTS + 20)
 
     engine = TorchEngine(model, ScriptedDrafter(greedy), max_batch=15, max_tokens=num_slots)
@@ -152,14 +152,14 @@ def test_bfloat16_drafts_along_its_own_rollouts_are_accepted(model: PreTrainedMo
     assert engine.stats.num_accepted > 0 or expected["p0", 0, 0].num_tokens == 1
 
 
-def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_feedback_has_accepted_counts_and_leaves(model: PreTrainedModel, plain: Rollouts) -> None:
     drafter = ScriptedDrafter(script_of(right_last, Truth(plain)))
     engine = TorchEngine(model, drafter, max_batch=4)
     run(engine, requests_of())
     num_walked = num_stops = 0
-    told = [step for step in drafter.seen if "accepted" in step]
-    assert [step for step in drafter.seen if step["drafts"].tokens.size] == told
-    for step in told:
+    feedback = [step for step in drafter.seen if "accepted" in step]
+    assert [step for step in drafter.seen if step["drafts"].tokens.size] == feedback
+    for step in feedback:
         drafts = step["drafts"]
         for row, (accepted, leaf) in enumerate(zip(step["accepted"], step["leaves"], strict=True)):
             leader = step["leaders"][row]
@@ -173,11 +173,11 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
     # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_walked - num_stops == engine.stats.num_accepted > 0
     assert num_stops > 0
-    assert any((step["leaves"] > step["accepted"]).any() for step in told)
-    assert all(step["ended"] is None for step in told)
+    assert any((step["leaves"] > step["accepted"]).any() for step in feedback)
+    assert all(step["ended"] is None for step in feedback)
 
 
-def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_row_ids_are_stable_and_unique(model: PreTrainedModel, plain: Rollouts) -> None:
     contexts: dict[int, list[int]] = {}
 
     class Watching(ScriptedDrafter):
@@ -199,7 +199,7 @@ def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrained
     assert len(contexts) == 2 * len(plain)
 
 
-def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
+def test_drafts_are_clipped_to_the_first_valid_tokens_that_fit() -> None:
     # A chain with an unknown token, a tree with a negative one, none, a tree clipped to two, a wide tree.
     trees = [
         chain([1, 9, 2]),
@@ -225,7 +225,7 @@ def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
     assert not laid.bits[64:].any()
 
 
-def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
+def test_stop_tokens_and_their_descendants_are_clipped() -> None:
     # 7 and 8 stop the first row, and 7 has descendants and a sibling; 5 stops the second row.
     trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
     stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
@@ -239,7 +239,7 @@ def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_accepted", "leaf", "drawn", "told"),
+    ("num_accepted", "leaf", "drawn", "feedback"),
     [
         (1, 0, 7, (2, 1)),  # the clipped stop token
         (1, 0, 9, (1, 0)),
@@ -248,19 +248,19 @@ def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
         (0, -1, 2, (0, -1)),  # 2 was drafted, but at another node
     ],
 )
-def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
-    num_accepted: int, leaf: int, drawn: int, told: tuple[int, int]
+def test_a_clipped_draft_counts_as_accepted_if_it_was_sampled(
+    num_accepted: int, leaf: int, drawn: int, feedback: tuple[int, int]
 ) -> None:
     drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
     laid = clip_drafts(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
     contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
     own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
-    heard = count_accepted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
-    assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
+    counted = count_accepted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
+    assert [values.tolist() for values in counted] == [[0, feedback[0]], [-1, feedback[1]]]
 
 
 @pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])
-def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
+def test_a_token_before_its_parent_is_refused(parents: list[int]) -> None:
     with pytest.raises(StateError, match="row 1 has parents"):
         clip_drafts(make_drafts([chain([1]), ([1, 2], parents)]), np.array([5, 5]), 9)
 
@@ -327,7 +327,7 @@ def logits_of_tree(
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -> None:
+def test_slots_move_in_order_so_that_a_slot_may_be_source_and_target(backend: str) -> None:
     """Compacts a chain whose tokens were computed with gaps."""
     model = build_float64("qwen3").eval()
     engine = TorchEngine(model, max_tokens=80, backend=backend)
@@ -357,7 +357,7 @@ def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -
     torch.testing.assert_close(logits[0], expected, atol=1e-10, rtol=0)
 
 
-def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
+def test_batched_sampling_walks_the_same_paths_as_the_compiled_walk() -> None:
     """On a device `sample_and_verify` samples at every node, then walks; on CPU it samples along the path only."""
     rng, num_rows = np.random.default_rng(4), 60
     trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]

@@ -93,7 +93,7 @@ def test_a_draft_is_accepted_with_its_own_probability(rule: Rule, draft: int) ->
     assert_distribution(done.num - 1, np.array([1 - accepted, accepted]))
 
 
-def test_drawing_stops_behind_the_first_token_that_is_no_draft() -> None:
+def test_sampling_stops_after_the_first_rejected_draft() -> None:
     # One-hot rows sample 2, 0, 1; the row after the rejected draft is never read.
     logits = np.full((4, VOCAB), np.nan)
     logits[:3] = 1e6 * np.eye(VOCAB)[[2, 0, 1]]
@@ -126,9 +126,7 @@ def test_rollouts_may_have_different_numbers_of_drafts_and_rows_in_any_order() -
         ([0, 1, 1, 1, 1], [0], [-1]),
     ],
 )
-def test_a_tree_is_walked_along_what_is_drawn_and_nothing_else_is_read(
-    drawn: list[int], tokens: list[int], path: list[int]
-) -> None:
+def test_a_tree_is_walked_along_the_sampled_tokens_only(drawn: list[int], tokens: list[int], path: list[int]) -> None:
     """Drafts 1 with the children 2 and 0, and 2; row 0 of the logits follows the context, row 1 + j draft j."""
     logits = 1e6 * np.eye(VOCAB)[drawn]
     on_path = [0, *(1 + number for number in path if number >= 0)]
@@ -142,7 +140,7 @@ def test_a_tree_is_walked_along_what_is_drawn_and_nothing_else_is_read(
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
-def test_every_branch_draws_with_the_noise_of_its_depth(rule: Rule) -> None:
+def test_every_branch_samples_with_the_noise_of_its_depth(rule: Rule) -> None:
     """All three tokens are drafted, with all three as children of each: two are always accepted, as sampled singly."""
     num = 200
     keys, drafts = rollout_keys(num), np.tile(np.array([0, 1, 2] * 4, np.int32), (num, 1))

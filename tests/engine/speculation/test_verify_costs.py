@@ -57,7 +57,7 @@ def model() -> PreTrainedModel:
         (1000, [1 << k for k in range(9)]),
     ],
 )
-def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None:
+def test_every_size_is_timed(max_batch: int, sizes: list[int]) -> None:
     decoder = Timed()
     costs = measure(decoder, num_slots=100, max_batch=max_batch, context=10, clock=lambda: decoder.now)
     assert costs.num_tokens.tolist() == sizes
@@ -66,7 +66,7 @@ def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None
     assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
 
 
-def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
+def test_short_passes_are_timed_often_and_the_minimum_counts() -> None:
     # Each of 8 sizes has one undisturbed round: the first for 1 token, the last for 2, others in between.
     quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
     decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
@@ -95,7 +95,7 @@ class Blocks(Timed):
         return super().run(batch)
 
 
-def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_batch() -> None:
+def test_a_decoder_with_stepped_costs_is_measured_at_every_draft_count() -> None:
     decoder = Blocks()
     costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
     drafted = np.arange(9)
@@ -103,7 +103,7 @@ def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_bat
     assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
 
 
-def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
+def test_measured_passes_write_one_slot_and_see_a_typical_context() -> None:
     decoder = Timed()
     measure(decoder, num_slots=40, max_batch=2, context=10, clock=lambda: decoder.now)
     for batch in decoder.batches:
@@ -128,7 +128,7 @@ def test_costs_never_fall() -> None:
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrainedModel, backend: str) -> None:
+def test_measuring_changes_no_rollout_and_no_count(model: PreTrainedModel, backend: str) -> None:
     requests = group_requests(6, 2)
     expected = run(TorchEngine(model), requests)
     engine = TorchEngine(model, max_batch=4, max_tokens=120, backend=backend)
@@ -147,31 +147,31 @@ class Listener(ScriptedDrafter):
     """Drafts one token, and records the costs that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(lambda prompt_id, so_far, room: chain([1]))
-        self.told: list[VerifyCosts] = []
+        super().__init__(lambda prompt_id, so_far, max_drafts: chain([1]))
+        self.received: list[VerifyCosts] = []
 
     def use_costs(self, costs: VerifyCosts) -> None:
-        self.told.append(costs)
+        self.received.append(costs)
 
 
 def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -> None:
     drafter = Listener()
     engine = TorchEngine(model, drafter, max_batch=2)
     engine.step()
-    assert drafter.told == []
+    assert drafter.received == []
     run(engine, group_requests(3, 1))
     run(engine, group_requests(3, 1, draw=1))
     engine.update_weights(1)
     run(engine, group_requests(3, 1, draw=2))
-    assert [costs.num_tokens.tolist() for costs in drafter.told] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
+    assert [costs.num_tokens.tolist() for costs in drafter.received] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
 
 
-def test_given_costs_are_told_as_they_are_and_none_are_not_told(model: PreTrainedModel) -> None:
+def test_given_costs_are_passed_on_and_none_are_not(model: PreTrainedModel) -> None:
     costs = VerifyCosts(num_tokens=np.array([1, 4]), seconds=np.array([0.1, 0.2]))
     given, silent = Listener(), Listener()
     run(TorchEngine(model, given, costs=costs), group_requests(2, 1))
     run(TorchEngine(model, silent, costs="none"), group_requests(2, 1))
-    assert (given.told, silent.told) == ([costs], [])
+    assert (given.received, silent.received) == ([costs], [])
     run(TorchEngine(model, costs=costs), group_requests(2, 1))
 
 

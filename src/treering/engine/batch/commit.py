@@ -140,8 +140,8 @@ def _plan_moves(
             if finish[index] != NOT_FINISHED or (leader != row) != is_duplicate:
                 continue
             # Offset in either span of the first slot after the tokens that the pass began with.
-            behind = num_tokens[row] - num_new[index] - num_prefix[row]
-            source, target = own_start[leader] + behind, own_start[row] + behind
+            offset = num_tokens[row] - num_new[index] - num_prefix[row]
+            source, target = own_start[leader] + offset, own_start[row] + offset
             if is_duplicate:
                 moves[0, num_moves], moves[1, num_moves] = source - 1, target - 1
                 num_moves += 1

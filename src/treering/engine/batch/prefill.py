@@ -67,7 +67,7 @@ def _columns(chunk: PrefillChunk) -> list[np.ndarray]:
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)
-    nothing = np.zeros(chunk.num_tokens, np.int64)
+    zeros = np.zeros(chunk.num_tokens, np.int64)
     tokens = prefix.tokens[positions].astype(np.int64)
-    own_start = nothing + prefix.start
-    return [tokens, positions, own_start + positions, nothing, nothing, own_start, positions + 1, nothing, nothing]
+    own_start = zeros + prefix.start
+    return [tokens, positions, own_start + positions, zeros, zeros, own_start, positions + 1, zeros, zeros]

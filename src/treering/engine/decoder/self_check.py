@@ -34,8 +34,8 @@ def check_decoder(model: nn.Module, decoder: Decoder, *, vocab_size: int, max_co
     error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
     if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS):
         raise UnsupportedError(
-            f"the engine reads a model's weights and computes {type(model).__name__} itself, and here its logits are "
-            f"{error:.1e} apart: a layer has a hook, an adapter or a forward of its own; remove or merge it"
+            f"the engine reads a model's weights and computes {type(model).__name__} itself, but the logits differ "
+            f"by {error:.1e}: a layer has a hook, an adapter or a forward of its own; remove or merge it"
         )
 
 

@@ -193,9 +193,9 @@ def _request(row: int) -> Request:
 def _accept_all(proposed: DraftTrees) -> CommittedTokens:
     """The result of a step that accepted each row's likeliest path."""
     chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
-    accepted, nothing = np.diff(chains), np.zeros(0, np.int64)
+    accepted, empty = np.diff(chains), np.zeros(0, np.int64)
     return CommittedTokens(
-        num_new=nothing, finish=nothing, num_accepted=accepted, leaves=accepted - 1, sources=nothing, targets=nothing
+        num_new=empty, finish=empty, num_accepted=accepted, leaves=accepted - 1, sources=empty, targets=empty
     )
 
 

@@ -1,8 +1,10 @@
 """Sums with a calculator: the smallest task with several turns.
 
+The calculator writes the text after each "]", up to the space.
+
     2+3+4 [2+3]5 [5+4]9 9.     the header of every prompt, and a space
     17+5+30                    the question, and a space
-    [17+5]22 [22+30]52 52.     a correct trajectory: the calculator writes the text after "]", up to the space
+    [17+5]22 [22+30]52 52.     a correct trajectory
 """
 
 import re

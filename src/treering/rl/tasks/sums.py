@@ -1,4 +1,6 @@
-r"""Chained sums: a task that a small model can learn and a program can check.
+r"""Chained sums.
+
+A small model can learn the task, and a program can check it.
 
     2+3+4:2+3=5;5+4=9.\n    the header of every prompt: one question with its response
     17+5+30:                the question

@@ -1,6 +1,6 @@
 """Expected rollout lengths during a step: the prediction, updated as siblings finish.
 
-    R rollouts of a step, prompts in order, then samples
+Shapes: R rollouts of a step, prompts in order, then samples.
 """
 
 import numpy as np

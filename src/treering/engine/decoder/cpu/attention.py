@@ -64,7 +64,7 @@ def attend(
     padded_size = values.shape[2]
     group = out.shape[1] // head_size // num_kv_heads
     num_pairs = (group + 1) // 2
-    size, nothing = lanes(keys), broadcast(keys.dtype.type(0))
+    size, zero = lanes(keys), broadcast(keys.dtype.type(0))
     for t in range(out.shape[0]):
         prefix, own, bits = num_prefix[t], num_own[t], tree_bits[t]
         num_tree = _length(bits)
@@ -76,17 +76,17 @@ def attend(
             own_at = _score(qkv, query, step, keys, key + prefix_start[t], prefix, 0, scale[0], scores, 0)
             tree_at = _score(qkv, query, step, keys, key + own_start[t], own, 0, scale[0], scores, own_at)
             end = _score(qkv, query, step, keys, key + tree_start[t], num_tree, bits, scale[0], scores, tree_at)
-            whole, other_whole = _softmax_weights(scores, end)
+            denominator, other_denominator = _softmax_weights(scores, end)
             # Last vector first: it may overwrite the start of the next head, which is written later.
             for d in range(padded_size - size, -1, -size):
                 at = value + d
-                sums = _accumulate(values, at + prefix_start[t] * padded_size, prefix, scores, 0, nothing, nothing)
+                sums = _accumulate(values, at + prefix_start[t] * padded_size, prefix, scores, 0, zero, zero)
                 sums = _accumulate(values, at + own_start[t] * padded_size, own, scores, own_at, *sums)
                 sums = _accumulate_tree(
                     values, at + tree_start[t] * padded_size, num_tree, bits, scores, tree_at, *sums
                 )
-                store(out, result + d, divide(sums[0], whole))
-                store(out, result + step + d, divide(sums[1], other_whole))
+                store(out, result + d, divide(sums[0], denominator))
+                store(out, result + step + d, divide(sums[1], other_denominator))
 
 
 @njit(cache=True, nogil=True)
@@ -111,7 +111,7 @@ def _score(
     d shorten the dependency chain.
     """
     head_size, num_slots = keys.shape[1], keys.shape[2]
-    size, far = lanes(keys), scores.shape[1]
+    size, stride = lanes(keys), scores.shape[1]
     factor, zero, unseen = broadcast(scale), broadcast(keys.dtype.type(0)), broadcast(keys.dtype.type(-np.inf))
     for j in range(0, count, size):
         even, odd, other_even, other_odd = zero, zero, zero, zero
@@ -125,7 +125,7 @@ def _score(
             at += 2 * num_slots
         seen = _visible_bits(bits, j, count, size)
         store(scores, offset + j, select(seen, multiply(add(even, odd), factor), unseen))
-        store(scores, far + offset + j, select(seen, multiply(add(other_even, other_odd), factor), unseen))
+        store(scores, stride + offset + j, select(seen, multiply(add(other_even, other_odd), factor), unseen))
     return int(offset + (count + size - 1) // size * size)
 
 
@@ -152,19 +152,19 @@ def _accumulate(
 
     v_j is the vector at index `first` + j E of values.
     """
-    step, far = values.shape[2], weights.shape[1]
+    step, stride = values.shape[2], weights.shape[1]
     second = other_second = broadcast(values.dtype.type(0))
     at, end = first, offset + count
     for j in range(offset, end - 1, 2):
         one, next_one = load(values, at), load(values, at + step)
         sums = muladd(broadcast_from(weights, j), one, sums)
-        others = muladd(broadcast_from(weights, far + j), one, others)
+        others = muladd(broadcast_from(weights, stride + j), one, others)
         second = muladd(broadcast_from(weights, j + 1), next_one, second)
-        other_second = muladd(broadcast_from(weights, far + j + 1), next_one, other_second)
+        other_second = muladd(broadcast_from(weights, stride + j + 1), next_one, other_second)
         at += 2 * step
     if count % 2 == 1:
         sums = muladd(broadcast_from(weights, end - 1), load(values, at), sums)
-        others = muladd(broadcast_from(weights, far + end - 1), load(values, at), others)
+        others = muladd(broadcast_from(weights, stride + end - 1), load(values, at), others)
     return add(sums, second), add(others, other_second)
 
 
@@ -173,12 +173,12 @@ def _accumulate_tree(
     values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
     """`_accumulate` over the slots whose bit is set."""
-    far = weights.shape[1]
+    stride = weights.shape[1]
     for j in range(count):
         if (bits >> j) & 1 == 1:
             one = load(values, first + j * values.shape[2])
             sums = muladd(broadcast_from(weights, offset + j), one, sums)
-            others = muladd(broadcast_from(weights, far + offset + j), one, others)
+            others = muladd(broadcast_from(weights, stride + offset + j), one, others)
     return sums, others
 
 
@@ -188,17 +188,17 @@ def _softmax_weights(scores: Floats, end: int) -> tuple[Any, Any]:
 
     Returns vectors filled with their sums. -inf becomes negligible, and NaN stays NaN.
     """
-    size, far = lanes(scores), scores.shape[1]
-    top, other_top = load(scores, 0), load(scores, far)
+    size, stride = lanes(scores), scores.shape[1]
+    top, other_top = load(scores, 0), load(scores, stride)
     for j in range(size, end, size):
-        top, other_top = maximum(top, load(scores, j)), maximum(other_top, load(scores, far + j))
+        top, other_top = maximum(top, load(scores, j)), maximum(other_top, load(scores, stride + j))
     highest, other_highest = broadcast(largest(top)), broadcast(largest(other_top))
     floor = broadcast(scores.dtype.type(_FLOOR))
     sums = others = broadcast(scores.dtype.type(0))
     for j in range(0, end, size):
         weights = exponential(maximum(floor, subtract(load(scores, j), highest)))
-        other_weights = exponential(maximum(floor, subtract(load(scores, far + j), other_highest)))
+        other_weights = exponential(maximum(floor, subtract(load(scores, stride + j), other_highest)))
         store(scores, j, weights)
-        store(scores, far + j, other_weights)
+        store(scores, stride + j, other_weights)
         sums, others = add(sums, weights), add(others, other_weights)
     return broadcast(total(sums)), broadcast(total(others))

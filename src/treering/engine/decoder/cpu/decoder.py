@@ -100,10 +100,10 @@ class _Layer:
     """A layer's weights: matrices [in, out] for torch, norm vectors as arrays for the loops."""
 
     def __init__(self, layer: LayerWeights) -> None:
-        nothing = np.zeros(0, layer.input_norm.numpy().dtype)
+        empty = np.zeros(0, layer.input_norm.numpy().dtype)
         self.input_norm, self.mlp_norm = layer.input_norm.numpy(), layer.mlp_norm.numpy()
-        self.q_norm = nothing if layer.q_norm is None else layer.q_norm.numpy()
-        self.k_norm = nothing if layer.k_norm is None else layer.k_norm.numpy()
+        self.q_norm = empty if layer.q_norm is None else layer.q_norm.numpy()
+        self.k_norm = empty if layer.k_norm is None else layer.k_norm.numpy()
         self.qkv, self.out = _transposed(layer.qkv), _transposed(layer.out)
         self.gate_up, self.down = _transposed(layer.gate_up), _transposed(layer.down)
         self.qkv_bias, self.out_bias = layer.qkv_bias, layer.out_bias

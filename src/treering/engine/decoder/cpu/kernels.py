@@ -95,14 +95,16 @@ def write_keys(
                 _norm_head(x, norm, eps)
             _rotate(x, cos[at], sin[at])
         for g in range(num_kv_heads):
-            first, behind = (num_heads + g) * head_size, (num_heads + num_kv_heads + g) * head_size
+            key_at, value_at = (num_heads + g) * head_size, (num_heads + num_kv_heads + g) * head_size
             for d in range(head_size):
-                keys[g, d, slot] = qkv[t, first + d]
+                keys[g, d, slot] = qkv[t, key_at + d]
             if in_vectors:
-                _copy(qkv, t * qkv.shape[1] + behind, values, (g * values.shape[1] + slot) * values.shape[2], head_size)
+                _copy(
+                    qkv, t * qkv.shape[1] + value_at, values, (g * values.shape[1] + slot) * values.shape[2], head_size
+                )
                 continue
             for d in range(head_size):
-                values[g, slot, d] = qkv[t, behind + d]
+                values[g, slot, d] = qkv[t, value_at + d]
 
 
 @lean
