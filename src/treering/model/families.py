@@ -1,7 +1,7 @@
 """Which Hugging Face models can run on a forest, and where their parts are.
 
-A tree step is exact only if every layer treats a token by its own path. So this file lists what is known to do so and
-refuses everything else by name. Knows configurations and module names; computes nothing.
+A tree step is exact only if every layer computes a token from its own path alone. This file lists the models known to
+do so and refuses everything else by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator

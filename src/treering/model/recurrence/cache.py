@@ -1,4 +1,4 @@
-"""The cache object that a Hugging Face recurrent layer sees in one call: gives it initial states, captures the new ones.
+"""The cache that a Hugging Face recurrent layer sees in one call: provides initial states, captures the new ones.
 
 Implements the interface of transformers before 5.23 (`has_previous_state`, `layers[i].recurrent_states[0]`) and since
 (`get_recurrent_state`). Nothing is updated in place, so gradients flow through.
