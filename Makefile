@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test lint fmt types checks bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest hosts lint fmt types checks bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -26,6 +26,24 @@ demo: $(STAMP)
 # Two workers of one thread each: on two cores twice as fast as one worker of two. WORKERS=0 runs everything in one process.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKS)" tests
+
+# With the lowest versions that pyproject.toml admits, in an environment of its own: tests of the model, the gradients, the
+# engine and the command line. Kernels are left out, as the interpreter of Triton 3.6 fails. PyPI has this torch for CUDA
+# only, three gigabytes.
+OLDEST := .venv-oldest
+OLDEST_TESTS ?= tests/model tests/train tests/engine tests/cli/test_main.py tests/test_core_alone.py
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" -k "not triton" $(OLDEST_TESTS)
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+	  -e '.[peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+# Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
+hosts: $(STAMP)
+	$(BIN)/python tools/hosts.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -92,5 +110,5 @@ peers: .venv-peers/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-peers .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

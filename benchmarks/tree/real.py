@@ -1,7 +1,7 @@
 """One bench set: how long each way to train it takes, what the tree step saves, and what it keeps in memory.
 
-The first round runs every way and compares gradients; later ones run the tree step and the baselines that could still be
-the fastest.
+The first round runs every way and compares gradients; later ones run the tree step and the baselines that could
+still be the fastest.
 """
 
 import statistics
