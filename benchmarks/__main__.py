@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: measure a claim on this machine, beside its best baseline.
+"""`python -m benchmarks NAME`: measure a claim on this machine, against its best baseline.
 
 Run it in a checkout of the repository; the installed package has no benchmarks.
 """
