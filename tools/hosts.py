@@ -1,7 +1,7 @@
 """Resolves `treering[train]` beside each host of `hosts.toml`, downloads metadata only, and prints a table.
 
-A conflict that hosts.toml does not list fails, and so does a listed one that is none any more. The versions of torch and
-transformers are those that pip would install for both. Run it with `make hosts`.
+A conflict that hosts.toml does not list fails, and so does a listed one that is none any more. The versions of torch
+and transformers are those that pip would install for both. Run it with `make hosts`.
 """
 
 import argparse
@@ -25,6 +25,7 @@ class Host:
     """A project to resolve beside."""
 
     name: str
+    """As in a requirement, extras included."""
     version: str
     conflict: str | None = None
     """Why it is known not to resolve; None where it must."""
@@ -55,7 +56,8 @@ def judge(host: Host, resolve: Resolve, *, newest: bool = False) -> Row:
 
     Example: a host without a `conflict` that does not resolve gives a row with the result "CONFLICT".
     """
-    version = resolve(f"only {host.name}").versions.get(host.name, host.version) if newest else host.version
+    package = host.name.partition("[")[0]
+    version = resolve(f"only {host.name}").versions.get(package, host.version) if newest else host.version
     found = resolve(f"{host.name}=={version}")
     known, failed = host.conflict is not None, bool(found.error)
     result = {
@@ -81,8 +83,7 @@ def resolver(uv: str, options: Sequence[str]) -> Resolve:
     def resolve(requirement: str) -> Resolved:
         alone = requirement.startswith("only ")
         sources = ["-"] if alone else ["pyproject.toml", "-", "--extra", "train"]
-        # Never a package's own build code: only what the index says of it.
-        command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-build", *options, *sources]
+        command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *options, *sources]
         done = subprocess.run(
             command, input=requirement.removeprefix("only "), capture_output=True, text=True, cwd=ROOT
         )
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="only these hosts")
     options = parser.parse_args(arguments)
     hosts, resolver_options = read_hosts()
-    chosen = [host for host in hosts if host.name in (options.names or [host.name])]
+    chosen = [host for host in hosts if host.name.partition("[")[0] in options.names or not options.names]
     uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or "uv"
     resolve = resolver(uv, resolver_options)
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
