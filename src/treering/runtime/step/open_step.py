@@ -13,24 +13,24 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Collection
 from treering.rl.step_report import total_stats
 from treering.runtime.account import Account
-from treering.runtime.step.expectations import Expectations
-from treering.runtime.step.planning import Plan
+from treering.runtime.step.expected_lengths import ExpectedLengths
+from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.policy import Moving
 from treering.schedule.simulator.destinations import Prices
 
 
-class StepRun:
-    """The rollouts of a step.
+class OpenStep:
+    """The rollouts of a step while it is sampled.
 
-    Without stealing a worker's share goes out at once, so that which rollouts run side by side depends on no clock;
-    with it, little more than what can run, because what waits in an engine cannot be stolen.
+    Without stealing, a worker gets its whole share at once, so that the batches depend on no clock. With stealing, it
+    gets little more than it can run, because requests queued in an engine cannot be stolen.
 
-    Example: with 8 rollouts on 2 workers `take(0, ...)` gives the first worker's 4 in the planned order.
+    Example: with 8 rollouts on 2 workers `take(0, ...)` returns the 4 requests of the first worker in planned order.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutPlan,
         collection: Collection,
         *,
         version: int,
@@ -38,15 +38,15 @@ class StepRun:
         ratios: NDArray[np.float64],
         prices: Prices | None = None,
     ) -> None:
-        """Nothing has started.
+        """Starts before the first rollout.
 
         Args:
-            plan: where its rollouts run.
-            collection: of them, none of which is there.
-            version: steps behind the weights that sample it.
+            plan: which worker runs each rollout.
+            collection: the step's collection, still empty.
+            version: the step whose weights sample it.
             num_workers: workers of the run.
-            ratios: float64 [H] > 0: real over predicted lengths of earlier rollouts.
-            prices: by which moves are judged; None moves nothing.
+            ratios: float64 [H] > 0: actual over predicted lengths of earlier rollouts.
+            prices: token times that decide moves; None disables moves.
         """
         self.step, self.version = plan.step, version
         self.collection = collection
@@ -55,10 +55,10 @@ class StepRun:
         self.stats = EngineStats()
         self.started_s = self.ended_s = 0.0
         self._number = {request.key: number for number, request in enumerate(requests)}
-        believed = plan.predicted if plan.assignment.beliefs is None else plan.assignment.beliefs
-        self._expectations = Expectations(
+        initial = plan.predicted if plan.assignment.beliefs is None else plan.assignment.beliefs
+        self._expected_lengths = ExpectedLengths(
             plan.predicted,
-            believed=believed,
+            initial=initial,
             group_size=collection.group_size,
             ratios=ratios,
             max_tokens=collection.max_tokens,
@@ -74,36 +74,36 @@ class StepRun:
             self._queues[plan.assignment.workers[number]].append(requests[number])
         self._sizes = [len(queue) for queue in self._queues]
         self._reaches = np.zeros(num_workers)
-        np.maximum.at(self._reaches, plan.assignment.workers, believed)
-        self._left_over: deque[Request] = deque()
+        np.maximum.at(self._reaches, plan.assignment.workers, initial)
+        self._unassigned: deque[Request] = deque()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [R]: tokens of the rollouts, prompts in order, then samples; 1 where there is none."""
-        return np.maximum(self._expectations.lengths, 1)
+        """int64 [R]: tokens of the rollouts, at least 1; prompts in order, then samples."""
+        return np.maximum(self._expected_lengths.lengths, 1)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all rollouts have their last verdict."""
+    def is_complete(self) -> bool:
+        """Whether all rollouts have their final reward result."""
         return self.collection.num_open == 0
 
     def has_work(self, worker: int) -> bool:
-        """Whether a worker that runs nothing of this step finds something to start."""
+        """Whether a worker that runs nothing of this step could start a rollout."""
         can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
-        return bool(self._queues[worker] or self._left_over or can_steal)
+        return bool(self._queues[worker] or self._unassigned or can_steal)
 
     def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Request]:
-        """What a worker that runs so many rollouts starts now: its own, then what others left, then what it steals.
+        """Requests for a worker that runs `num_running` rollouts: its own, then unassigned ones, then stolen ones.
 
-        Where stealing is planned, so many of its own may wait in its engine, so that no place there is ever empty.
+        With stealing, `num_spare` of its own requests may queue in its engine, so that no slot there runs empty.
         """
         taken: list[Request] = []
         queue, room = self._queues[worker], max_batch - num_running
         limit = room + num_spare if self._can_steal else len(queue)
         while queue and len(taken) < limit:
             taken.append(queue.popleft())
-        while self._left_over and len(taken) < room:
-            taken.append(self._left_over.popleft())
+        while self._unassigned and len(taken) < room:
+            taken.append(self._unassigned.popleft())
         while self._can_steal and self._sizes[worker] > 0 and len(taken) < room and any(self._queues):
             taken.append(self._longest().popleft())
             self.account.stolen += 1
@@ -112,62 +112,62 @@ class StepRun:
         return taken
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Takes what a worker that died was running; whoever has room samples it again, with the same tokens."""
+        """Takes back the requests of a dead worker; any worker samples them again, with the same tokens."""
         lost = list(requests)
         self._started.difference_update(request.key for request in lost)
-        self._left_over.extend(lost)
+        self._unassigned.extend(lost)
         self.account.sampled_again += len(lost)
 
     def release(self, worker: int) -> None:
-        """Lets every worker start what waits for a worker that died."""
-        self._left_over.extend(self._queues[worker])
+        """Lets every worker start the queued requests of a dead worker."""
+        self._unassigned.extend(self._queues[worker])
         self._queues[worker].clear()
 
-    def go_on(self, request: Request, worker: int | None) -> None:
-        """Takes the next turn or the rest of a rollout, for the worker that had what was before, or for any."""
+    def resume(self, request: Request, worker: int | None) -> None:
+        """Queues the next turn or the rest of a rollout, for the given worker or for any."""
         self._started.discard(request.key)
         if worker is None:
-            self._left_over.append(request)
+            self._unassigned.append(request)
         else:
             self._queues[worker].appendleft(request)
 
     def note_stats(self, stats: EngineStats) -> None:
-        """Adds what an engine counted for this step."""
+        """Adds an engine's counts for this step."""
         self.stats = total_stats([self.stats, stats])
 
     def note_progress(self, key: RolloutKey, num_tokens: int) -> None:
-        """Takes how far a running rollout is."""
+        """Records the tokens of a running rollout."""
         self._started.add(key)
-        self._expectations.note_progress(self._number[key], num_tokens)
+        self._expected_lengths.note_progress(self._number[key], num_tokens)
 
     def move(self, request: Request, worker: int) -> None:
-        """Takes a rollout that a worker has given up, for another one, which starts it next."""
+        """Queues a given-up rollout first for another worker."""
         self._moves[request.key] += 1
         self.account.moved += 1
-        self.go_on(request, worker)
+        self.resume(request, worker)
 
-    def note_over(self, rollout: Rollout) -> None:
-        """Takes the length of a rollout that is over, which tells something of its siblings."""
-        self._expectations.note_over(self._number[rollout.key], max(1, rollout.num_tokens))
+    def note_finished(self, rollout: Rollout) -> None:
+        """Records a finished rollout, and its length for the expected lengths of its siblings."""
+        self._expected_lengths.note_finished(self._number[rollout.key], max(1, rollout.num_tokens))
         self.account.sampled += 1
-        self.account.judged += 1
-        if self.is_whole:
+        self.account.evaluated += 1
+        if self.is_complete:
             self.ended_s = time.perf_counter()
 
     def has_started(self, key: RolloutKey) -> bool:
-        """Whether a worker has said how far the rollout is since it got it."""
+        """Whether its worker has reported progress of the rollout."""
         return key in self._started
 
     def so_far(self, key: RolloutKey) -> int:
-        """Tokens that a running rollout was last said to have."""
-        return self._expectations.so_far(self._number[key])
+        """Tokens that a running rollout had at its last report."""
+        return self._expected_lengths.so_far(self._number[key])
 
     def expected(self, key: RolloutKey) -> float:
-        """Length that a rollout is expected to reach."""
-        return float(self._expectations.expected[self._number[key]])
+        """Expected final length of a rollout."""
+        return float(self._expected_lengths.expected[self._number[key]])
 
     def num_moves(self, key: RolloutKey) -> int:
-        """Times that a rollout was moved."""
+        """How often a rollout was moved."""
         return self._moves[key]
 
     def num_prompt_tokens(self, key: RolloutKey) -> int:
@@ -175,22 +175,22 @@ class StepRun:
         return self._num_prompt_tokens[self._number[key]]
 
     def share_size(self, worker: int) -> int:
-        """Rollouts that were planned for a worker."""
+        """Rollouts planned for a worker."""
         return self._sizes[worker]
 
     def reach(self, worker: int) -> float:
-        """Longest length that was believed of a worker's share; 0 for an empty one."""
+        """Longest expected length in a worker's share at the start of the step; 0 if it is empty."""
         return float(self._reaches[worker])
 
     def num_queued(self, worker: int) -> int:
-        """Rollouts that wait for a worker here."""
+        """Requests queued here for a worker."""
         return len(self._queues[worker])
 
     @property
     def can_be_stolen(self) -> bool:
-        """Whether something waits that any worker may start."""
-        return bool(self._left_over) or (self._can_steal and any(self._queues))
+        """Whether a queued request could start on any worker."""
+        return bool(self._unassigned) or (self._can_steal and any(self._queues))
 
     def _longest(self) -> deque[Request]:
-        """The queue with the most predicted tokens."""
+        """The queue with the most expected tokens."""
         return max(self._queues, key=lambda queue: sum(self.expected(each.key) for each in queue))

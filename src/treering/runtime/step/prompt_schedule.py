@@ -11,14 +11,14 @@ from treering.train.loop.batches import StepPlan
 from treering.types import PromptId
 
 
-class Agenda:
-    """The steps of a run, those that are done and those to come.
+class PromptSchedule:
+    """Which prompts each step of a run samples.
 
-    Example: with 5 prompts in steps of 2, step 4 begins the second epoch, and its prompts have the draw 1.
+    Example: with 5 prompts in steps of 2, step 4 starts the second epoch, and its prompts have draw 1.
     """
 
     def __init__(self, task: Task, options: RlOptions) -> None:
-        """Begins before the first step.
+        """Starts before the first step.
 
         Raises:
             InputError: no prompt, or two prompts of one id.
@@ -32,11 +32,11 @@ class Agenda:
         self.draws: dict[PromptId, int] = {}
 
     def go_to(self, step: int, draws: Mapping[PromptId, int]) -> None:
-        """Goes on behind a step, after which prompts have these draws."""
+        """Resumes after a step, with the draws after it."""
         self.num_steps_done, self.draws = step, dict(draws)
 
     def note_done(self, step: int) -> None:
-        """Takes the next step as done."""
+        """Marks the next step as done."""
         self.draws = self.draws_before(step + 1)
         self.num_steps_done = step
 
@@ -45,14 +45,14 @@ class Agenda:
         return [self.prompts[number] for number in self.plan.tasks_of(step)]
 
     def draws_before(self, step: int) -> dict[PromptId, int]:
-        """How often each prompt is scheduled before a step that is still to come."""
+        """How often each prompt is scheduled before a future step."""
         draws = Counter(self.draws)
         for earlier in range(self.num_steps_done + 1, step):
             draws.update(prompt.prompt_id for prompt in self.prompts_of(earlier))
         return dict(draws)
 
     def collection(self, step: int) -> Collection:
-        """The rollouts of a step that is still to come, none of them there."""
+        """An empty collection for a future step."""
         return Collection(
             self.prompts_of(step),
             self.draws_before(step),

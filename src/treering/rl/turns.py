@@ -23,7 +23,7 @@ class RewardResult:
     """Why there is no reward, in words, where the task raised."""
 
 
-def judge(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
+def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
     """Asks the task about a rollout that an engine has ended.
 
     Args:
@@ -42,10 +42,10 @@ def judge(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, m
         rollout = rollout if longer is None else replace(rollout, finish_reason="length")
         return RewardResult(rollout=_rewarded(task, prompt, rollout))
     except Exception as error:
-        return left_out(rollout, error)
+        return without_reward(rollout, error)
 
 
-def left_out(rollout: Rollout, error: Exception) -> RewardResult:
+def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
     """The verdict on a rollout that has no reward because of an error.
 
     Example: a message of 500 characters is cut to 300 that end with "...".

@@ -7,17 +7,17 @@ from treering.engine.protocol import EngineStats
 from treering.schedule.measured_latency import PassTimes
 
 
-class PassWatch:
-    """Times passes of an engine.
+class PassTimer:
+    """Times the forward passes of an engine.
 
-    A pass lasts from the end of the one before, so that messages in between count; the first one after a pause from
-    its own beginning. The first one of an engine is left out: it compiles, makes room, and measures what drafts cost.
+    A pass is timed from the end of the previous one, so that message handling counts; after a pause, from its own
+    start. An engine's first pass is left out: it compiles, allocates, and measures draft costs.
 
-    Example: 5 passes over 3, 3, 3, 2 and 1 rows give the times of the last four.
+    Example: 5 passes over 3, 3, 3, 2 and 1 rows record the times of the last four.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: seconds."""
+        """`clock`: returns seconds."""
         self._clock = clock
         self._times = PassTimes()
         self._before = EngineStats()
@@ -25,20 +25,20 @@ class PassWatch:
         self._is_first = True
 
     def note_engine(self, stats: EngineStats) -> None:
-        """Takes a new engine with its counts."""
+        """Starts timing a new engine with these counts."""
         self._before, self._since_s, self._is_first = stats, None, True
 
     def note_load(self, seconds: float) -> None:
-        """Takes what new weights took."""
+        """Records the time of a weight load."""
         self._times.note_load(seconds)
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Marks the start of a pass."""
         if self._since_s is None:
             self._since_s = self._clock()
 
     def end(self, stats: EngineStats, *, num_unfinished: int) -> None:
-        """The pass that began has ended, with these counts of the engine, and so much is left to do."""
+        """Marks the end of a pass, with the engine's counts and unfinished requests."""
         assert self._since_s is not None, "a pass begins before it ends"
         now_s = self._clock()
         before, seconds = self._before, now_s - self._since_s
@@ -58,10 +58,10 @@ class PassWatch:
         )
 
     def pause(self) -> None:
-        """What ran was taken out; the time until the next pass begins is nobody's."""
+        """Leaves out the time until the next pass, because all running rollouts were removed."""
         self._since_s = None
 
     def take(self) -> PassTimes:
-        """What was timed since it was taken before."""
+        """The times since the previous call."""
         times, self._times = self._times, PassTimes()
         return times
