@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Literal
 
 from benchmarks.common.timing import OnRun
 from benchmarks.engine.cases import OnProgress, Policy
@@ -30,10 +29,6 @@ from treering.types import TokenIds
 BATCH_SIZES = (1, 4, 8, 16, 32)
 
 REMEMBERED_DRAW, MEASURED_DRAW, LEARNING_DRAW = range(3)
-
-History = Literal["own", "another", "none"]
-"""What is stored for each prompt: its own rollouts, those of another prompt, or nothing, so that drafts come from the
-running siblings and the rollout itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,22 +81,16 @@ def measure_drafting(
     results = []
     for size in batch_sizes:
         on_progress(f"drafting, batch {size}: warming up")
-        store = remember(remembered, "own")
+        store = remember(remembered)
         results.append(_measure_size(policy, size, store, num_runs, partial(_tell, on_progress, size)))
     return results
 
 
-def remember(rollouts: Rollouts, history: History) -> HistoryStore:
-    """A published history of rollouts, each under its own prompt or under the one before; or an empty one."""
+def remember(rollouts: Rollouts) -> HistoryStore:
+    """A published history of rollouts, each under its prompt."""
     store = HistoryStore()
-    if history == "none":
-        return store
-    prompt_ids = list(dict.fromkeys(prompt_id for prompt_id, _, _ in rollouts))
-    under = dict(zip(prompt_ids, prompt_ids, strict=True))
-    if history == "another":
-        under = dict(zip(prompt_ids, prompt_ids[-1:] + prompt_ids[:-1], strict=True))
     for (prompt_id, _, _), tokens in rollouts.items():
-        store.add(under[prompt_id], [tokens], version=0)
+        store.add(prompt_id, [tokens], version=0)
     store.publish()
     return store
 

@@ -73,7 +73,7 @@ def compare(rollouts: Rollouts, expected: Rollouts) -> tuple[int, int]:
 def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[FlipResult]:
     requests = policy.requests(draw=MEASURED_DRAW)
     batched = TorchEngine(policy.model, max_batch=batch_size)
-    history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)), "own")
+    history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)))
     expected = run_all(TorchEngine(policy.model, max_batch=1), requests)
     changed: dict[Change, Rollouts] = {
         "batch": run_all(batched, requests),

@@ -209,7 +209,7 @@ def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyP
 
 def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     policy = tiny_policy()
-    history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)), "own")
+    history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)))
     side = DraftingSide(policy, history, TorchEngine(policy.model, max_batch=4), num_threads=1)
     requests = policy.requests(draw=1)
     # Once before, because an engine keeps the prompts of its latest run, and so rows become ready in another order.
@@ -220,23 +220,6 @@ def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     _, last = side.run_counted(requests)
     assert first == last
     assert first.num_drafted > 0
-
-
-def test_histories_hold_the_own_prompts_rollouts_another_ones_or_none() -> None:
-    rollouts = {
-        ("a", 0, 0): tokens_of(1, 2),
-        ("a", 0, 1): tokens_of(3),
-        ("b", 0, 0): tokens_of(4),
-        ("c", 0, 0): tokens_of(5),
-    }
-
-    def held(history: str) -> dict[str, list[int]]:
-        snapshot = remember(rollouts, history).snapshot
-        return {name: [token for token in snapshot[name].text.tolist() if token >= 0] for name in snapshot}
-
-    assert held("own") == {"a": [1, 2, 3], "b": [4], "c": [5]}
-    assert held("another") == {"c": [1, 2, 3], "a": [4], "b": [5]}
-    assert held("none") == {}
 
 
 def test_a_draw_is_a_group_for_each_prompt_with_the_tasks_stops() -> None:
@@ -325,8 +308,5 @@ def test_each_control_has_the_history_that_its_name_says(monkeypatch: pytest.Mon
     for result in results.values():
         assert (result.ratio, result.low, result.high, result.num_pairs) == (1.125, 0.5, 3.0, 4)
         assert (result.num_differing, result.num_rollouts) == (0, NUM_PROMPTS * GROUP_SIZE)
-    # So certain a policy writes the same again, unless it is made creative.
-    gains = {case: result.tokens_per_forward for case, result in results.items()}
-    assert gains["own"] == max(gains.values()) > 2
-    assert gains["creative"] < gains["own"]
-    assert gains["none"] < gains["own"]
+    # Only one of them has history.
+    assert results["creative"].tokens_per_forward > results["none"].tokens_per_forward
