@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test lint fmt types checks bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest hosts lint fmt types checks bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,24 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKS)" tests
 
+# With the lowest versions that pyproject.toml admits, in an environment of its own: tests of the model, the gradients, the
+# engine and the command line. Kernels are left out, as the interpreter of Triton 3.6 fails. PyPI has this torch for CUDA
+# only, three gigabytes.
+OLDEST := .venv-oldest
+OLDEST_TESTS ?= tests/model tests/train tests/engine tests/cli/test_main.py tests/test_core_alone.py
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" -k "not triton" $(OLDEST_TESTS)
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+	  -e '.[peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+# Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
+hosts: $(STAMP)
+	$(BIN)/python tools/hosts.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,15 +59,15 @@ types: $(STAMP)
 checks: test lint types
 
 bench: $(STAMP)
-	$(BIN)/treering bench tree --only star,two_level,caterpillar,partitions
-	$(BIN)/treering bench engine
+	PYTHONPATH=. $(BIN)/python -m benchmarks tree --only star,two_level,caterpillar,partitions
+	PYTHONPATH=. $(BIN)/python -m benchmarks engine
 
 # Replays the bench sets of the real-data folder with every drafter; about a minute a set with `make peers`.
 DATA ?= $(or $(TREERING_DATA),../shared/data)
 DRAFT_SETS ?= toolbench_dfsdt hotpotqa_react_reflexion qwen25math_maj8 tot_game24_cot100 tot_text_cot10
 bench-draft: $(STAMP)
 	@for name in $(DRAFT_SETS); do \
-	  $(BIN)/treering bench draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
+	  PYTHONPATH=. $(BIN)/python -m benchmarks draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
 	    --out benchmarks/results/draft_$$name.json $(ARGS) || exit 1; \
 	done
 
@@ -79,18 +97,18 @@ gpu:
 gpu-data: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu.data $(ARGS)
 
-# Other projects that benchmarks compare with, apart from ours so that neither bends the other's versions. Arctic's
-# drafter is built from source against the tools beside it, and without its dependencies: vLLM is none of the drafter's.
+# Arctic's drafter, which `make bench-draft` compares with, in an environment of its own. It is built from source against
+# the tools installed with it, and without its dependencies, because the drafter needs no vLLM.
 peers: .venv-peers/.installed
 
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers \
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch transformers \
 	  cmake grpcio-tools nanobind ninja numpy protobuf setuptools wheel
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< \
 	  --no-build-isolation --no-deps arctic-inference
 	touch $@
 
 clean:
-	rm -rf .venv .venv-peers .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

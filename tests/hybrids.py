@@ -1,12 +1,22 @@
-"""Tiny Hugging Face models with recurrent layers, and a way to run them without a single rounding to float32."""
+"""Tiny Hugging Face models with recurrent layers, and a way to run them without a single rounding to float32.
+
+On a transformers that is too old for them, importing this module skips the test file or the test that does.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
+
+from treering.model.families import RECURRENT_SINCE, transformers_release
+
+if transformers_release() < RECURRENT_SINCE:
+    pytest.skip("recurrent layers need a newer transformers", allow_module_level=True)
+
 from transformers import (
     BambaConfig,
     BambaForCausalLM,

@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "treering"
 # and the facades stand below what they show: `objectives` below `train`, the package itself above its one user, `cli`.
 ORDER = (
     "errors",
+    "extras",
     "types",
     "arrays",
     "atomic",
@@ -34,9 +35,13 @@ ORDER = (
     "__init__",
     "cli",
 )
-NO_TORCH = {"errors", "types", "arrays", "atomic", "metrics", "data", "tree", "history", "schedule", "config"}
-# These import torch themselves, so a room without torch uses them inside functions only.
-TORCH_CARRIERS = {"accelerate", "peft", "transformers"}
+# The core, installed without the packages of `treering[train]`.
+NO_TORCH = {
+    *("errors", "extras", "types", "arrays", "atomic", "metrics", "config"),
+    *("data", "tree", "history", "schedule", "analysis"),
+}
+# Packages that an extra installs, which the core imports inside functions only; some import torch themselves.
+OPTIONAL = {"accelerate", "jaxtyping", "peft", "safetensors", "tokenizers", "transformers"}
 
 
 def room_of(module: str) -> str:
@@ -65,8 +70,8 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         package = name.split(".")[0]
         if package == "torch" and room in NO_TORCH:
             found.append(f"{module} imports {name}, and {room} has no torch")
-        elif package in TORCH_CARRIERS and room in NO_TORCH and at_load:
-            found.append(f"{module} imports {name} when it loads, and {room} has no torch")
+        elif package in OPTIONAL and room in NO_TORCH and at_load:
+            found.append(f"{module} imports {name} when it loads, and {room} is installed without it")
         elif package == "treering" and not _is_above(room_of(name), room):
             found.append(f"{module} imports {name}, which is not above {room}")
     return found
@@ -74,7 +79,8 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
 
 def _walk(node: ast.AST, *, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
     yield node, at_load
-    inside = at_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    is_later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(node)
+    inside = at_load and not is_later
     for child in ast.iter_child_nodes(node):
         yield from _walk(child, at_load=inside)
 
@@ -210,6 +216,7 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
         ("treering.schedule", "def f():\n    from torch.nn import functional"),
         ("treering.data.rendering.template", "from transformers import AutoTokenizer"),
         ("treering.data.rendering.template", "class A:\n    import transformers"),
+        ("treering.data.rendering.encoder", "from tokenizers import Tokenizer"),
         ("treering.utils", "import os"),
     ],
 )
@@ -225,6 +232,7 @@ def test_a_planted_violation_is_caught(module: str, source: str) -> None:
         ("treering.tree.build", "from treering import errors"),
         ("treering.train.gradient.backward", "from treering.model.forward import forward\nimport torch"),
         ("treering.data.rendering.template", "def f():\n    from transformers import AutoTokenizer"),
+        ("treering.data.rendering.encoder", "if TYPE_CHECKING:\n    from tokenizers import Tokenizer"),
         ("treering.cli.main", "import treering.config.sft"),
         ("treering", "from treering.train.gradient.backward import backward"),
     ],

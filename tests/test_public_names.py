@@ -86,6 +86,7 @@ def test_the_version_is_a_version() -> None:
 
 def test_every_error_is_also_one_of_the_standard_library() -> None:
     standard = {"InputError": ValueError, "ConfigError": ValueError, "StateError": RuntimeError}
+    standard |= {"MissingExtraError": ImportError}
     for name, parent in {**standard, "UnsupportedError": NotImplementedError}.items():
         error = getattr(treering.errors, name)
         assert issubclass(error, treering.errors.TreeringError)

@@ -1,8 +1,8 @@
-"""Peak bytes of what autograd keeps for the backward: the memory that a training step needs beside the weights.
+"""Peak bytes that autograd keeps for the backward: the memory that a training step needs in addition to the weights.
 
-Counts, so a figure is the same on every run and machine, unlike an allocator's. Knows storages and when they are let
-go; knows nothing of models. Left out, because autograd does not save them: temporaries inside an operation, gradients,
-what a custom function keeps elsewhere than by `save_for_backward`, and the inputs that checkpointed blocks hold on to.
+It counts storages, so a figure is the same on every run and machine, unlike an allocator's. Not counted, because
+autograd does not save them: temporaries inside an operation, gradients, tensors that a custom function keeps without
+`save_for_backward`, and the inputs of checkpointed blocks.
 """
 
 import weakref
@@ -18,7 +18,7 @@ __all__ = ["SavedBytes", "peak_saved_bytes", "watch_saved_bytes"]
 class SavedBytes:
     """A running count of the distinct storages that saved tensors keep alive; `watch_saved_bytes` makes one.
 
-    A storage counts whole and once, however many saved tensors look into it: that is what it occupies.
+    A storage counts whole and once, however many saved tensors view it.
     """
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
@@ -61,7 +61,7 @@ class SavedBytes:
 
 
 class _Handle:
-    """What autograd holds in place of a saved tensor."""
+    """Stands in for a saved tensor in autograd's graph."""
 
     __slots__ = ("__weakref__", "tensor")
 

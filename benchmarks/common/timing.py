@@ -1,6 +1,6 @@
-"""Clocks, and the one way to compare steps with them: interleaved, after a warm-up, by medians.
+"""Clocks, and how steps are compared: interleaved, after a warm-up, by medians.
 
-Interleaving gives every step the same share of a noisy neighbour; the median forgets the worst moments of each.
+Interleaving exposes every step to the same noise; the median drops the worst moments of each.
 """
 
 import json
@@ -28,14 +28,14 @@ OnRun = Callable[[int, int], None]
 
 
 def process_seconds(step: Step) -> float:
-    """CPU time of this process: what other processes do in between does not count."""
+    """CPU time of this process; other processes do not count."""
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def wall_seconds(step: Callable[[], object]) -> float:
-    """Time by the clock on the wall: what several threads save counts, and what other processes take counts too."""
+    """Wall time: threads shorten it, and other processes lengthen it."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -106,7 +106,7 @@ def one_thread() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that a figure depends on."""
+    """Versions that a figure depends on."""
     return {
         "treering": treering.__version__,
         "python": platform.python_version(),
@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
+    """The processor's model name, or its architecture if the system does not name it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def cpu_name() -> str:
 
 
 def print_report(report: Mapping[str, Any], out: Path | None) -> None:
-    """Prints a report as JSON, behind machine and versions, and writes it to a file where one is given."""
+    """Prints a report as JSON, after machine and versions, and writes it to a file if one is given."""
     text = json.dumps({"machine": cpu_name(), "versions": versions(), **report}, indent=2)
     print(text)
     if out is not None:

@@ -1,99 +1,141 @@
 """Claim: on recorded rollouts, history drafts yield more tokens per verification step than any other suffix drafter's.
 
-`treering bench draft FILE` runs this: a teacher-forced replay of every rollout with every drafter and every history
-that the file can give, in one process for ours and the simple rivals, and in processes of its own for Arctic's.
+`python -m benchmarks draft FILE` replays every rollout, teacher-forced, with every drafter and every history that the
+file can give: our drafter and the simple baselines in this process, Arctic's in processes of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.timing import cpu_name, versions
-from benchmarks.draft.costs import DEFAULT_BATCH, read_costs, speedup
-from benchmarks.draft.drafters import arctic as draft_arctic
-from benchmarks.draft.drafters.waves import NUM_ROWS
-from benchmarks.draft.histories import Siblings
-from benchmarks.draft.jobs import jobs
-from benchmarks.draft.matched import SHIPPED, Row, ratio
-from benchmarks.draft.recording import Recording, read_recording
-from benchmarks.draft.settings import DEFAULT, Settings
+from benchmarks.draft.drafters import arctic
+from benchmarks.draft.drafters.baselines import Naive, Ngram, Rhyme
+from benchmarks.draft.drafters.ours import OURS
+from benchmarks.draft.histories import Plan, plans
+from benchmarks.draft.matched import SHIPPED, ratio, replay_ours
+from benchmarks.draft.recording import read_recording
+from benchmarks.draft.replay import ChainDrafter, OnDone, Row, Tally, replay_chains
+from treering.analysis.recording import Recorded
+from treering.analysis.replay import NUM_ROWS
+from treering.errors import InputError
 
 LIMIT_TOKENS = 60_000
-HINT = draft_arctic.HINT
-LONG = "up to a few minutes, most of them for the grid of Arctic's configurations"
+
+BASELINES: dict[str, Callable[[], ChainDrafter]] = {
+    "ngram": Ngram,
+    "naive": lambda: Naive("frequency"),
+    "naive_reward": lambda: Naive("reward"),
+    "naive_recency": lambda: Naive("recency"),
+    "paper": lambda: Rhyme("paper", "reward"),
+    "paper_frequency": lambda: Rhyme("paper", "frequency"),
+    "released": lambda: Rhyme("released", "frequency"),
+}
+DRAFTERS = ("none", *BASELINES, "arctic", *OURS)
+ABLATION = ("naive_reward", "naive_recency", "treering_frequency")
+"""Only replayed if named."""
+DEFAULT = tuple(name for name in DRAFTERS if name not in ABLATION)
+
+WITHOUT_HISTORY = ("none", "ngram")
+WITHOUT_CONTEXT = ("paper", "paper_frequency", "released")
+"""They look at history alone, so without history they draft nothing."""
+BY_REWARD = ("naive_reward", "paper")
 
 OnProgress = Callable[[str, float | None], None]
+Run = Callable[[OnDone], list[Row]]
+"""One drafter on one history: rows of the report, without their names."""
 
 
 def measure(
     *,
     file: Path,
     tokenizer: Path | None = None,
-    drafters: Sequence[str] | None = None,
-    max_draft: int | None = None,
+    drafters: Sequence[str] = DEFAULT,
     limit_tokens: int | None = LIMIT_TOKENS,
-    siblings: Siblings = "before",
-    cost: Path | None = None,
-    batch: int = DEFAULT_BATCH,
-    match_drafts: float | None = None,
     on_progress: OnProgress = lambda words, done: None,
-    on_note: Callable[[str], None] = lambda words: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON: rows under "drafters", "file", "reliability", "notes" and "environment".
 
     Args:
         file: recorded rollouts, JSON Lines.
         tokenizer: folder to render messages with.
-        drafters: some of `draft_settings.DRAFTERS`; None is those of its `DEFAULT`.
-        max_draft: tokens per draft at most, for all drafters alike; None leaves each its own.
+        drafters: some of `DRAFTERS`.
         limit_tokens: whole tasks, chosen by a seed, until they have as many sampled tokens; None replays all.
-        siblings: whether a sample sees those of its task that ran before it, or all others.
-        cost: file of costs; rows then have their predicted speedup.
-        batch: rows of the pass that the speedup is predicted for.
-        match_drafts: drafted tokens per step that the row `treering` may have; None is what Arctic's best row has.
         on_progress: told what is replayed, and the share that is done.
-        on_note: told what will take long, once nothing of the input can be refused any more.
 
     Raises:
-        InputError: an unknown drafter, a number out of range, or a bad file.
+        InputError: an unknown drafter, a limit below 1, or a bad file.
     """
-    settings = Settings(
-        drafters=DEFAULT if drafters is None else tuple(drafters),
-        max_draft=max_draft,
-        limit_tokens=limit_tokens,
-        siblings=siblings,
-        costs=None if cost is None else read_costs(cost),
-        batch=batch,
-        match_drafts=match_drafts,
-    )
-    recording = read_recording(file, tokenizer, limit_tokens)
-    if settings.has_rival:
-        on_note(LONG)
-    rows = _replay(recording, settings, on_progress)
-    tables = _reliability(rows)
-    return {
-        "file": file.name,
-        "drafters": [row | _prediction(row, settings) | ratio(row, rows) for row in rows],
-        "reliability": tables,
-        "notes": [*_notes(recording, settings), *_notes_of_rows(rows)],
-        "environment": _environment(recording, settings),
-    }
-
-
-def _replay(recording: Recording, settings: Settings, on_progress: OnProgress) -> list[Row]:
+    _check(drafters, limit_tokens)
+    recorded, notes = read_recording(file, tokenizer, limit_tokens)
     rows: list[Row] = []
-    todo = list(jobs(recording, settings, rows))
-    for number, job in enumerate(todo):
-        words = f"{job.drafter} with history {job.plan.history}"
+    todo = list(_jobs(recorded, drafters, rows))
+    for number, (name, history, run) in enumerate(todo):
+        words = f"{name} with history {history}"
 
         def tell(done: float, number: int = number, words: str = words) -> None:
             on_progress(words, (number + done) / len(todo))
 
         tell(0.0)
-        rows += job.rows(tell)
-    return rows
+        rows += [{"drafter": name, "history": history} | row for row in run(tell)]
+    if "arctic" in drafters and not arctic.is_installed():
+        notes.append(arctic.HINT)
+    tables = _reliability(rows)
+    return {
+        "file": file.name,
+        "drafters": [row | ratio(row, rows) for row in rows],
+        "reliability": tables,
+        "notes": notes + _notes(rows),
+        "environment": {
+            "versions": versions(),
+            "cpu": cpu_name(),
+            "clock": "CPU time of the thread",
+            "num_tasks": int(np.unique(recorded.prompts).size),
+            "num_rollouts": recorded.num_rollouts,
+            "num_sampled_tokens": int(recorded.lengths.sum()),
+            "num_generations": int(np.unique(recorded.epochs).size),
+            "num_rows": NUM_ROWS,
+        },
+    }
+
+
+def _check(drafters: Sequence[str], limit_tokens: int | None) -> None:
+    unknown = [name for name in drafters if name not in DRAFTERS]
+    if unknown or not drafters:
+        got = ", ".join(unknown) or "none"
+        raise InputError(f"--drafters are some of {', '.join(DRAFTERS)}, got {got}: correct them")
+    if set(drafters) == {"arctic"} and not arctic.is_installed():
+        raise InputError("--drafters got arctic alone, which is not installed: run `make peers` or name others")
+    if limit_tokens is not None and limit_tokens < 1:
+        raise InputError(f"--limit-tokens must be at least 1, got {limit_tokens}: correct it or leave it out")
+
+
+def _jobs(recorded: Recorded, drafters: Sequence[str], done: Sequence[Row]) -> Iterator[tuple[str, str, Run]]:
+    """Drafter, history and run, one after another; `done` has the rows of those before while one runs."""
+    useless = set() if arctic.is_installed() else {"arctic"}
+    if np.isnan(recorded.rewards).any():
+        useless |= set(BY_REWARD)
+    for plan in plans(recorded).values():
+        idle = WITHOUT_CONTEXT if plan.history == "none" else WITHOUT_HISTORY
+        for name in DRAFTERS:
+            if name in drafters and name not in useless and name not in idle:
+                yield name, plan.history, _run(recorded, plan, name, done)
+
+
+def _run(recorded: Recorded, plan: Plan, name: str, done: Sequence[Row]) -> Run:
+    if name == "none":
+        tally = Tally()
+        # A token a step, whatever was recorded.
+        tally.drafted.num_steps = tally.drafted.num_tokens = int(recorded.lengths.sum())
+        return lambda on_done: [tally.row()]
+    if name == "arctic":
+        return partial(arctic.replay_arctic, recorded, plan, arctic.grid(plan))
+    if name in OURS:
+        return partial(replay_ours, recorded, plan, name, done)
+    return lambda on_done: [replay_chains(recorded, plan, BASELINES[name](), on_done)]
 
 
 def _reliability(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -106,47 +148,12 @@ def _reliability(rows: Sequence[Row]) -> dict[str, list[Row]]:
     }
 
 
-def _prediction(row: Row, settings: Settings) -> Row:
-    return {} if settings.costs is None else {"predicted_speedup": speedup(settings.costs, row, settings.batch)}
-
-
-def _notes(recording: Recording, settings: Settings) -> list[str]:
-    """What was left out, and how to have it."""
-    notes = list(recording.gaps)
-    if recording.num_tasks_left_out:
-        notes.append(
-            f"{recording.num_tasks_left_out} tasks were left out, {recording.num_sampled:,} sampled tokens stayed; "
-            "--limit-tokens N takes more, and 0 all"
-        )
-    if "arctic" in settings.drafters and not settings.has_rival:
-        notes.append(HINT)
-    return notes
-
-
-def _notes_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Where ours drafts more than its rival whatever it is set to."""
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Histories with which ours drafts more than its rival at every setting."""
     found = {(row["drafter"], row["history"]) for row in rows}
     return [
-        f"with history {history} no min_acceptance drafts as little as the rival (--match-drafts, else Arctic's best "
-        f"row), so the row treering is missing there: mind what {SHIPPED} drafts"
+        f"with history {history} no min_acceptance drafts as little as Arctic's best row, so the row treering is "
+        f"missing there: mind what {SHIPPED} drafts"
         for drafter, history in sorted(found)
         if drafter == SHIPPED and ("treering", history) not in found
     ]
-
-
-def _environment(recording: Recording, settings: Settings) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    return {
-        "versions": versions(),
-        "cpu": cpu_name(),
-        "clock": "CPU time of the thread",
-        "num_tasks": int(recording.tasks.max()) + 1,
-        "num_rollouts": recording.num_rollouts,
-        "num_sampled_tokens": recording.num_sampled,
-        "num_generations": int(np.unique(recording.generations).size),
-        "siblings": settings.siblings,
-        "max_draft": settings.max_draft,
-        "match_drafts": settings.match_drafts,
-        "num_rows": NUM_ROWS,
-        "batch": None if settings.costs is None else settings.batch,
-    }

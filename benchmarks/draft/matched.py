@@ -1,23 +1,23 @@
-"""Our drafter at a rival's expense: with a least acceptance at which it drafts no more tokens than the best rival.
+"""Our drafter at a rival's number of drafts: with a least acceptance at which it drafts no more than the best rival."""
 
-Knows rows of a report, and how to search. Knows nothing of how a row is measured.
-"""
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-Row = dict[str, Any]
+from benchmarks.draft.drafters.ours import SHIPPED_ACCEPTANCE, make_drafter, replay_rows
+from benchmarks.draft.histories import Plan
+from benchmarks.draft.replay import OnDone, Row, part
+from treering.analysis.recording import Recorded
 
 SHIPPED = "treering_shipped"
 """Ours as shipped, where `treering` is the row at a rival's drafts."""
 RIVAL = "arctic"
 LEAST, MOST = 0.005, 0.3
-"""Of the acceptances that are tried; beyond it only if a drafter still drafts too much there."""
+"""Of the acceptances that are tried; up to 1 only if a drafter still drafts too much at `MOST`."""
 NUM_TRIES = 8
 NUM_REPLAYS = NUM_TRIES + 1
 """Of one search at most."""
 CLOSE = 0.997
-"""Of what may be drafted: whoever drafts as much is not tried further."""
+"""Of the allowed drafts: a row that drafts as much ends the search."""
 
 
 def best_rival(rows: Iterable[Row], history: str) -> Row | None:
@@ -35,9 +35,30 @@ def ratio(row: Row, rows: Iterable[Row]) -> Row:
     Example: 5.7 tokens per step where Arctic's best row has 4.9 are `{"ratio_to_best_arctic": 1.163}`, rounded.
     """
     rival = best_rival(rows, row["history"])
-    if rival is None or not row["drafter"].startswith("treering") or "control" in row:
+    if rival is None or not row["drafter"].startswith("treering"):
         return {}
     return {"ratio_to_best_arctic": row["tokens_per_step"] / rival["tokens_per_step"]}
+
+
+def replay_ours(recorded: Recorded, plan: Plan, name: str, rows: Sequence[Row], on_done: OnDone) -> list[Row]:
+    """One of ours as shipped; `treering` first at no more drafts than Arctic's best of `rows`, if there is one.
+
+    The row as shipped is then called `SHIPPED`; it is alone where every acceptance drafts more.
+    """
+
+    def replay(tell: OnDone, acceptance: float | None = None) -> Row:
+        return replay_rows(recorded, plan, partial(make_drafter, name, plan, min_acceptance=acceptance), tell)
+
+    rival = best_rival(rows, plan.history) if name == "treering" else None
+    if rival is None:
+        return [replay(on_done)]
+    tells = iter([part(on_done, number, 1, 1 + NUM_REPLAYS) for number in range(1 + NUM_REPLAYS)])
+    shipped = replay(next(tells))
+    found = at_most(
+        rival["drafted_per_step"], SHIPPED_ACCEPTANCE, shipped, lambda acceptance: replay(next(tells), acceptance)
+    )
+    on_done(1.0)
+    return [*([] if found is None else [found]), shipped | {"drafter": SHIPPED}]
 
 
 def at_most(max_drafted: float, shipped: float, row: Row, replay: Callable[[float], Row]) -> Row | None:
@@ -73,11 +94,7 @@ def at_most(max_drafted: float, shipped: float, row: Row, replay: Callable[[floa
             break
         middle = float(f"{(low * high) ** 0.5:.4g}")
         low, high = (middle, high) if drafts_more(middle) else (low, middle)
-    return _best(max_drafted, shipped, tried)
-
-
-def _best(max_drafted: float, shipped: float, tried: Mapping[float, Row]) -> Row | None:
-    fitting = [acceptance for acceptance, one in tried.items() if one["drafted_per_step"] <= max_drafted]
+    fitting = [acceptance for acceptance in tried if not drafts_more(acceptance)]
     if not fitting:
         return None
     best = max(fitting, key=lambda acceptance: float(tried[acceptance]["tokens_per_step"]))

@@ -1,8 +1,8 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`treering bench engine` runs this, in five to seven minutes: plain decoding of a random model, drafting with a policy
-that a minute of training has made, what a drafter costs where drafts cannot help, and how often rounding changes a
-token. Wall time, all ways in turns in one process; the controls count CPU time, pair by pair.
+`python -m benchmarks engine` takes five to seven minutes. It measures plain decoding of a random model, drafting with a
+policy trained for a minute, what a drafter costs where drafts cannot help, and how often rounding changes a token. Wall
+time, all ways in turns in one process; the controls count CPU time, pair by pair.
 """
 
 import os
@@ -13,35 +13,34 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import cpu_name, one_thread, versions
-from benchmarks.engine.cases import SHAPE, OnProgress, Policy, build_model, warm_policy
+from benchmarks.engine.cases import SHAPE, OnProgress, Policy, warm_policy
 from benchmarks.engine.controls import measure_controls
-from benchmarks.engine.costs import measure_costs
 from benchmarks.engine.drafting import measure_drafting
 from benchmarks.engine.flips import measure_flips
-from benchmarks.engine.speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed, thread_counts
+from benchmarks.engine.runs import thread_counts
+from benchmarks.engine.speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed
+from benchmarks.tree.cases import build_model
 
 
 def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) -> dict[str, Any]:
     """The report, ready for JSON.
 
-    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", what passes cost under
-    "costs", and the "environment". Raises InputError for fewer than one run.
+    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", and the "environment".
+    Raises InputError for fewer than one run.
     """
-    model = build_model()
+    model = build_model(shape=SHAPE).eval()
     speed = measure_speed(model, num_runs=num_runs, on_progress=on_progress)
     with one_thread():
         policy = warm_policy(on_progress)
         drafting = measure_drafting(policy, num_runs=num_runs, on_progress=on_progress)
-        costs = measure_costs(policy, drafting, on_progress)
         # By CPU time, of which a thread that waits takes as much as one that works.
         controls = measure_controls(policy, on_progress=on_progress)
         flips = measure_flips(policy, on_progress=on_progress)
     return {
-        "speed": [asdict(result) for result in speed],
+        "speed": speed,
         "drafting": [asdict(result) for result in drafting],
         "controls": {case: asdict(result) for case, result in controls.items()},
         "flips": [asdict(result) for result in flips],
-        "costs": costs,
         "environment": environment(num_runs, model, policy),
     }
 

@@ -1,15 +1,11 @@
-"""Models, prompts and requests that engines are compared on.
-
-Knows sizes and seeds. Knows nothing of clocks, engines or of what is compared.
-"""
+"""Models, prompts and requests that engines are compared on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from treering.engine.request import Request, Sampling
 from treering.rl.tasks.task import Task
@@ -61,7 +57,7 @@ class Policy:
 
 def warm_policy(on_progress: OnProgress) -> Policy:
     """The demo's policy and task, trained until it gets about half of its sums right."""
-    # The command line's packages are missing where devices are measured, and this file's tests are collected there.
+    # Imported late: CUDA machines, where this file's tests are collected too, lack the command line's packages.
     from treering.cli.demo.policy import MAX_ROLLOUT_TOKENS, demo_task, warm_start
 
     task = demo_task(NUM_PROMPTS, seed=0)
@@ -76,23 +72,6 @@ def warm_policy(on_progress: OnProgress) -> Policy:
         num_steps=start.num_steps,
         accuracy=start.accuracy,
     )
-
-
-def build_model(shape: ModelShape = SHAPE) -> PreTrainedModel:
-    """A Qwen3 with seeded random weights, in float32 on CPU, stock SDPA attention."""
-    config = Qwen3Config(
-        num_hidden_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_size,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocab_size,
-    )
-    config._attn_implementation = "sdpa"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Qwen3ForCausalLM(config).eval()
 
 
 def random_prompts(num_prompts: int, length: int) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
 """Flips: how often rounding alone makes a rollout go on with another token, by data type.
 
-Batch and drafts change the shapes that are multiplied, and so the rounding of a token's probabilities; where its noise
-falls within that rounding, another token is drawn, and from there on the rollout is another one. Every comparison is
+Batch size and drafts change the shapes of matrix products, and so the rounding of a token's probabilities. Where the
+noise falls within that rounding, another token is drawn, and the rollout continues differently. Every comparison is
 with the same requests one at a time.
 """
 
@@ -29,7 +29,7 @@ class FlipResult:
 
     dtype: str
     backend: str
-    """See `TorchEngine.backend`."""
+    """Of the engine, see `TorchEngine.backend`."""
     change: Change
     """Against one rollout at a time without drafts."""
     batch_size: int
@@ -38,7 +38,7 @@ class FlipResult:
     differing_share: float
     """Of the rollouts."""
     num_compared: int
-    """Tokens up to the first difference of each rollout, that one included: behind it contexts differ."""
+    """Tokens up to the first difference of each rollout, that one included: after it contexts differ."""
     flip_rate: float
     """First differences per compared token."""
 
@@ -73,7 +73,7 @@ def compare(rollouts: Rollouts, expected: Rollouts) -> tuple[int, int]:
 def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[FlipResult]:
     requests = policy.requests(draw=MEASURED_DRAW)
     batched = TorchEngine(policy.model, max_batch=batch_size)
-    history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)), "own")
+    history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)))
     expected = run_all(TorchEngine(policy.model, max_batch=1), requests)
     changed: dict[Change, Rollouts] = {
         "batch": run_all(batched, requests),

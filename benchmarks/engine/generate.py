@@ -1,7 +1,7 @@
 """The baseline of the engine: `model.generate` of Hugging Face, as its user would call it for rollouts.
 
 Sampling at temperature 1 from the whole vocabulary, one call per batch, prompts padded on the left where their lengths
-differ. Knows nothing of clocks and of the engine.
+differ.
 """
 
 from collections.abc import Sequence
@@ -77,6 +77,6 @@ def _pad_left(prompts: Sequence[TokenIds]) -> tuple[Tensor, Tensor]:
 
 
 def _until_stop(row: TokenIds, stop_tokens: Sequence[int]) -> TokenIds:
-    """The row up to its first stop token: what stands behind is padding."""
+    """The row up to its first stop token, after which it is padding."""
     (stops,) = np.isin(row, stop_tokens).nonzero()
     return row[: stops[0] + 1] if stops.size else row

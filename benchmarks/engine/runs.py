@@ -1,12 +1,13 @@
-"""How a way to sample is run and timed: to the end of all its requests, by wall time, in turns with the others.
+"""Ways to sample all requests, timed by wall time, in turns, each with the number of threads that is best for it.
 
-Wall time, because some ways use several threads: what other processes take counts here, for all ways alike. Knows
-nothing of what is compared.
+Wall time, because some ways use several threads: what other processes take counts here, for all ways alike.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,24 +15,58 @@ from benchmarks.common.timing import OnRun, interleaved_seconds, wall_seconds
 from treering.engine.protocol import Engine
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
+from treering.train.loop.compute import num_threads as threads
 from treering.types import TokenIds
 
 Rollouts = dict[RolloutKey, TokenIds]
 """Tokens of rollouts by their keys."""
 
 Way = Callable[[], object]
-"""Samples all rollouts once; what it returns is not looked at."""
+"""Samples all rollouts once; its result is ignored."""
+
+MAX_THREADS = 8
 
 
-def wall_medians(ways: Mapping[str, Way], num_runs: int, on_run: OnRun) -> dict[str, float]:
-    """Median seconds of wall time of each way, all of them warm, which take turns."""
-    return {name: median(seconds) for name, seconds in wall_rounds(ways, num_runs, on_run).items()}
+class Best(NamedTuple):
+    """A way with the number of threads that it is fastest with."""
+
+    num_threads: int
+    seconds: list[float]
+    """Of each round."""
+
+    @property
+    def median_s(self) -> float:
+        return median(self.seconds)
 
 
-def wall_rounds(ways: Mapping[str, Way], num_runs: int, on_run: OnRun) -> dict[str, list[float]]:
-    """Seconds of wall time of each way in each round, all of them warm, which take turns."""
-    steps = {name: partial(_run, way) for name, way in ways.items()}
-    return interleaved_seconds(steps, num_runs, wall_seconds, on_run)
+def thread_counts() -> list[int]:
+    """Numbers of threads that are tried: powers of two, as far as there are processors."""
+    num_processors = os.cpu_count() or 1
+    return [count for count in (1, 2, 4, MAX_THREADS) if count <= num_processors]
+
+
+def fastest(ways: Mapping[tuple[str, int], Way], num_runs: int, on_run: OnRun) -> dict[str, Best]:
+    """Of the ways by name and number of threads, which take turns, the best number for each name, by the median.
+
+    All ways are expected to be warm.
+
+    Raises:
+        InputError: fewer than one run.
+    """
+    steps = {f"{name} {count}": partial(with_threads, count, way) for (name, count), way in ways.items()}
+    rounds = interleaved_seconds(steps, num_runs, wall_seconds, on_run)
+    best: dict[str, Best] = {}
+    for name, count in ways:
+        found = Best(count, rounds[f"{name} {count}"])
+        if name not in best or found.median_s < best[name].median_s:
+            best[name] = found
+    return best
+
+
+def with_threads(num_threads: int, way: Way) -> None:
+    """Runs a way with torch on so many threads."""
+    with threads(num_threads):
+        way()
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> Rollouts:
@@ -59,7 +94,3 @@ def first_difference(tokens: TokenIds, others: TokenIds) -> int | None:
 def count_differing(rollouts: Rollouts, others: Rollouts) -> int:
     """Rollouts of the same keys that differ anywhere."""
     return sum(first_difference(tokens, others[key]) is not None for key, tokens in rollouts.items())
-
-
-def _run(way: Way) -> None:
-    way()

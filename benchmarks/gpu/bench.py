@@ -1,12 +1,11 @@
 """All that is measured on a CUDA device, in one run under one time budget: exactness, engine, attention, models.
 
-`make gpu` runs this behind the tests that need a device, in the machine's own python, which has torch and transformers
+`make gpu` runs this after the tests that need a device, in the machine's own python, which has torch and transformers
 but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cpu --size tiny` runs the same code
-without a device, to see that it works; such figures claim nothing, so a file is written only if named. The engine
-comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of it
-for what it is compared with to compile. Every part measures first what matters most to it, and `--only` gives any a run
-of its own. On a device every part has a process of its own, too. Knows the order, the budget and the files; each part
-knows what it measures.
+without a device, to check that it works; such figures claim nothing, so a file is written only if named. The engine
+comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of which
+its baseline spends compiling. Every part measures its most important cases first; `--only` runs some parts alone. On a
+device every part has a process of its own.
 """
 
 import argparse
@@ -53,11 +52,10 @@ SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.62, "attention": 0.4
 BUDGET_S = 300.0
 
 GRACE_S = 60.0
-"""A part whose process still runs so long after its last second hangs, and is ended: a last case may take longer than
-expected, but not so much."""
+"""A part whose process runs this long past its budget hangs, and is ended."""
 
 SPEC = AgentSpec(num_tasks=3, num_trials=8, num_system_tokens=600, num_turns=12, num_action_tokens=96)
-"""Trees that are generated where no bench sets were carried."""
+"""Trees that stand in for missing bench sets."""
 
 TINY_SPEC = AgentSpec(
     num_tasks=2,
@@ -76,7 +74,7 @@ class Settings:
     """What to run.
 
     Attributes:
-        device: "cuda", or "cpu" to see that the code works.
+        device: "cuda", or "cpu" to check that the code works.
         size: "full", or "tiny" for machines without a device.
         parts: which parts, in order.
         backends: of attention; the models run with "auto".
@@ -105,7 +103,7 @@ class Settings:
 
 
 def run(settings: Settings) -> dict[Part, Cell]:
-    """Runs the parts within their budgets, prints a table of each, and gives their reports."""
+    """Runs the parts within their budgets, prints a table of each, and returns their reports."""
     budget = Budget(settings.budget_s)
     # Carried trees have thousands of tokens, which take minutes in an interpreter.
     sets = [generated_workload(TINY_SPEC)] if settings.size == "tiny" else set_workloads(settings.data, SPEC)
@@ -130,8 +128,8 @@ def run(settings: Settings) -> dict[Part, Cell]:
 def run_apart(parts: Sequence[Part], budget: Budget, arguments: Sequence[str]) -> dict[Part, int]:
     """Exit statuses of all parts, each of which runs in a process of its own with these arguments.
 
-    An error in a kernel leaves a process whose device answers nothing but errors, and one may hang: no other part is to
-    go with it.
+    After an error in a kernel every call to the device fails in that process, and a kernel may hang; other parts must
+    not be affected.
     """
     statuses: dict[Part, int] = {}
     for part in parts:

@@ -1,7 +1,6 @@
 """One part of the device benchmark: cases within a time budget, each on file as soon as it is measured.
 
-A case that fails or no longer fits is named in the report, and the others go on. Knows seconds and JSON; knows nothing
-of what a case measures, except that a device may run out of memory.
+A case that fails or no longer fits is named in the report, and the others go on.
 """
 
 import json
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 
 Cell = dict[str, Any]
-"""What a case found, ready for JSON."""
+"""The result of a case, ready for JSON."""
 
 
 class Budget:
-    """Seconds that parts share; what one leaves the next ones have.
+    """Seconds that parts share; the time that one leaves goes to the next ones.
 
     Example: of 100 seconds, a part with a share of 0.2 gets 20; if it takes 5, half of the rest is 47.5.
     """
@@ -30,7 +29,7 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until all is to be done; 0 after that."""
+        """Seconds until the end; 0 after that."""
         return max(0.0, self._end - self.clock())
 
     def share_s(self, share: float) -> float:
@@ -39,9 +38,9 @@ class Budget:
 
 
 class PartReport:
-    """The cases, skipped cases and errors of one part, kept on file while they grow.
+    """The cases, skipped cases and errors of one part, written to a file after each case.
 
-    A case starts only where what it is expected to take would still fit: the first ones are those that matter most.
+    A case starts only if its expected time still fits; the most important ones come first.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class PartReport:
 
         Args:
             case: its name.
-            measure: gives what it found.
-            expected_s: seconds that it takes, about; None for the median of the finished cases that were given none.
+            measure: returns the result.
+            expected_s: seconds that it takes, about; None takes the median of the finished cases without one.
         """
         left = self._budget_s - (self._clock() - self._start)
         expected = self._median_s() if expected_s is None else expected_s
@@ -90,17 +89,17 @@ class PartReport:
         return statistics.median(self._durations) if self._durations else 0.0
 
     def note(self, **facts: Any) -> None:
-        """Adds to what the figures depend on."""
+        """Adds to the environment."""
         self._environment.update(facts)
 
     def skip(self, case: str, reason: str) -> None:
-        """Notes, aloud, that a case is not measured."""
+        """Records and prints that a case is not measured."""
         self.skipped.append({"case": case, "reason": reason})
         print(f"{self.name}: {case} skipped ({reason})", flush=True)
         self.write()
 
     def fail(self, case: str, error: str) -> None:
-        """Notes, aloud, what went wrong in a case or in one of its ways; the run then ends with an error."""
+        """Records and prints an error of a case or of one of its ways; the run then ends with an error."""
         self.errors.append({"case": case, "error": error})
         print(f"{self.name}: {case} FAILED: {error}", flush=True)
 
@@ -115,7 +114,7 @@ class PartReport:
         }
 
     def write(self) -> None:
-        """Puts the report on file, whole or not at all."""
+        """Writes the report to its file, whole or not at all."""
         if self._file is None:
             return
         draft = self._file.with_suffix(".tmp")
@@ -125,21 +124,21 @@ class PartReport:
     def _measured(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
         try:
             found = measure()
-            # What is no JSON, as not a number, would be refused at every later write.
+            # A value that is no JSON, such as NaN, would fail every later write.
             json.dumps(found, allow_nan=False)
             return found
         except Exception as error:
-            # Whatever it was, the other cases' figures are worth having; the exit status tells of this one.
+            # The other cases still run; the exit status reports this one.
             self.fail(case, in_words(error))
             return None
         finally:
-            # An error may leave a device that answers nothing but errors, which the cases to come tell of.
+            # After some errors every call to the device fails; the next cases will report that.
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
 
 def in_words(error: Exception) -> str:
-    """The kind of an error and the first lines of what it says.
+    """The kind of an error and the start of its message.
 
     Example: `ValueError("no")` is "ValueError: no".
     """

@@ -1,7 +1,4 @@
-"""Clocks for the device benchmark: medians of CUDA events with cold caches, or of wall time where there is no device.
-
-Knows nothing of what runs.
-"""
+"""Clocks for the device benchmark: medians of CUDA events with cold caches, or of wall time without a device."""
 
 import statistics
 from collections.abc import Callable
@@ -13,19 +10,19 @@ import torch
 from benchmarks.common.timing import cpu_name, versions, wall_seconds
 
 FLUSH_BYTES = 2**29
-"""Written between runs: ten times the cache of a Hopper device. It keeps the device busy for 0.2 ms meanwhile, so that
-the launches of a short run are queued when the run begins."""
+"""Written between runs: ten times the cache of a Hopper device. It keeps the device busy for 0.2 ms, so that the
+launches of a short run are queued when the run begins."""
 
 MIN_RUNS, MAX_RUNS = 5, 30
 RUN_SECONDS = 0.2
-"""Runs are as many as fit into this time, within those limits."""
+"""As many runs as fit into this time, within those limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """Median seconds of something that can run again and again, on one kind of device.
+    """Median seconds of repeatable work on one kind of device.
 
-    Example: `Stopwatch(device="cpu").median(work)` runs `work` once to be warm, then 5 to 30 times.
+    Example: `Stopwatch(device="cpu").median(work)` runs `work` once to warm up, then 5 to 30 times.
     """
 
     device: str
@@ -33,7 +30,7 @@ class Stopwatch:
     max_runs: int = MAX_RUNS
 
     def median(self, work: Callable[[], object]) -> float:
-        """Median over runs, after one that is not counted and, if the limits differ, one that tells how many fit."""
+        """Median over runs, after a warm-up and, if the limits differ, one run that shows how many fit."""
         work()
         times = _event_seconds if self.device == "cuda" else _wall_seconds
         num_runs = self.max_runs
@@ -59,7 +56,7 @@ def _wall_seconds(work: Callable[[], object], num_runs: int) -> list[float]:
 
 
 def _event_seconds(work: Callable[[], object], num_runs: int) -> list[float]:
-    """Seconds of each run; the host never waits in between."""
+    """Seconds of each run; the host does not wait between runs."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_runs)]
     for start, stop in pairs:

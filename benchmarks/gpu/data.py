@@ -1,7 +1,7 @@
-"""Takes samples of the bench sets to a machine that has no data: token ids and loss masks in one compressed file.
+"""Samples of the bench sets for a machine without data: token ids and loss masks in one compressed file.
 
 `python3 -m benchmarks.gpu.data [FOLDER]` writes it from the folder of real data, ids folded to a small vocabulary. Git
-ignores the folder: the data is nobody's to ship.
+ignores the folder, because the data is not ours to ship.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FILE = "forests.npz"
 MAX_FILE_BYTES = 8 * 2**20
 
 SETS = ("toolbench", "crosswords", "no_sharing", "hotpotqa", "math", "tau")
-"""Those that say most first: where time runs out, the last ones are not measured."""
+"""By importance: if time runs out, the last ones are not measured."""
 
 SET_TOKENS = 65_536
 """Flat tokens of a set's sample, about."""
@@ -65,7 +65,7 @@ class Workload:
 
 
 def write_workloads(workloads: Sequence[Workload], folder: Path) -> Path:
-    """Writes `forests.npz` into a folder, which is made if need be.
+    """Writes `forests.npz` into a folder, created if missing.
 
     Raises:
         InputError: ids that need more than 16 bits, or a file too large to carry.
@@ -115,7 +115,7 @@ def sample_workloads(num_tokens: int = SET_TOKENS) -> list[Workload]:
     Raises:
         InputError: no such folder.
     """
-    from benchmarks.tree.sets import find_source  # reads and renders files, which a device machine has no use for
+    from benchmarks.tree.sets import find_source  # imported late: machines with a device may lack its packages
 
     source = find_source()
     if source is None:
@@ -127,7 +127,7 @@ def sample_workloads(num_tokens: int = SET_TOKENS) -> list[Workload]:
 
 
 def main() -> None:
-    """Samples, writes, and says what was written."""
+    """Samples, writes, and prints a line per set."""
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.data", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help=f"an ignored folder (default {FOLDER})")
     parser.add_argument("--tokens", type=int, default=SET_TOKENS, metavar="N", help="flat tokens of each set, about")

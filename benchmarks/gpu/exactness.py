@@ -1,7 +1,6 @@
-"""Claim: on a CUDA device, too, a small tree trains to the gradient of its branches, faster and in less memory.
+"""Claim: on a CUDA device, too, a small tree gives the gradient of its branches, faster and in less memory.
 
-float32 and bfloat16, the three published cases and the baselines of `benchmarks.tree.bench`. Large models: see
-`benchmarks.gpu.model`.
+float32 and bfloat16, on the three published cases, with the baselines of `benchmarks.tree.bench`.
 """
 
 from collections.abc import Iterable
@@ -43,7 +42,7 @@ class GpuCaseResult:
 
 
 def measure_exactness(report: PartReport, cases: Iterable[Case], device: str, num_runs: int) -> None:
-    """Every case in both dtypes into a report."""
+    """Adds every case in both dtypes to a report."""
     for case in cases:
         for dtype in DTYPES:
             name = f"{case.name} {str(dtype).removeprefix('torch.')}"
@@ -85,7 +84,7 @@ def _float32_gradient(case: Case, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _peak_bytes(step: Step) -> int:
-    """Most memory that a step allocates above what stands before it: model and last gradients."""
+    """Most memory that a step allocates above the model and the last gradients."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()

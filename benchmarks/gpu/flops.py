@@ -1,4 +1,4 @@
-"""Counts of attention work: pairs that are visible, and FLOPs by pass. Arithmetic only; no clocks, no devices."""
+"""Counts of attention work: visible pairs, and FLOPs by pass."""
 
 from types import MappingProxyType
 
@@ -7,8 +7,8 @@ import numpy as np
 from treering.tree.forest import Forest
 
 FLOPS_PER_PAIR = MappingProxyType({"forward": 4, "backward": 10, "both": 14})
-"""Per head and number of its size. Forward: two products of 2 each; backward: five, one of which computes the scores
-again. What a kernel computes besides (masked pairs, another recomputation) is its own affair and counts for nothing."""
+"""Per head and unit of its size. Forward: two products of 2 each; backward: five, one of which recomputes the scores.
+Other work of a kernel (masked pairs, more recomputation) does not count."""
 
 PASSES = tuple(FLOPS_PER_PAIR)
 

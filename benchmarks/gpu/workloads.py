@@ -1,7 +1,4 @@
-"""What the device benchmark trains and attends over: a sweep of sharing, trees of fixed shapes, and bench sets.
-
-Knows token ids and seeds. Knows nothing of devices, models or clocks.
-"""
+"""Inputs of the device benchmark: a sweep of sharing, trees of fixed shapes, and bench sets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +16,13 @@ VOCAB_SIZE = 4096
 """Ids of generated trees lie below it, as those of folded sets do."""
 
 GENERATED = "generated"
-"""What trees are called that stand in for the bench sets."""
+"""The name of trees that stand in for the bench sets."""
 
 
 def shared_prefix(sharing: float, *, length: int = 2048, num_branches: int = 32) -> Workload:
     """Branches of one length with one common prefix and nothing else in common; all tokens train.
 
-    So many tokens are shared that 1 - distinct / flat tokens comes as close to `sharing` as whole tokens allow.
+    1 - distinct / flat tokens is as close to `sharing` as whole tokens allow.
 
     Example: a sharing of 0.5 in 4 branches of 12 tokens is a prefix of 8: 8 + 4 * 4 = 24 of 48 tokens are distinct.
     """
@@ -44,14 +41,14 @@ def set_workloads(folder: Path, spec: AgentSpec) -> list[Workload]:
 
 
 def generated_workload(spec: AgentSpec) -> Workload:
-    """Generated trajectories of agents: a tree per task, loss on what the agent wrote."""
+    """Generated trajectories of agents: a tree per task, loss on the agent's tokens."""
     tasks = group_by_task(render(list(generate_trajectories(spec))))
     masks = tuple(mask for task in tasks for mask in task.loss_masks)
     return Workload(name=GENERATED, groups=tuple(task.sequences for task in tasks), masks=masks)
 
 
 def chain(num_tokens: int) -> Forest:
-    """One sequence: what dense causal attention sees."""
+    """One sequence, as dense causal attention has it."""
     return Forest.from_sequences([_run(np.random.default_rng(6), num_tokens)])
 
 

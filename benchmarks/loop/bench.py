@@ -1,21 +1,23 @@
 """Claim: the loop's parts, trees, drafts, processes and overlap, shorten a step, each alone and all together.
 
-`treering bench loop` runs this: the demo's policy and task by the plain synchronous loop (sequences packed, no drafts,
-one process), by each part alone, and by all of them; equal prompts, seeds and numbers of steps, runs in turns, wall
-time. The product of the parts' factors stands beside the measured whole, and a ladder whose factors multiply to it.
+`python -m benchmarks loop` trains the demo's policy on its task with the plain synchronous loop (packed sequences, no
+drafts, one process), with each part alone, and with all of them. Prompts, seeds and numbers of steps are equal; runs
+take turns; wall time. The report compares the product of the parts' factors with the measured whole, and has a ladder
+whose factors multiply to the whole.
 """
 
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.common.timing import check_runs, cpu_name, versions
 from benchmarks.engine.cases import OnProgress
-from benchmarks.loop.parts import StepTimes, explain, multiply
 from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
 
 SEED = 0
@@ -37,6 +39,7 @@ VARIANTS = (
     Variant(name="all", **_TREE, **_DRAFTS, **_OVERLAP),
 )
 _LADDER = {"tree": "tree", "drafts": "tree+drafts", "runtime": "tree+drafts+runtime", "overlap": "all"}
+"""The parts, added one after another."""
 
 
 def measure(
@@ -63,13 +66,11 @@ def measure(
         start = start or make_start(Path(folder) / "start", size.num_prompts, seed=SEED, on_progress=on_progress)
         runs = _run_all(start, size, num_runs, Path(folder), on_progress)
     rows = {variant.name: _row(variant, runs, size) for variant in VARIANTS}
-    times = {name: StepTimes(**{key: row[key] for key in StepTimes.__slots__}) for name, row in rows.items()}
-    alone = {name: times[name] for name in ("tree", "drafts", "runtime")} | {"overlap": times["histopipe"]}
-    product = multiply(times["plain"], alone, {name: times[rung] for name, rung in _LADDER.items()})
+    product = multiply({name: row["step_s"] for name, row in rows.items()})
     return {
         "variants": list(rows.values()),
-        "product": asdict(product),
-        "notes": explain(product) + _notes(rows),
+        "product": product,
+        "notes": _notes(rows, product),
         "environment": environment(num_runs, size, start) | {"workers": NUM_WORKERS},
     }
 
@@ -139,24 +140,51 @@ def shares(runs: Sequence[LoopRun], first: int) -> dict[str, float]:
     return {name: median(each[name] for each in found) for name in found[0]}
 
 
+def multiply(step_s: Mapping[str, float]) -> dict[str, Any]:
+    """The parts' factors over the plain loop, their product, and what all parts gain together.
+
+    Args:
+        step_s: seconds of a step by name of the variant.
+
+    Returns:
+        "factors" of each part alone, where "overlap" is added to "runtime", which it needs; their "product"; the
+        measured "whole"; "whole_of_product"; and the "ladder" of factors of each part on top of those before it, which
+        multiply to the whole.
+
+    Example: steps of 8 s, 4 s with trees alone and 5 s with drafts alone have the factors 2 and 1.6. Where both
+    together take 3 s, the whole is 2.67, the ladder 2 and 1.33.
+    """
+    factors = {name: step_s["plain"] / step_s[name] for name in ("tree", "drafts", "runtime")}
+    factors["overlap"] = step_s["runtime"] / step_s["histopipe"]
+    steps = [step_s[name] for name in ("plain", *_LADDER.values())]
+    product, whole = prod(factors.values()), steps[0] / steps[-1]
+    return {
+        "factors": factors,
+        "product": product,
+        "whole": whole,
+        "whole_of_product": whole / product,
+        "ladder": {name: before / after for name, (before, after) in zip(_LADDER, pairwise(steps), strict=True)},
+    }
+
+
 def _phase_s(run: LoopRun, name: str, first: int) -> float:
     """Seconds of a phase in a step, the mean."""
     reports = run.reports[first:]
     return sum(getattr(report.phases, name) for report in reports) / len(reports)
 
 
-def _notes(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    cores = os.cpu_count() or 1
+def _notes(rows: Mapping[str, Mapping[str, Any]], product: Mapping[str, Any]) -> list[str]:
     notes = [
-        f"{NUM_WORKERS} workers, a trainer, a judge and a controller share {cores} processors: overlap shortens a step "
-        "only by what stood idle, here mostly by the trainer's time, during which workers would wait",
+        f"together {product['whole']:.2f}x, the product of the parts is {product['product']:.2f}x: a part shortens one "
+        "phase, and its factor for the whole step holds only while that phase has its share of the plain loop",
+        f"{NUM_WORKERS} workers, a trainer, a reward worker and a controller share {os.cpu_count()} processors: overlap"
+        " gains only where a processor would be idle",
     ]
     differing = {name: row["num_differing"] for name, row in rows.items() if row["num_differing"]}
     if differing:
         listed = ", ".join(f"{name} {count} of {rows[name]['num_rollouts']}" for name, count in differing.items())
         notes.append(
-            f"rollouts with other tokens than the plain loop's at staleness 0: {listed}; batches and gradients are "
-            "summed in another order in float32, and once weights differ in the last digit a near-tie may fall "
-            "otherwise"
+            f"rollouts with other tokens than the plain loop's at staleness 0: {listed}; float32 sums in another order "
+            "change weights in the last digit, and so near-ties"
         )
     return notes

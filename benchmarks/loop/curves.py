@@ -1,11 +1,10 @@
 """Learning curves: reward by step of the plain loop and of Treering's at staleness 0 and 1, from the same starts.
 
-    python -m benchmarks.loop.curves --out FOLDER [--seeds 0,1,2] [--steps 24] [--json]
+    python -m benchmarks.loop.curves --out FILE [--seeds 0 1 2]
 
-A seed makes the policy, the prompts, their order and the noise. Writes `curves.json` and `curves.html`. The plain loop
-packs sequences, drafts nothing and runs in one process; Treering's has trees, drafts and two workers with histopipe. At
-staleness 0 both are the same training, so their curves differ by rounding alone; staleness 1 may cost reward, and this
-shows how much.
+A seed makes the policy, the prompts, their order and the noise. The plain loop packs sequences, drafts nothing and runs
+in one process; Treering's has trees, drafts and two workers with histopipe. At staleness 0 both are the same training,
+so their curves differ by rounding alone; staleness 1 may cost reward, and this shows how much.
 """
 
 import argparse
@@ -22,18 +21,17 @@ from rich.console import Console
 
 from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.bench import NUM_WORKERS, environment
-from benchmarks.loop.curves_drawing import draw_curves
 from benchmarks.loop.runs import RunSize, Start, Variant, configuration, make_start, run_loop
-from treering.cli.bench_progress import BenchProgress
+from treering.cli.progress import WorkProgress
 from treering.errors import InputError
 
 SIZE = RunSize(num_prompts=128, prompts_per_step=16, num_steps=24)
 LAST = 4
-"""Steps whose mean is the final reward; as many at the beginning are the first."""
+"""Steps whose mean is the final reward; as many at the beginning give the first reward."""
 SHARE = 0.8
-"""Of the plain loop's gain, that the other loops are timed to."""
+"""Of the plain loop's gain: the steps that each loop takes to it are counted."""
 WINDOW = 3
-"""Steps whose mean has to reach it."""
+"""Steps whose mean reward has to reach it."""
 
 
 def _ours(staleness: int) -> Variant:
@@ -135,29 +133,17 @@ def _reward(value: float | None) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loop.curves", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for curves.json and curves.html")
-    parser.add_argument("--seeds", default="0,1,2", help="with commas between them; 0,1,2")
-    parser.add_argument("--steps", type=int, default=SIZE.num_steps, help=f"of each run; {SIZE.num_steps}")
-    parser.add_argument("--json", action="store_true", help="print the JSON too")
+    """Reads the arguments, measures, writes JSON and prints the summary."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loop.curves", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the JSON")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="0 1 2")
     given = parser.parse_args(arguments)
     try:
-        seeds = [int(part) for part in given.seeds.split(",")]
-        size = RunSize(num_prompts=SIZE.num_prompts, prompts_per_step=SIZE.prompts_per_step, num_steps=given.steps)
-        given.out.mkdir(parents=True, exist_ok=True)
-        with BenchProgress(Console(stderr=True)) as progress:
-            report = measure(seeds, size=size, on_progress=progress.tell)
-    except ValueError as error:
+        with WorkProgress(Console(stderr=True)) as progress:
+            report = measure(given.seeds, on_progress=progress.tell)
+    except InputError as error:
         parser.error(str(error))
-    text = json.dumps(report, indent=2, allow_nan=False)
-    (given.out / "curves.json").write_text(text + "\n", encoding="utf-8")
-    (given.out / "curves.html").write_text(draw_curves(report), encoding="utf-8")
-    if given.json:
-        print(text)
-        return
+    given.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     for name, found in report["summary"].items():
         print(
             f"{name}: reward {found['first']:.3f} to {found['last']:.3f} +- {found['last_deviation']:.3f}, "

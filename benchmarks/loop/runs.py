@@ -1,7 +1,4 @@
-"""Short runs of the demo's policy and task by one loop or another, from one start and with the same seeds.
-
-Knows how loops differ, how long each of their steps took and what they sampled. Knows nothing of what is compared.
-"""
+"""Short runs of the demo's policy and task by different loops, from one start and with the same seeds."""
 
 import time
 from collections.abc import Sequence
@@ -43,7 +40,7 @@ class RunSize:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that show every prompt once; they are not timed, because nothing is known of any prompt yet."""
+        """Steps that show every prompt once; they are not timed, because no prompt has history yet."""
         return -(-self.num_prompts // self.prompts_per_step)
 
     @property
@@ -78,7 +75,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoopRun:
-    """What a run did.
+    """The steps of a run.
 
     Example: steps that ended at 2, 3 and 5 s took 1.5 s each from the second one on.
     """
@@ -90,7 +87,7 @@ class LoopRun:
     """float64 [K]: when each step ended, since the first began."""
 
     def step_s(self, first: int) -> float:
-        """Seconds of a step, the mean after the first `first`: steps that overlap end late and early by turns."""
+        """Seconds of a step, the mean after the first `first`: overlapping steps end late and early in turn."""
         return float(self.ended_s[-1] - self.ended_s[first - 1]) / (self.ended_s.size - first)
 
     def median_step_s(self, first: int) -> float:
@@ -119,7 +116,7 @@ def make_start(folder: Path, num_prompts: int, *, seed: int, on_progress: OnProg
 
 
 def configuration(start: Start, size: RunSize, variant: Variant, *, seed: int, run_dir: Path) -> RlConfig:
-    """What `treering train` would read for this run."""
+    """The configuration that `treering train` would read for this run."""
     sections: dict[str, Any] = {
         "model": {"path": start.folder.absolute(), "device": "cpu"},
         "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
@@ -164,7 +161,7 @@ def run_loop(config: RlConfig) -> LoopRun:
 
 
 def count_differing(run: LoopRun, other: LoopRun) -> int:
-    """Rollouts whose tokens are others than those of the same place in another run."""
+    """Rollouts whose tokens differ from those at the same place in another run."""
     return sum(
         mine != theirs
         for own_step, other_step in zip(run.tokens(), other.tokens(), strict=True)

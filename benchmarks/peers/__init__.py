@@ -1,1 +1,1 @@
-"""Other projects that benchmarks compare with, in an environment of their own."""
+"""Arctic's suffix decoding, in an environment of its own."""

@@ -1,7 +1,4 @@
-"""How fast a machine runs the processes of a pipeline, by how many of them it runs at one time; from what runs took.
-
-Knows records of passes, times of updates and least squares. Knows nothing of policies.
-"""
+"""How fast a machine runs the processes of a pipeline, by how many run at one time: fitted to the times of runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +7,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.pipe.passes import COLUMNS, LOAD, PASS
-from treering.engine.speculation.verify_costs import never_falling
+from treering.engine.speculation.verify_costs import non_decreasing
 from treering.errors import InputError
 from treering.schedule.latency import Latency
 
 _FEW = 30
-"""Passes below which a state is taken for the one with a process fewer."""
+"""A state with fewer passes counts as the one with a process fewer."""
 _CLOSE = 1e-6
 _MOST_TURNS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observed:
-    """What was seen of one run, on one clock."""
+    """The times of one run, on one clock."""
 
     records: NDArray[np.float64]
     """As `read_passes` gives them."""
@@ -32,13 +29,11 @@ class Observed:
     """Of a step, in which nothing is sampled or trained: messages, rewards, advantages; 0 where steps overlap."""
     num_rollouts: int
     read_s: float
-    """Taking weights out of shared memory; what the engine takes for them is among the records."""
-    slowness: float = 1.0
-    """See `stolen.slowness`."""
+    """Taking weights out of shared memory; the engine's time for loading them is among the records."""
 
 
 def merged(runs: Sequence[Observed]) -> Observed:
-    """What was seen of several runs, one after another, as if it were one run.
+    """The times of several runs, one after another, as if they were one run.
 
     Example: runs of 2 and 3 updates are one of 5, with the mean of their gaps.
     """
@@ -49,29 +44,28 @@ def merged(runs: Sequence[Observed]) -> Observed:
         gap_s=sum(run.gap_s for run in in_order) / len(in_order),
         num_rollouts=sum(run.num_rollouts for run in in_order),
         read_s=sum(run.read_s for run in in_order) / len(in_order),
-        slowness=sum(run.slowness for run in in_order) / len(in_order),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """Times of a process that runs alone, nothing stolen, and what others beside it do to them."""
+    """Times of a process that runs alone, and how processes beside it lengthen them."""
 
     alone: Latency
     """Its `prefill_s` is per rollout, each with a prompt of one token; its `training_s` contains the gap of a step."""
     factors: NDArray[np.float64]
-    """float64 [J + 1]: what a pass takes with j other workers or trainers at work, over what it takes alone."""
+    """float64 [J + 1]: seconds of a pass with j other workers or trainers at work, over those alone."""
     update_s: float
-    """Seconds more that an update takes with each worker that is at work beside it."""
+    """Seconds that each worker at work beside an update adds to it."""
 
     def latency(self, shares: NDArray[np.float64], num_busy: float) -> Latency:
-        """Of a run whose workers spend a share of their time with j others at work, and its trainer beside so many.
+        """Of a run whose workers and trainer have so many others at work beside them.
 
         Args:
-            shares: float64 [J + 1], together 1.
+            shares: float64 [J + 1], the shares of the workers' time with j others at work.
             num_busy: workers at work during an update, on average.
 
-        Example: half of the time alone and half of it at half the speed is 1 / 0.75 times what it takes alone.
+        Example: half of the time alone and half of it at half the speed is 1 / 0.75 times the time alone.
         """
         factor = 1.0 / float((shares / self.factors).sum())
         return replace(
@@ -83,15 +77,15 @@ class Machine:
 
 
 def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = False) -> Machine:
-    """The machine under which passes and updates took, on average, what they took.
+    """The machine that explains the average times of passes and updates.
 
-    Seconds of a pass are a curve over its rows, linear between powers of 2, and so much for each prefilled token, all
-    of it times a factor for the processes beside it, and for what the host gave to others. Averages and not the
-    shortest: what messages and other programs take belongs to a run.
+    Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token,
+    times a factor for the processes that run beside it. Averages, not minima: messages and other programs take time in
+    every run.
 
     Args:
-        curve: a run like those that are to be predicted; rows, prefill and tokens per pass are its.
-        others: two runs without drafts, by which updates, gap and factors are known; the first without overlap.
+        curve: a run like those to predict; gives rows, prefill and tokens per pass.
+        others: two runs without drafts that give updates, gap and factors; the first without overlap.
         drafts: whether passes of `curve` verify drafts; factors are then its own.
 
     Raises:
@@ -104,24 +98,23 @@ def fit_machine(curve: Observed, others: Sequence[Observed], *, drafts: bool = F
         curve, "kind", "seconds", "num_rows", "num_prefilled", "num_sampled"
     )
     gain = max(1.0, float(sampled[kind == PASS].sum() / rows[kind == PASS].sum()))
-    seconds = seconds / curve.slowness
     loads = seconds[kind == LOAD]
     quiet, *_ = others
     training_s, update_s = _training(others)
     alone = Latency(
         num_rows=knots,
-        # Noise again: no pass is free.
-        decode_s=never_falling(np.maximum(decode_s, float(seconds[kind == PASS].min() / factors.max()))),
+        # Noise may make a pass free.
+        decode_s=non_decreasing(np.maximum(decode_s, float(seconds[kind == PASS].min() / factors.max()))),
         tokens_per_step=np.full(knots.size, gain) if drafts else None,
         prefill_s=float(per_token * prefilled.sum()) / curve.num_rollouts,
-        load_s=curve.read_s / curve.slowness + (float(np.median(loads)) if loads.size else 0.0),
-        training_s=training_s + quiet.gap_s / quiet.slowness,
+        load_s=curve.read_s + (float(np.median(loads)) if loads.size else 0.0),
+        training_s=training_s + quiet.gap_s,
     )
     return Machine(alone=alone, factors=factors, update_s=update_s)
 
 
 def num_beside(run: Observed) -> NDArray[np.int64]:
-    """For each record the other processes at work in its middle: workers with a pass, and the trainer."""
+    """int64 [N]: the other processes at work in the middle of each record: workers with a pass, and the trainer."""
     worker, started, seconds, kind = (run.records[:, at] for at in (-1, 1, 2, 0))
     middle = started + seconds / 2
     beside = np.zeros(worker.size, np.int64)
@@ -145,7 +138,7 @@ def mean_busy(run: Observed) -> float:
 def _fit(
     curve: Observed, runs: Sequence[Observed]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """Knots, seconds alone and factors that agree with each other: those of `_curve` and `_factors` by turns.
+    """Knots, seconds alone and factors that agree with each other, from `_curve` and `_factors` in turn.
 
     Where full batches are seldom alone and small ones seldom beside others, each turn moves them by little.
     """
@@ -159,31 +152,31 @@ def _fit(
 
 
 def _curve(run: Observed, factors: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Knots, and the seconds of a process alone at each of them, those of a prefilled token behind."""
+    """Knots, and the seconds of a process alone at each of them, then those of a prefilled token."""
     kind, seconds, rows, prefilled = _columns(run, "kind", "seconds", "num_rows", "num_prefilled")
     seen = (kind == PASS) & (rows > 0)
     if np.unique(rows[seen]).size < 2:
         raise InputError("a curve needs passes with two numbers of rows or more; sample more rollouts than fit at once")
     knots = _knots(rows[seen])
-    alone = seconds[seen] / factors[np.minimum(num_beside(run)[seen], factors.size - 1)] / run.slowness
+    alone = seconds[seen] / factors[np.minimum(num_beside(run)[seen], factors.size - 1)]
     design = np.column_stack([*(np.interp(rows[seen], knots, unit) for unit in np.eye(knots.size)), prefilled[seen]])
     found, *_ = np.linalg.lstsq(design, alone, rcond=None)
     if found[-1] < 0:
-        # Noise: prefilling saves no time.
+        # Noise: prefilling cannot save time.
         found, *_ = np.linalg.lstsq(design[:, :-1], alone, rcond=None)
         found = np.append(found, 0.0)
     return knots, found
 
 
 def _factors(runs: Sequence[Observed], knots: NDArray[np.int64], base: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds with 0, 1 and 2 others over those that the curve says, never falling."""
+    """Seconds with 0, 1 and 2 others over those of the curve, never falling."""
     real, said, count = np.zeros(3), np.zeros(3), np.zeros(3)
     for run in runs:
         kind, seconds, rows, prefilled = _columns(run, "kind", "seconds", "num_rows", "num_prefilled")
         seen = (kind == PASS) & (rows > 0)
         state = np.minimum(num_beside(run)[seen], 2)
         expected = np.interp(rows[seen], knots, base[:-1]) + base[-1] * prefilled[seen]
-        for total, each in ((real, seconds[seen] / run.slowness), (said, expected), (count, np.ones(state.size))):
+        for total, each in ((real, seconds[seen]), (said, expected), (count, np.ones(state.size))):
             total += np.bincount(state, each, minlength=3)
     known = count >= _FEW
     if not known.any():
@@ -193,12 +186,12 @@ def _factors(runs: Sequence[Observed], knots: NDArray[np.int64], base: NDArray[n
 
 
 def _training(runs: Sequence[Observed]) -> tuple[float, float]:
-    """Seconds of an update alone, and what each worker beside it adds."""
+    """Seconds of an update alone, and those that each worker beside it adds."""
     quiet, *busy = runs
-    alone = float((quiet.trained[:, 1] - quiet.trained[:, 0]).mean()) / quiet.slowness
+    alone = float((quiet.trained[:, 1] - quiet.trained[:, 0]).mean())
     if not busy or mean_busy(busy[0]) < 0.1:
         return alone, 0.0
-    beside = float((busy[0].trained[:, 1] - busy[0].trained[:, 0]).mean()) / busy[0].slowness
+    beside = float((busy[0].trained[:, 1] - busy[0].trained[:, 0]).mean())
     return alone, max(0.0, (beside - alone) / mean_busy(busy[0]))
 
 

@@ -1,7 +1,4 @@
-"""What passes take in the workers of a run, where they share the machine with everything else that the run does.
-
-Knows engines, clocks and files. Knows nothing of policies and of what is predicted from the passes.
-"""
+"""The times of passes in the workers of a run, where they share the machine with the run's other processes."""
 
 import os
 import time
@@ -23,13 +20,13 @@ PASS, LOAD = range(2)
 """Kinds of records."""
 
 COLUMNS = ("kind", "started_s", "seconds", "num_rows", "num_prefilled", "num_sampled")
-"""Of a record; those that are read have the number of the worker behind."""
+"""Of a record; `read_passes` adds the number of the worker."""
 
 
 class TimedEngine(Engine):
-    """An engine that notes what each pass and each load of weights took, and writes it down whenever it is idle.
+    """An engine that records the seconds of each pass and each load of weights, and writes them when it is idle.
 
-    A pass lasts until the next one begins, so that what a worker does in between counts.
+    A pass lasts until the next one begins, so that the worker's other work counts.
 
     Example: passes over 3, 3 and 2 rows are three records, the last of which ends with the pass itself.
     """
@@ -91,7 +88,7 @@ class TimedEngine(Engine):
 
 
 class TimedRecipe(TrainRecipe):
-    """The recipe of a run whose workers write down what passes take."""
+    """The recipe of a run whose workers record the times of passes."""
 
     def __init__(self, config: RlConfig, beside: Path, folder: Path) -> None:
         """`folder`: for the records; it exists."""

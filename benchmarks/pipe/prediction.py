@@ -1,7 +1,4 @@
-"""What the simulator says a run takes: its lengths, what its policy was told of lengths and times, a measured latency.
-
-Knows configurations, lengths and the simulator. Knows nothing of processes and clocks.
-"""
+"""The simulator's prediction of a run, from its lengths, what its policy was told, and a measured latency."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +28,6 @@ class Prediction:
     step_s: float
     bubble: float
     """Share of the workers' time in which they sample nothing."""
-    choices: tuple[str, ...]
-    """See `Policy.choices`."""
 
 
 class Told(Policy):
@@ -79,9 +74,9 @@ def cluster_of(config: RlConfig, latency: Latency = STANDARD) -> Cluster:
 
 
 def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
-    """A run's rollouts, int64 [R] for each step, with what was predicted of them when each step was planned.
+    """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned.
 
-    Every rollout has a prompt of one token, whose time `fit_machine` knows.
+    Every rollout has a prompt of one token, to which `fit_machine` fits the time of prefill.
     """
     predictor = make_predictor(config.lengths, max_tokens=config.sampling.max_tokens)
     prompts, size = prompts_of_step(config, len(lengths)), config.rl.group_size
@@ -103,13 +98,11 @@ def predict(
     *,
     first: int,
     told: Sequence[Latency | None],
-    slowness: float = 1.0,
 ) -> Prediction:
     """Seconds and bubble of the steps after the first `first`, planned with what the run had measured, see `Told`.
 
-    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So it
-    is simulated again and again, each time with what the time before says of the processes beside each other. All of it
-    takes `slowness` times as long where the host gives processor time to others (see `stolen`).
+    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
+    simulation is repeated, each time with the overlap of processes that the one before found.
 
     Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
     """
@@ -120,13 +113,12 @@ def predict(
         policy = Told(make_policy(config.schedule), told)
         timeline = simulate(policy, trace, workers=cluster, believed=believed)
         new_shares, new_busy = beside_each_other(timeline, machine.factors.size)
-        # Half way, so that it does not swing.
+        # Half way, so that it does not oscillate.
         shares, num_busy = (shares + new_shares) / 2, (num_busy + new_busy) / 2
     begins, ends = float(timeline.trained_s[first - 1]), float(timeline.trained_s[-1])
     return Prediction(
-        step_s=slowness * (ends - begins) / (len(lengths) - first),
+        step_s=(ends - begins) / (len(lengths) - first),
         bubble=_bubble(timeline, begins, ends),
-        choices=timeline.choices,
     )
 
 

@@ -1,17 +1,13 @@
-"""Runs of the pipelined loop whose workers write down what passes take.
-
-Knows how such a run is put together, as `treering train` does it. Knows nothing of policies and predictions.
-"""
+"""Runs of the pipelined loop, put together as `treering train` does it, whose workers record the times of passes."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 from torch import nn
 
-from benchmarks.common.stolen import TickWatch, slowness
 from benchmarks.loop.runs import LoopRun
 from benchmarks.pipe.machine import Observed
 from benchmarks.pipe.passes import TimedRecipe, read_passes
@@ -27,44 +23,20 @@ from treering.schedule.latency import Latency
 from treering.schedule.policies import make_policy
 from treering.schedule.predict.lengths import make_predictor
 
-MOST_SLOWNESS = 1.05
-"""Of a run that counts as undisturbed; see `stolen.slowness`."""
-MAX_TRIES = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipeRun:
-    """One run, and what was seen of its processes after the first steps."""
+    """One run, and the times of its processes after the first steps."""
 
     config: RlConfig
     run: LoopRun
     observed: Observed
     told: Sequence[Latency | None]
     """What policies could be told after 0, 1, 2, ... steps; None: nothing is measured yet."""
-    choices: tuple[str, ...]
-    """The plans that the policy has taken."""
-
-
-def run_undisturbed(make_config: Callable[[int], RlConfig], *, first: int) -> list[PipeRun]:
-    """Runs a configuration, again while the host gives others much of the processors, three times at most.
-
-    Args:
-        make_config: of the n-th try, from 0 on; each has a folder of its own.
-        first: see `run_timed`.
-
-    Returns:
-        All tries, the one that was disturbed least first.
-
-    Example: tries that took 1.3, 1.02 times as long for it are two, the second one first.
-    """
-    tries: list[PipeRun] = []
-    while len(tries) < MAX_TRIES and all(each.observed.slowness > MOST_SLOWNESS for each in tries):
-        tries.append(run_timed(make_config(len(tries)), first=first))
-    return sorted(tries, key=lambda each: each.observed.slowness)
 
 
 def run_timed(config: RlConfig, *, first: int) -> PipeRun:
-    """Runs all steps of a configuration with workers; what the first `first` steps took is left out of `observed`."""
+    """Runs all steps of a configuration with workers; `observed` leaves the first `first` steps out."""
     beside = config.run.dir.parent
     config.run.dir.mkdir(parents=True)
     source = load_task(config.task, beside=beside)
@@ -74,7 +46,6 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
     policy = make_policy(config.schedule)
     reports, latest, ended = [], [], []
     with (
-        TickWatch() as watch,
         PipelineLoop(
             model,
             source.task,
@@ -88,12 +59,11 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
             drafting=make_drafting(config),
         ) as loop,
     ):
-        told, num_samples = [loop.measured], []
+        told = [loop.measured]
         began = time.perf_counter()
         for _ in range(num_steps):
             reports.append(loop.step())
             ended.append(time.perf_counter())
-            num_samples.append(len(watch.samples))
             latest.append(loop.latest)
             told.append(loop.measured)
     run = LoopRun(reports=reports, latest=latest, ended_s=np.array(ended) - began)
@@ -106,13 +76,12 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         gap_s=0.0 if config.rl.staleness else max(0.0, sum(gaps) / len(gaps)),
         num_rollouts=sum(len(step) for step in latest[first:]),
         read_s=_read_s(model),
-        slowness=slowness(watch.samples[num_samples[first - 1] : num_samples[-1]]),
     )
-    return PipeRun(config=config, run=run, observed=observed, told=told, choices=policy.choices)
+    return PipeRun(config=config, run=run, observed=observed, told=told)
 
 
 def _read_s(model: nn.Module) -> float:
-    """Seconds in which a worker takes weights out of shared memory."""
+    """Seconds in which a worker reads the weights from shared memory."""
     ring = WeightRing(model, 1)
     ring.write(0, model)
     seconds = []

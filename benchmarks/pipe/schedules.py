@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from treering.cli.bench_progress import BenchProgress
+from treering.cli.progress import WorkProgress
 from treering.cli.simulate.cases import SimulateOptions, make_cases
 from treering.cli.simulate.report import as_json
 from treering.schedule.compare import compare, entrants
@@ -109,7 +109,7 @@ def main() -> None:
     wanted = [options for options in cases() if arguments.only in command_of(options)]
     found = json.loads(arguments.out.read_text(encoding="utf-8"))["cases"] if arguments.out.exists() else []
     known = {case["command"] for case in found}
-    with BenchProgress(Console(stderr=True)) as progress:
+    with WorkProgress(Console(stderr=True)) as progress:
         for number, options in enumerate(wanted):
             progress.tell(f"{command_of(options)}, case {number + 1} of {len(wanted)}", number / len(wanted))
             if command_of(options) in known:

@@ -1,27 +1,23 @@
 """Claim: training a tree takes less time than training its branches, close to what counted FLOPs allow, exactly.
 
-`treering bench tree` runs this. Three published cases with a small model: one thread, process time, and another
-project's trainer beside it where `make peers` has installed it. The same model with trees ten times the budget. Then
-samples of real trajectories with a model of eight layers: all threads, wall time. The baseline is the fastest of three
-tuned ways to train the branches.
+`python -m benchmarks tree` measures three published cases with a small model (one thread, process time), the same model
+on trees ten times the budget, and samples of real trajectories with a model of eight layers (all threads, wall time).
+The baseline is the fastest of three tuned ways to train the branches.
 """
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import check_runs, cpu_name, interleaved_medians, one_thread, process_seconds, versions
-from benchmarks.peers.peer import HINT, PeerResult, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, published_cases
-from benchmarks.tree.counts import MIN_MEAN_SEGMENT, MIN_SHARING
-from benchmarks.tree.partitions import PARTITIONS, PartitionResult, measure_partitions
-from benchmarks.tree.real import MAX_TOKENS, measure_sets
-from benchmarks.tree.sets import SAMPLE_TOKENS, SEED, SET_NAMES, TaskSample, TaskSource, find_source
+from benchmarks.tree.partitions import PARTITIONS, measure_partitions
+from benchmarks.tree.real import MAX_TOKENS, MIN_MEAN_SEGMENT, MIN_SHARING, measure_sets
+from benchmarks.tree.sets import SAMPLE_TOKENS, SEED, SET_NAMES, TaskSource, find_source
 from benchmarks.tree.sets import SHAPE as SET_SHAPE
 from benchmarks.tree.steps import BASELINES, build_steps, gradient_after, relative_error
 from treering.data import DATA_VARIABLE
@@ -29,15 +25,13 @@ from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
-__all__ = ["HINT", "CaseResult", "measure"]
-
 NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 NUM_RUNS = 5
 """Rounds of a published case, unless the caller says how many."""
 
 
 class OnProgress(Protocol):
-    """Told in words what is being measured and, where that is known, the share of the whole that is done."""
+    """Told what is being measured and, where known, the share of the whole that is done."""
 
     def __call__(self, words: str, done: float | None = None) -> None: ...
 
@@ -61,8 +55,7 @@ class CaseResult:
     baselines: dict[str, float]
     """Seconds by name."""
     baseline_grad_errors: dict[str, float]
-    """As `grad_error`, by name: a baseline that computes something else would be none."""
-    peers: dict[str, PeerResult]
+    """As `grad_error`, by name: a baseline must compute the same gradient."""
 
 
 def measure(
@@ -71,41 +64,42 @@ def measure(
     num_runs: int | None = None,
     only: Sequence[str] = (),
     sample_tokens: int | None = SAMPLE_TOKENS,
-    tokenizer: Path | None = None,
     on_progress: OnProgress = lambda words, done=None: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON: lists under "cases", "partitions" and "sets", the "environment", "notes" in words.
 
     Args:
         cases: instead of the published ones.
-        num_runs: rounds; None is `NUM_RUNS` for cases, and `tree_counts.default_runs` for sets.
+        num_runs: rounds; None is `NUM_RUNS` for cases, and `real.default_runs` for sets.
         only: names of cases and sets, and "partitions"; all of them when empty.
         sample_tokens: flat tokens of a set, about; None trains all of its tasks.
-        tokenizer: folder of another tokenizer than the data folder's.
         on_progress: told what is being measured.
 
     Raises:
         InputError: fewer than one run, an unknown name, a set without real data, a broken file.
-        StateError: a peer that is installed and fails.
 
     Example: `measure([star(prompt=8, response=4, group=2)], only=["star"], num_runs=1)["cases"][0]["flat_tokens"]` is
     24.
     """
     cases = published_cases() if cases is None else list(cases)
-    source = find_source(tokenizer)
+    source = find_source()
     check_runs(NUM_RUNS if num_runs is None else num_runs)
     _check_names(only, [case.name for case in cases], source)
     chosen = [case for case in cases if case.name in only or not only]
     names = [name for name in SET_NAMES if name in only or not only]
-    samples = [] if source is None else [_sample(source, name, sample_tokens, on_progress) for name in names]
-    results = _measure_cases(chosen, num_runs or NUM_RUNS, on_progress)
-    partitions = _measure_partitions(num_runs or NUM_RUNS, on_progress) if PARTITIONS in only or not only else []
+    samples = [] if source is None else [source.sample(name, num_tokens=sample_tokens) for name in names]
+    runs = num_runs or NUM_RUNS
+    with one_thread():
+        model = build_model()
+        results = [measure_case(model, case, runs, on_progress) for case in chosen]
+        has_partitions = PARTITIONS in only or not only
+        partitions = measure_partitions(build_model(), runs, on_progress) if has_partitions else []
     sets = measure_sets(samples, num_runs, on_progress)
     return {
         "cases": [asdict(result) for result in results],
         "partitions": [asdict(result) for result in partitions],
         "sets": [asdict(result) for result in sets],
-        "environment": environment(num_runs or NUM_RUNS, sample_tokens),
+        "environment": environment(runs, sample_tokens),
         "notes": [NO_DATA] if source is None and not only else [],
     }
 
@@ -122,7 +116,6 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
     baseline = min(BASELINES, key=seconds.__getitem__)
     forest = Forest.from_sequences(case.sequences)
     best = bounds(forest, SHAPE)
-    on_progress(f"{case.name}: peers")
     return CaseResult(
         case=case.name,
         flat_tokens=forest.num_branch_tokens,
@@ -136,7 +129,6 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
         grad_error=errors["tree"],
         baselines={name: seconds[name] for name in BASELINES},
         baseline_grad_errors={name: errors[name] for name in BASELINES},
-        peers={peer.name: peer.measure(model, case, num_runs) for peer in find_peers() if peer.can_train(case)},
     )
 
 
@@ -161,24 +153,6 @@ def environment(num_runs: int, sample_tokens: int | None) -> dict[str, Any]:
             "gate": {"sharing": MIN_SHARING, "mean_segment": MIN_MEAN_SEGMENT},
         },
     }
-
-
-def _measure_cases(cases: Sequence[Case], num_runs: int, on_progress: Callable[[str], None]) -> list[CaseResult]:
-    if not cases:
-        return []
-    model = build_model()
-    with one_thread():
-        return [measure_case(model, case, num_runs, on_progress) for case in cases]
-
-
-def _measure_partitions(num_runs: int, on_progress: Callable[[str], None]) -> list[PartitionResult]:
-    with one_thread():
-        return measure_partitions(build_model(), num_runs, on_progress)
-
-
-def _sample(source: TaskSource, name: str, num_tokens: int | None, on_progress: OnProgress) -> TaskSample:
-    on_progress(f"{name}: reading")
-    return source.sample(name, num_tokens=num_tokens)
 
 
 def _check_names(only: Sequence[str], cases: Sequence[str], source: TaskSource | None) -> None:

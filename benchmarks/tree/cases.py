@@ -1,7 +1,4 @@
-"""Three shapes of forest that tree trainers are compared on, and the small model that they are compared with.
-
-Knows sizes and seeds. Knows nothing of clocks or of ways to train.
-"""
+"""Three shapes of forest that tree trainers are compared on, and the small model that they are compared with."""
 
 from dataclasses import dataclass
 
@@ -37,8 +34,6 @@ class Case:
     """K branches, int32 [length] each."""
     num_trained: int
     """Loss falls on the last `num_trained` tokens of every branch."""
-    num_prompt_tokens: int | None = None
-    """Tokens before the only branch point; None where there are several, which prompt-only sharing cannot use."""
 
     def __post_init__(self) -> None:
         shortest = min(sequence.size for sequence in self.sequences)
@@ -69,7 +64,7 @@ def star(*, prompt: int = 1024, response: int = 64, group: int = 8) -> Case:
     rng = np.random.default_rng(0)
     shared = _run(rng, prompt)
     branches = [np.concatenate([shared, _run(rng, response, first=i)]) for i in range(group)]
-    return Case(name="star", sequences=tuple(branches), num_trained=response, num_prompt_tokens=prompt)
+    return Case(name="star", sequences=tuple(branches), num_trained=response)
 
 
 def two_level(*, prompt: int = 512, middle: int = 256, response: int = 64, num_middles: int = 2, fan: int = 4) -> Case:

@@ -1,7 +1,7 @@
 """Claim: a tree ten times the budget trains in partitions to the same gradient, in their memory, at hardly more time.
 
 Two trees, one a single chain, whole and in partitions: parents kept and recomputed, for a loss of tokens (sft) and one
-of whole sequences (gspo), whose pass without gradients is counted apart. Knows nothing of bench sets and baselines.
+of whole sequences (gspo), whose pass without gradients is counted apart.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ BUDGET = 512
 """Tokens of a partition; the trees have ten times as many."""
 
 PARTITIONS = "partitions"
-"""What users call this part of the benchmark."""
+"""Name of this part in `--only`."""
 
 PARENTS: tuple[Parents, ...] = ("keep", "recompute")
 

@@ -1,21 +1,27 @@
 """One bench set: how long each way to train it takes, what the tree step saves, and what it keeps in memory.
 
-Knows rounds, clocks and counts. The first round runs every way and compares gradients; later ones run the tree step and
-the baselines that could still be the fastest. Knows nothing of files.
+The first round runs every way and compares gradients; later ones run the tree step and the baselines that could
+still be the fastest.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.saved_bytes import watch_saved_bytes
 from benchmarks.common.timing import Step, interleaved_seconds, wall_seconds
 from benchmarks.tree.cases import build_model
-from benchmarks.tree.counts import SetCounts, count, default_runs, tokens_at_peak, work_of
 from benchmarks.tree.sets import SHAPE, TaskSample, num_flat_tokens
 from benchmarks.tree.steps import BASELINES, build_steps, gradient, relative_error
+from treering.train.gradient.backward import plan_step
+from treering.train.objectives import sft
+from treering.tree.forest import Forest
+from treering.tree.stats import branching, flat_work, tree_work, work_bounds
+from treering.types import TokenIds
 
 MAX_TOKENS = 16_384
 """Tokens of a micro-batch, for every way."""
@@ -26,11 +32,34 @@ MAX_LAG = 1.1
 WATCHED = ("tree", "packed_chains")
 """Ways whose saved bytes are counted: both fill micro-batches up to the same number of tokens."""
 
-OnWay = Callable[[str, int], None]
-"""Told the name of a way that has finished a round, and the tokens that it computed."""
-
 OnShare = Callable[[str, float], None]
-"""Told in words what is being measured, and the share of all work that is done."""
+"""Told what is being measured, and the share of the sets that is done."""
+
+MIN_SHARING = 0.4
+MIN_MEAN_SEGMENT = 32.0
+"""Sets with that much sharing in segments that long are held to a share of the FLOP bound."""
+
+NUM_RUNS = 3
+"""Rounds of a set that is held to something; one of the others, unless the caller says how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetCounts:
+    """What a sample holds; all of it counts, no clock."""
+
+    num_tasks: int
+    num_tasks_of_set: int
+    num_branches: int
+    flat_tokens: int
+    unique_tokens: int
+    trained_tokens: int
+    """Tokens with loss, counted by branches."""
+    sharing: float
+    mean_segment: float
+    token_bound: float
+    flop_bound: float
+    gated: bool
+    """Whether the set is held to a share of the FLOP bound: enough sharing, in segments long enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +91,69 @@ class SetResult:
     flat_tokens_at_peak: int
 
 
+def count(sample: TaskSample) -> SetCounts:
+    """Tokens, sharing and bounds of a sample with the model `SHAPE`.
+
+    Example: one task of [5, 6, 7] and [5, 6, 8] has 6 flat and 4 unique tokens, sharing 0.33 and mean segment 1.33.
+    """
+    forests = [Forest.from_sequences(group) for group in sample.groups]
+    lengths = np.array([sequence.size for group in sample.groups for sequence in group])
+    flat, tree = flat_work(lengths), tree_work(forests)
+    bounds, sharing = work_bounds(flat, tree, SHAPE), 1.0 - tree.num_tokens / flat.num_tokens
+    mean_segment = branching(*forests).mean_segment_length
+    return SetCounts(
+        num_tasks=len(forests),
+        num_tasks_of_set=sample.num_tasks_of_set,
+        num_branches=lengths.size,
+        flat_tokens=flat.num_tokens,
+        unique_tokens=tree.num_tokens,
+        trained_tokens=sample.num_trained_tokens,
+        sharing=sharing,
+        mean_segment=mean_segment,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+        gated=sharing >= MIN_SHARING and mean_segment >= MIN_MEAN_SEGMENT,
+    )
+
+
+def default_runs(counts: SetCounts) -> int:
+    """Rounds where the caller names none: `NUM_RUNS` for a set that is gated or shares nothing, else one."""
+    return NUM_RUNS if counts.gated or counts.sharing == 0.0 else 1
+
+
+def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int:
+    """Tokens whose activations are alive at one time when each group is trained as a tree on CPU, parents kept.
+
+    Example: groups [5, 6, 7] + [5, 6, 8] and [9, 9] are trees of 4 and 2 tokens: 6 under a budget of 6, else 4.
+    """
+    forests = [Forest.from_sequences(group) for group in groups]
+    plan = plan_step(forests, sft(), max_tokens, device=torch.device("cpu"))
+    whole = [batch.forest.num_tokens for batch in plan.micro_batches]
+    return max([*whole, *(tree.chain_tokens for tree in plan.partitioned)], default=0)
+
+
 def measure_sets(
     samples: Sequence[TaskSample], num_runs: int | None, on_share: OnShare, *, max_tokens: int = MAX_TOKENS
 ) -> list[SetResult]:
     """Measures sets one after another, all with one model; `num_runs` of None is `default_runs` for each."""
     if not samples:
         return []
-    counts = [count(sample) for sample in samples]
-    runs = [num_runs or default_runs(of_set) for of_set in counts]
-    meter = _Meter(sum(work_of(*pair) for pair in zip(counts, runs, strict=True)), on_share)
     model = build_model(shape=SHAPE)
     _warm_up(model, samples[0], max_tokens)
-    return [
-        measure_set(model, sample, of_set, num_runs=n, max_tokens=max_tokens, on_way=meter.told_of(sample.name))
-        for sample, of_set, n in zip(samples, counts, runs, strict=True)
-    ]
+    results = []
+    for number, sample in enumerate(samples):
+        counts = count(sample)
+
+        def on_way(way: str, name: str = sample.name, done: float = number / len(samples)) -> None:
+            on_share(f"{name}: {way}", done)
+
+        runs = num_runs or default_runs(counts)
+        results.append(measure_set(model, sample, counts, num_runs=runs, max_tokens=max_tokens, on_way=on_way))
+    return results
 
 
 def _warm_up(model: PreTrainedModel, sample: TaskSample, max_tokens: int) -> None:
-    """Runs every way on two branches: what is loaded and compiled on first use is no way's time."""
+    """Runs every way on two branches, so that loading and compiling on first use is not timed."""
     task = min(sample.tasks, key=num_flat_tokens)
     pair = replace(task, sequences=task.sequences[:2], loss_masks=task.loss_masks[:2])
     for step in build_steps(model, replace(sample, tasks=(pair,)), max_tokens).values():
@@ -94,7 +167,7 @@ def measure_set(
     *,
     num_runs: int,
     max_tokens: int = MAX_TOKENS,
-    on_way: OnWay = lambda name, num_tokens: None,
+    on_way: Callable[[str], None] = lambda way: None,
 ) -> SetResult:
     """Times every way to train a sample, compares their gradients and counts what the tree step keeps in memory.
 
@@ -102,10 +175,11 @@ def measure_set(
         InputError: fewer than one run.
     """
     steps = build_steps(model, sample, max_tokens)
-    first = _FirstRound(model, steps, counts, on_way)
+    first = _FirstRound(model, steps, on_way)
     seconds = first.seconds
     if num_runs != 1:
-        later = {name: _told(steps[name], name, counts, on_way) for name in ("tree", *fastest_baselines(seconds))}
+        later = {name: steps[name] for name in ("tree", *fastest_baselines(seconds))}
+        on_way(f"{', '.join(later)} in turns")
         for name, times in interleaved_seconds(later, num_runs - 1, wall_seconds).items():
             seconds[name] += times
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -147,40 +221,20 @@ def paired_overhead(tree: Sequence[float], baseline: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(tree, baseline, strict=True)) - 1.0
 
 
-class _Meter:
-    """How much of the expected work is done, in tokens; more work than expected counts as almost done."""
-
-    def __init__(self, expected: int, on_share: OnShare) -> None:
-        self._expected, self._done, self._on_share = expected, 0, on_share
-
-    def told_of(self, name: str) -> OnWay:
-        self._on_share(f"{name}: one_by_one", self._share)
-
-        def on_way(way: str, num_tokens: int) -> None:
-            self._done += num_tokens
-            self._on_share(f"{name}: {way} done", self._share)
-
-        return on_way
-
-    @property
-    def _share(self) -> float:
-        return min(self._done / self._expected, 0.99)
-
-
 class _FirstRound:
     """Every way once: its seconds, its gradient's error and, of those that are watched, its saved bytes."""
 
-    def __init__(self, model: PreTrainedModel, steps: Mapping[str, Step], counts: SetCounts, on_way: OnWay) -> None:
+    def __init__(self, model: PreTrainedModel, steps: Mapping[str, Step], on_way: Callable[[str], None]) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.errors: dict[str, float] = {}
         self.saved_bytes: dict[str, int] = {}
         expected = None
         for name, step in steps.items():
+            on_way(name)
             self.seconds[name] = [self._run(model, name, step)]
             got = gradient(model)
             expected = got if expected is None else expected
             self.errors[name] = relative_error(got, expected)
-            on_way(name, _num_computed(name, counts))
 
     def _run(self, model: PreTrainedModel, name: str, step: Step) -> float:
         # Counting costs microseconds for each saved tensor: seconds where micro-batches are many, nothing here.
@@ -190,15 +244,3 @@ class _FirstRound:
             seconds = wall_seconds(step)
         self.saved_bytes[name] = saved.peak
         return seconds
-
-
-def _told(step: Step, name: str, counts: SetCounts, on_way: OnWay) -> Step:
-    def told() -> None:
-        step()
-        on_way(name, _num_computed(name, counts))
-
-    return told
-
-
-def _num_computed(name: str, counts: SetCounts) -> int:
-    return counts.unique_tokens if name == "tree" else counts.flat_tokens

@@ -1,7 +1,6 @@
 """Real trajectories that tree trainers are compared on: seeded samples of whole tasks, folded to a small vocabulary.
 
-Knows files, tasks and seeds. Knows nothing of clocks or of ways to train. The files are nobody's to ship, so they are
-read from the folder of real data, and without it there are no sets.
+The files are not ours to ship: they are read from the folder of real data, and without it there are no sets.
 """
 
 import json
@@ -81,10 +80,10 @@ class TaskSample:
 class TaskSource:
     """The tasks of every set, each file read and rendered once."""
 
-    def __init__(self, folder: Path, *, tokenizer: Path | None = None) -> None:
-        """`folder` holds `bench` and, unless another is given, `tokenizer`."""
+    def __init__(self, folder: Path) -> None:
+        """`folder` holds `bench` and `tokenizer`."""
         self._folder = folder / "bench"
-        self._renderer = Renderer(tokenizer=tokenizer or folder / "tokenizer")
+        self._renderer = Renderer(tokenizer=folder / "tokenizer")
         self._tasks: dict[str, list[Task]] = {}
 
     def tasks(self, name: str) -> list[Task]:
@@ -116,10 +115,10 @@ class TaskSource:
         return [lone_branch(task) for turn in turns for task in turn if task is not None]
 
 
-def find_source(tokenizer: Path | None = None) -> TaskSource | None:
+def find_source() -> TaskSource | None:
     """The sets of the real-data folder, or None where there is none."""
     folder = data_folder()
-    return None if folder is None else TaskSource(folder, tokenizer=tokenizer)
+    return None if folder is None else TaskSource(folder)
 
 
 def sample_tasks(tasks: Sequence[Task], num_tokens: int | None, *, seed: int) -> list[Task]:

@@ -1,8 +1,8 @@
 """Ways to compute one optimizer batch's gradient: the tree step and the baselines that it must beat.
 
 Each is a closure that clears `.grad`, computes, and leaves the same gradient: that of the mean negative log-probability
-over all trained tokens. Every baseline is tuned as its user would tune it: the head runs on rows that carry loss only,
-in chunks, and batches keep the same token budget as the tree step. Knows nothing of clocks.
+over all trained tokens. Every baseline is tuned as its user would tune it: the head runs only on rows with loss, in
+chunks, and batches keep the same token budget as the tree step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,24 +75,28 @@ def padded_batch(model: PreTrainedModel, batch: Trainable, max_tokens: int | Non
     return _stock_steps(model, batch, padded_micro_batches([s.size for s in _sequences(batch)], budget))
 
 
-def packed_chains(model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None) -> Step:
+def packed_chains(
+    model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None, *, backend: str = "auto"
+) -> Step:
     """Treering without sharing: every branch a chain of its own, packed in rows without padding."""
     sequences, masks = _sequences(batch), batch.loss_masks()
 
     def step() -> None:
         model.zero_grad()
-        backward(model, [Forest.from_sequences([sequence]) for sequence in sequences], sft(masks), max_tokens)
+        chains = [Forest.from_sequences([sequence]) for sequence in sequences]
+        backward(model, chains, sft(masks), max_tokens, backend=backend)
 
     return step
 
 
-def tree(model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None) -> Step:
+def tree(model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None, *, backend: str = "auto") -> Step:
     """Treering: branches merged, every distinct token computed once. Merging is part of the step."""
     masks = batch.loss_masks()
 
     def step() -> None:
         model.zero_grad()
-        backward(model, [Forest.from_sequences(group) for group in batch.groups], sft(masks), max_tokens)
+        forests = [Forest.from_sequences(group) for group in batch.groups]
+        backward(model, forests, sft(masks), max_tokens, backend=backend)
 
     return step
 

@@ -7,6 +7,8 @@ heavy itself: a bare `import treering` loads no torch, no transformers and no nu
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
+from treering.extras import require
+
 if TYPE_CHECKING:
     from treering import errors as errors
     from treering import objectives as objectives
@@ -43,6 +45,8 @@ _HOMES = {
     "tree_attention": "treering.model.context",
 }
 _MODULES = frozenset({"errors", "objectives", "schedule"})
+_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "tree_attention"})
+"""Names that need the packages of `treering[train]`."""
 
 __all__ = [
     "DraftRows",
@@ -72,6 +76,8 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'treering' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    if name in _NEED_TRAIN:
+        require(f"treering.{name}")
     value = getattr(import_module(_HOMES[name]), name)
     # Stored, so that later look-ups cost nothing and give the same object.
     globals()[name] = value

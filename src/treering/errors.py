@@ -1,6 +1,6 @@
 """Errors that teach: each message states the rule, the offending value and the fix.
 
-Every error is also a standard-library one, so callers may catch either. Knows nothing of the rest of the package.
+Every error is also a standard-library one, so callers may catch either.
 """
 
 
@@ -18,6 +18,10 @@ class ConfigError(TreeringError, ValueError):
 
 class UnsupportedError(TreeringError, NotImplementedError):
     """Something that Treering refuses by name instead of computing it wrongly: a layer, a model, an output head."""
+
+
+class MissingExtraError(TreeringError, ImportError):
+    """A package that is not installed because the extra that brings it was left out; the message names the extra."""
 
 
 class StateError(TreeringError, RuntimeError):

@@ -8,6 +8,8 @@ with it) at the first use of a name. Example: `from treering.objectives import s
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from treering.extras import require
+
 if TYPE_CHECKING:
     from treering.train.objectives import cispo as cispo
     from treering.train.objectives import dapo as dapo
@@ -25,6 +27,7 @@ __all__ = ["cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "rloo", "sf
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'treering.objectives' has no objective {name!r}; there are {', '.join(__all__)}")
+    require(f"treering.objectives.{name}")
     return getattr(import_module("treering.train.objectives"), name)
 
 

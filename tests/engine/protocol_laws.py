@@ -1,8 +1,8 @@
-"""What every engine owes its callers, as functions of a way to make one: `for law in LAWS: law(make)`.
+"""The laws of the engine protocol, as functions of an engine factory: `for law in LAWS: law(make)`.
 
-`make(max_batch)` gives a new engine of version 0 that holds that many running rollouts. All engines it gives are equal,
-compute in float64, know the token ids 1 to 15, have no stop tokens of their own, and keep their weights when they are
-told of a new version; so a request has the same tokens in each of them, whatever else runs.
+`make(max_batch)` returns a new engine of version 0 with that many rows. All its engines are identical, compute in
+float64, know the token ids 1 to 15, have no stop tokens of their own, and keep their weights on `update_weights`; so a
+request gets the same tokens in each of them, whatever else is running.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def run_alone(make: MakeEngine, request: Request) -> Rollout:
 
 
 def run_on(engine: Engine) -> dict[RolloutKey, Rollout]:
-    """Steps until nothing is left."""
+    """Steps until the engine is idle."""
     return run(engine, [])
 
 
@@ -67,7 +67,7 @@ def assert_begins(rollout: Rollout, whole: Rollout, finish_reason: FinishReason)
     assert rollout.tokens.tolist() == whole.tokens[: rollout.num_tokens].tolist()
 
 
-def an_idle_engine_has_nothing_to_give(make: MakeEngine) -> None:
+def an_idle_engine_returns_nothing(make: MakeEngine) -> None:
     engine = make(max_batch=2)
     assert (engine.version, engine.num_unfinished, engine.step(), list(engine.generate([]))) == (0, 0, [], [])
     engine.submit([])
@@ -82,7 +82,7 @@ def generate_yields_every_rollout_once(make: MakeEngine) -> None:
     assert (engine.num_unfinished, engine.step()) == (0, [])
 
 
-def a_caller_that_stops_listening_leaves_nothing_behind(make: MakeEngine) -> None:
+def closing_generate_aborts_its_requests(make: MakeEngine) -> None:
     engine = make(max_batch=2)
     other = request_of(9)
     engine.submit([other])
@@ -99,7 +99,7 @@ def requests_come_from_any_iterable(make: MakeEngine) -> None:
     assert engine.num_unfinished == 3
 
 
-def company_and_order_change_no_rollout(make: MakeEngine) -> None:
+def batch_and_order_change_no_rollout(make: MakeEngine) -> None:
     requests = [request_of(i, prompt=[5, 3, 1 + i % 2]) for i in range(5)]
     requests = [Request(prompt_id=f"p{i}", prompt=r.prompt, sampling=r.sampling) for i, r in enumerate(requests)]
     together = run(make(max_batch=3), requests[::-1])
@@ -107,7 +107,7 @@ def company_and_order_change_no_rollout(make: MakeEngine) -> None:
         assert_equal(together[request.key], run_alone(make, request))
 
 
-def progress_counts_the_tokens_of_what_runs(make: MakeEngine) -> None:
+def progress_counts_tokens_of_running_rollouts(make: MakeEngine) -> None:
     engine = make(max_batch=2)
     before = run_alone(make, request_of(7, max_tokens=5))
     requests = [request_of(7, so_far=before), request_of(0), request_of(1)]
@@ -116,7 +116,7 @@ def progress_counts_the_tokens_of_what_runs(make: MakeEngine) -> None:
     assert engine.progress() == {}
     engine.step()
     found = engine.progress()
-    # Two run and one waits; taken out, they have what was said of them.
+    # Two run and one waits; aborting them returns as many tokens as `progress` reported.
     assert set(found) == {requests[0].key, requests[1].key}
     assert {rollout.key: rollout.num_tokens for rollout in engine.abort(list(found))} == found
     assert found[requests[0].key] >= 5
@@ -124,7 +124,7 @@ def progress_counts_the_tokens_of_what_runs(make: MakeEngine) -> None:
     run_on(engine)
 
 
-def a_rollout_is_filled_up_to_max_tokens(make: MakeEngine) -> None:
+def a_rollout_ends_at_max_tokens(make: MakeEngine) -> None:
     rollout = run_alone(make, request_of(0, max_tokens=7))
     assert (rollout.num_tokens, rollout.finish_reason) == (7, "length")
     assert (rollout.loss_mask.all(), rollout.versions.tolist()) == (True, [0] * 7)
@@ -132,7 +132,7 @@ def a_rollout_is_filled_up_to_max_tokens(make: MakeEngine) -> None:
     assert rollout.tokens.dtype == rollout.versions.dtype == np.int32
 
 
-def a_stop_token_ends_a_rollout_and_stays_its_last_token(make: MakeEngine) -> None:
+def a_stop_token_ends_a_rollout_and_is_its_last_token(make: MakeEngine) -> None:
     whole = run_alone(make, request_of(1))
     stop = int(whole.tokens[9])
     first = whole.tokens.tolist().index(stop)
@@ -141,14 +141,14 @@ def a_stop_token_ends_a_rollout_and_stays_its_last_token(make: MakeEngine) -> No
     assert rollout.finish_reason == "stop"
 
 
-def a_stop_token_in_the_last_place_is_a_stop(make: MakeEngine) -> None:
+def a_stop_token_at_max_tokens_is_a_stop(make: MakeEngine) -> None:
     whole = run_alone(make, request_of(1))
     fresh = next(i for i in range(MAX_TOKENS) if whole.tokens[i] not in whole.tokens[:i] and i > 0)
     rollout = run_alone(make, request_of(1, max_tokens=fresh + 1, stop_tokens=(int(whole.tokens[fresh]),)))
     assert (rollout.num_tokens, rollout.finish_reason) == (fresh + 1, "stop")
 
 
-def a_continued_rollout_equals_one_that_was_never_cut(make: MakeEngine) -> None:
+def a_continued_rollout_equals_an_uninterrupted_one(make: MakeEngine) -> None:
     for cut in (1, 9, MAX_TOKENS - 1):
         part = run_alone(make, request_of(0, max_tokens=cut))
         whole = run_alone(make, request_of(0, so_far=part))
@@ -156,7 +156,7 @@ def a_continued_rollout_equals_one_that_was_never_cut(make: MakeEngine) -> None:
         assert whole.num_tokens == MAX_TOKENS
 
 
-def a_continued_rollout_keeps_what_it_had(make: MakeEngine) -> None:
+def a_continued_rollout_keeps_its_tokens(make: MakeEngine) -> None:
     part = run_alone(make, request_of(0, max_tokens=4))
     seen = replace(part.observe(np.array([9, 8, 7], np.int32)), reward=1.0)
     engine = make(max_batch=1)
@@ -170,7 +170,7 @@ def a_continued_rollout_keeps_what_it_had(make: MakeEngine) -> None:
     assert (rollout.versions.tolist(), rollout.reward) == ([0] * 7 + [5] * 2, None)
 
 
-def a_stop_token_that_was_observed_ends_nothing(make: MakeEngine) -> None:
+def an_observed_stop_token_does_not_end_a_rollout(make: MakeEngine) -> None:
     seen = run_alone(make, request_of(0, max_tokens=2)).observe(np.array([9], np.int32))
     plain = run_alone(make, request_of(0, max_tokens=6, so_far=seen))
     stop = next(token for token in range(1, 16) if token not in plain.tokens[3:])
@@ -179,7 +179,7 @@ def a_stop_token_that_was_observed_ends_nothing(make: MakeEngine) -> None:
     assert rollout.num_tokens == 4
 
 
-def a_key_is_held_once(make: MakeEngine) -> None:
+def duplicate_keys_are_refused(make: MakeEngine) -> None:
     engine = make(max_batch=1)
     engine.submit([request_of(0), request_of(1)])
     engine.step()
@@ -190,7 +190,7 @@ def a_key_is_held_once(make: MakeEngine) -> None:
     assert set(run_on(engine)) == {("p", 2, 0), ("p", 2, 1)}
 
 
-def a_key_is_held_until_its_rollout_comes_out(make: MakeEngine) -> None:
+def a_key_is_in_use_until_its_rollout_is_returned(make: MakeEngine) -> None:
     engine, _ = half_way(make, "finish")
     for sample in range(4):
         with pytest.raises(InputError, match=r"twice|already"):
@@ -198,7 +198,7 @@ def a_key_is_held_until_its_rollout_comes_out(make: MakeEngine) -> None:
     assert len(run_on(engine)) == 4
 
 
-def a_key_is_free_again_when_its_rollout_has_come_out(make: MakeEngine) -> None:
+def a_key_is_free_after_its_rollout_is_returned(make: MakeEngine) -> None:
     engine = make(max_batch=2)
     first = run(engine, [request_of(0)])
     assert_equal(run(engine, [request_of(0)])["p", 2, 0], first["p", 2, 0])
@@ -207,7 +207,7 @@ def a_key_is_free_again_when_its_rollout_has_come_out(make: MakeEngine) -> None:
     assert set(run(engine, [request_of(1)])) == {("p", 2, 1)}
 
 
-def aborted_requests_come_out_with_what_they_have(make: MakeEngine) -> None:
+def abort_returns_partial_rollouts(make: MakeEngine) -> None:
     wholes = run(make(max_batch=4), [request_of(i) for i in range(4)])
     engine = make(max_batch=2)
     engine.submit([request_of(i) for i in range(4)])
@@ -225,7 +225,7 @@ def aborted_requests_come_out_with_what_they_have(make: MakeEngine) -> None:
         assert_equal(rollout, wholes[key])
 
 
-def an_aborted_rollout_can_go_on_elsewhere(make: MakeEngine) -> None:
+def an_aborted_rollout_continues_on_another_engine(make: MakeEngine) -> None:
     engine = make(max_batch=1)
     engine.submit([request_of(0)])
     for _ in range(2):
@@ -235,7 +235,7 @@ def an_aborted_rollout_can_go_on_elsewhere(make: MakeEngine) -> None:
     assert_equal(run_alone(make, request_of(0, so_far=part)), run_alone(make, request_of(0)))
 
 
-def a_waiting_continuation_is_aborted_as_it_came(make: MakeEngine) -> None:
+def aborting_a_waiting_continuation_returns_its_tokens(make: MakeEngine) -> None:
     part = run_alone(make, request_of(0, max_tokens=5))
     engine = make(max_batch=1)
     engine.submit([request_of(0, so_far=part)])
@@ -247,7 +247,7 @@ def a_waiting_continuation_is_aborted_as_it_came(make: MakeEngine) -> None:
 def half_way(make: MakeEngine, when_running: WhenRunning) -> tuple[Engine, dict[RolloutKey, Rollout]]:
     """An engine that took version 3 while samples 0 and 1 ran and 2 and 3 waited, and their undisturbed rollouts.
 
-    Sample 1 is shorter, so its place is free before sample 0 ends.
+    Sample 1 is shorter, so its row is free before sample 0 ends.
     """
     requests = [request_of(i, max_tokens=MAX_TOKENS - 3 * (i == 1)) for i in range(4)]
     wholes = run(make(max_batch=4), requests)
@@ -259,7 +259,7 @@ def half_way(make: MakeEngine, when_running: WhenRunning) -> tuple[Engine, dict[
     return engine, wholes
 
 
-def the_old_weights_finish_what_runs(make: MakeEngine) -> None:
+def finish_uses_the_old_weights(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "finish")
     old = {rollout.key: rollout for rollout in engine.step()}
     assert set(old) == {("p", 2, 0), ("p", 2, 1)}
@@ -270,7 +270,7 @@ def the_old_weights_finish_what_runs(make: MakeEngine) -> None:
         assert set(rollout.versions.tolist()) == {0 if key in old else 3}
 
 
-def an_update_aborts_what_runs(make: MakeEngine) -> None:
+def an_update_aborts_running_rollouts(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "abort")
     old = {rollout.key: rollout for rollout in engine.step()}
     assert set(old) == {("p", 2, 0), ("p", 2, 1)}
@@ -283,7 +283,7 @@ def an_update_aborts_what_runs(make: MakeEngine) -> None:
         assert set(rollout.versions.tolist()) == {3}
 
 
-def the_new_weights_go_on_with_what_runs(make: MakeEngine) -> None:
+def reprefill_continues_with_the_new_weights(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "reprefill")
     finished = run_on(engine)
     assert set(finished) == set(wholes)
@@ -295,7 +295,7 @@ def the_new_weights_go_on_with_what_runs(make: MakeEngine) -> None:
     assert all(set(finished["p", 2, i].versions.tolist()) == {3} for i in (2, 3))
 
 
-def finishing_is_what_an_update_does_unless_told_otherwise(make: MakeEngine) -> None:
+def an_update_finishes_running_rollouts_by_default(make: MakeEngine) -> None:
     engine = make(max_batch=1)
     engine.submit([request_of(0)])
     engine.step()
@@ -304,7 +304,7 @@ def finishing_is_what_an_update_does_unless_told_otherwise(make: MakeEngine) -> 
     assert (rollout.num_tokens, set(rollout.versions.tolist())) == (MAX_TOKENS, {0})
 
 
-def a_rollout_that_an_update_finished_can_still_be_taken_out(make: MakeEngine) -> None:
+def a_rollout_finished_by_an_update_can_still_be_aborted(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "finish")
     (rollout,) = engine.abort([("p", 2, 0)])
     assert_equal(rollout, wholes["p", 2, 0])
@@ -338,29 +338,29 @@ def sampled_tokens_are_counted_once(make: MakeEngine) -> None:
 
 
 LAWS: list[Callable[[MakeEngine], None]] = [
-    an_idle_engine_has_nothing_to_give,
+    an_idle_engine_returns_nothing,
     generate_yields_every_rollout_once,
-    a_caller_that_stops_listening_leaves_nothing_behind,
+    closing_generate_aborts_its_requests,
     requests_come_from_any_iterable,
-    company_and_order_change_no_rollout,
-    progress_counts_the_tokens_of_what_runs,
-    a_rollout_is_filled_up_to_max_tokens,
-    a_stop_token_ends_a_rollout_and_stays_its_last_token,
-    a_stop_token_in_the_last_place_is_a_stop,
-    a_continued_rollout_equals_one_that_was_never_cut,
-    a_continued_rollout_keeps_what_it_had,
-    a_stop_token_that_was_observed_ends_nothing,
-    a_key_is_held_once,
-    a_key_is_held_until_its_rollout_comes_out,
-    a_key_is_free_again_when_its_rollout_has_come_out,
-    aborted_requests_come_out_with_what_they_have,
-    an_aborted_rollout_can_go_on_elsewhere,
-    a_waiting_continuation_is_aborted_as_it_came,
-    the_old_weights_finish_what_runs,
-    an_update_aborts_what_runs,
-    the_new_weights_go_on_with_what_runs,
-    finishing_is_what_an_update_does_unless_told_otherwise,
-    a_rollout_that_an_update_finished_can_still_be_taken_out,
+    batch_and_order_change_no_rollout,
+    progress_counts_tokens_of_running_rollouts,
+    a_rollout_ends_at_max_tokens,
+    a_stop_token_ends_a_rollout_and_is_its_last_token,
+    a_stop_token_at_max_tokens_is_a_stop,
+    a_continued_rollout_equals_an_uninterrupted_one,
+    a_continued_rollout_keeps_its_tokens,
+    an_observed_stop_token_does_not_end_a_rollout,
+    duplicate_keys_are_refused,
+    a_key_is_in_use_until_its_rollout_is_returned,
+    a_key_is_free_after_its_rollout_is_returned,
+    abort_returns_partial_rollouts,
+    an_aborted_rollout_continues_on_another_engine,
+    aborting_a_waiting_continuation_returns_its_tokens,
+    finish_uses_the_old_weights,
+    an_update_aborts_running_rollouts,
+    reprefill_continues_with_the_new_weights,
+    an_update_finishes_running_rollouts_by_default,
+    a_rollout_finished_by_an_update_can_still_be_aborted,
     versions_only_rise,
     sampled_tokens_are_counted_once,
 ]

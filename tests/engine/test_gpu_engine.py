@@ -1,4 +1,4 @@
-"""What only a device shows of the engine: compiled kernels, captured passes, one wait a step."""
+"""GPU-only tests of the engine: compiled kernels, captured passes, one wait per step."""
 
 import pytest
 import torch
@@ -18,12 +18,12 @@ from treering.engine.torch_engine import TorchEngine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    # Torch and triton warn of themselves.
+    # Torch and triton emit warnings of their own.
     pytest.mark.filterwarnings("default"),
 ]
 
 
-# Few, since every combination compiles its kernels.
+# Few combinations, since each compiles its kernels.
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "tolerance"),
     [(128, torch.bfloat16, 0.03), (64, torch.float16, 0.01), (128, torch.float32, 1e-4)],
@@ -32,7 +32,7 @@ def test_captured_and_started_passes_give_the_logits_of_the_plain_decoder(
     head_dim: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     weights = weights_of(build("qwen3", head_dim=head_dim).to("cuda", dtype))
-    # The second time they are replayed.
+    # The second run of each batch replays its graph.
     batches = [batch_of(rows, VOCAB) for rows in (FILLING, GROWING, FILLING, GROWING)]
     assert_close(*both(weights, batches), tolerance)
 
@@ -52,12 +52,12 @@ def test_drafts_change_no_token_and_float32_has_those_of_the_plain_engine(shape:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 50])
 def test_products_of_few_rows_are_those_of_float64_rounded_once(num_tokens: int) -> None:
-    from treering.engine.decoder.cuda.linear import Tile, linear
+    from treering.engine.decoder.cuda.linear import LinearTile, linear
 
     generator = torch.Generator().manual_seed(0)
     shapes = (num_tokens, 1024), (400, 1024), (400,)
     x, weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
-    for tile in (Tile(64, 1), Tile(32, 2), Tile(16, 1)):
+    for tile in (LinearTile(64, 1), LinearTile(32, 2), LinearTile(16, 1)):
         out = torch.empty(num_tokens, 400, dtype=x.dtype, device="cuda")
         parts = None if tile.parts == 1 else torch.empty(tile.parts, *out.shape, device="cuda")
         linear(x.cuda(), weight.cuda(), bias.cuda(), out, tile, parts)
@@ -73,7 +73,7 @@ def test_every_product_of_a_captured_pass_has_a_kernel_that_was_timed() -> None:
     assert {*chosen} == {"qkv", "out", "gate_up", "down", "head"}
 
 
-def test_a_trainer_captures_behind_an_engine_that_lives_in_inference_mode() -> None:
+def test_a_trainer_captures_after_an_engine_in_inference_mode() -> None:
     requests = group_requests(2, 2, max_tokens=4)
     with torch.inference_mode():
         engine = TorchEngine(build("qwen3").eval().to("cuda"), max_batch=4)
@@ -98,35 +98,35 @@ def test_new_weights_are_read_by_passes_that_are_captured_already() -> None:
 
 @pytest.mark.parametrize("vocabulary", [1000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_race_draws_what_the_specification_draws(vocabulary: int, dtype: torch.dtype) -> None:
-    from treering.engine.decoder.cuda.gumbel import race
+def test_gumbel_max_samples_equal_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
+    from treering.engine.decoder.cuda.gumbel import gumbel_max
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(64, vocabulary, generator=generator)).to("cuda", dtype)
     keys, positions = keys_of(64).to("cuda"), torch.arange(64, device="cuda")
     temperature = torch.linspace(0.3, 2.0, 64, dtype=torch.float64, device="cuda")
     options = {name: values.to("cuda") for name, values in everything(64).items()}
-    raced = race(logits, keys, positions, temperature)
+    samples = gumbel_max(logits, keys, positions, temperature)
     expected = sample(logits, keys=keys, positions=positions, temperature=temperature, **options)
-    assert raced.tokens.tolist() == expected.tokens.tolist()
-    assert torch.allclose(raced.logprobs, expected.logprobs, rtol=0, atol=1e-10)
+    assert samples.tokens.tolist() == expected.tokens.tolist()
+    assert torch.allclose(samples.logprobs, expected.logprobs, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("drafting", ["none", "trees", "led"])
+@pytest.mark.parametrize("drafting", ["none", "trees", "duplicates"])
 def test_a_step_waits_for_the_device_once(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3").eval().to("cuda")
     requests = group_requests(4, 2, max_tokens=20)
     expected = run(TorchEngine(model, max_batch=8), requests)
     drafter = ScriptedDrafter(script_of(right_last, Truth(expected))) if drafting == "trees" else None
-    equal_rows = "once" if drafting == "led" else "each"
-    engine = TorchEngine(model, drafter, max_batch=8, costs="none", equal_rows=equal_rows)
+    duplicate_rows = "once" if drafting == "duplicates" else "each"
+    engine = TorchEngine(model, drafter, max_batch=8, costs="none", duplicate_rows=duplicate_rows)
     run(engine, requests)
     waits: list[object] = []
     monkeypatch.setattr(
-        "treering.engine.decoder.cuda.verify.fetch", lambda tensor: waits.append(tensor) or tensor.cpu().numpy()
+        "treering.engine.decoder.cuda.verify.to_host", lambda tensor: waits.append(tensor) or tensor.cpu().numpy()
     )
     num_before = engine.stats.num_forwards
-    # Torch tells of every other wait; the one that is meant is not in its sight here.
+    # Torch warns of every other wait; the intended one is inside `to_host`, which is replaced.
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="synchroniz") as told:

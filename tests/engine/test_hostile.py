@@ -1,4 +1,4 @@
-"""What callers get wrong, and what must hold all the same: foreign history, odd sizes, full arenas, reused buffers."""
+"""Misuse and edge cases: foreign history, odd sizes, full arenas, reused buffers."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def request_of(
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[RolloutKey, Rollout]:
-    """As `generate`, but an engine that never ends fails."""
+    """Like `generate`, but fails if the engine does not finish."""
     engine.submit(requests)
     finished: list[Rollout] = []
     for _ in range(MAX_STEPS):
@@ -51,8 +51,8 @@ def model() -> PreTrainedModel:
     return build_float64("qwen3").eval()
 
 
-def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model: PreTrainedModel) -> None:
-    """b's span was placed behind a's; once a's is gone, neither hole beside it holds b's long rollout."""
+def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(model: PreTrainedModel) -> None:
+    """b's span is allocated after a's; once a's is freed, neither adjacent hole fits b's long rollout."""
     engine = TorchEngine(model, max_tokens=100, max_batch=2)
     requests = [
         request_of("a", 40, 0, max_tokens=10),
@@ -62,11 +62,11 @@ def test_a_prefix_in_the_middle_of_the_arena_never_blocks_its_own_rollouts(model
     ]
     rollouts = run(engine, requests)
     assert [rollouts[request.key].num_tokens for request in requests] == [10, 5, 60, 10]
-    assert engine._table.prefixes.spans.num_free == 100
+    assert engine._table.prefixes.allocator.num_free == 100
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_fits_an_empty_arena_comes_out_as_if_it_had_run_alone(model: PreTrainedModel, seed: int) -> None:
+def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_slots = int(rng.integers(40, 80))
     requests = []
@@ -77,7 +77,7 @@ def test_whatever_fits_an_empty_arena_comes_out_as_if_it_had_run_alone(model: Pr
     engine = TorchEngine(model, max_tokens=num_slots, max_batch=3, max_prefill=int(rng.integers(1, 9)))
     alone = run(TorchEngine(model, max_tokens=4096), requests)
     assert tokens_of(run(engine, requests)) == tokens_of(alone)
-    assert engine._table.prefixes.spans.num_free == num_slots
+    assert engine._table.prefixes.allocator.num_free == num_slots
 
 
 def test_drafts_that_the_model_has_no_tokens_for_are_cut_off(model: PreTrainedModel) -> None:
@@ -106,9 +106,7 @@ def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: P
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
-def test_a_stop_string_that_an_abort_cut_in_two_ends_the_rollout_all_the_same(
-    model: PreTrainedModel, num_steps: int
-) -> None:
+def test_a_stop_string_that_spans_an_abort_ends_the_rollout(model: PreTrainedModel, num_steps: int) -> None:
     whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
     stop = letters(whole.tokens[2:6])
     request = request_of("q", 3, stop_strings=(stop,))
@@ -136,7 +134,7 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
-def test_a_prompt_buffer_may_be_used_again(model: PreTrainedModel) -> None:
+def test_a_prompt_buffer_may_be_reused(model: PreTrainedModel) -> None:
     expected = run(TorchEngine(model), [request_of("q", 5)])
     buffer = request_of("q", 5).prompt.copy()
     engine = TorchEngine(model)
@@ -174,7 +172,7 @@ def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None
         TorchEngine(wide)
 
 
-def test_hidden_tokens_are_never_drawn_and_diverged_weights_are_told_at_once() -> None:
+def test_hidden_tokens_are_never_sampled_and_diverged_weights_are_reported() -> None:
     model = build_float64()
     model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.float64)
     with torch.no_grad():
@@ -195,7 +193,7 @@ def test_an_engine_made_in_inference_mode_takes_new_weights(model: PreTrainedMod
         assert tokens_of(run(engine, [request_of("q", 3)])) == tokens_of(run(TorchEngine(model), [request_of("q", 3)]))
 
 
-def test_settings_of_another_kind_are_refused_by_name(model: PreTrainedModel) -> None:
+def test_settings_of_the_wrong_type_are_refused_by_name(model: PreTrainedModel) -> None:
     for name, value in (("max_batch", 2.5), ("max_tokens", 1), ("seed", 1.5), ("version", -1), ("num_threads", 0)):
         with pytest.raises(ConfigError, match=f"{name}.*{value}"):
             TorchEngine(model, **{name: value})

@@ -1,4 +1,4 @@
-"""Requests and what comes in their place: converted where that is exact, else named."""
+"""Requests: exact conversions of their arguments, and clear errors for the rest."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_any_list_of_token_ids_is_a_prompt(prompt: Any) -> None:
         ({"prompt_id": True}, "got True"),
     ],
 )
-def test_what_is_no_prompt_is_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_prompts_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         request(**changes)
 
@@ -56,14 +56,14 @@ def test_numpys_integers_name_the_same_rollout_as_pythons() -> None:
         ([request(), None], "Request records, got None"),
     ],
 )
-def test_what_is_no_request_is_named_and_nothing_is_queued(requests: Any, message: str) -> None:
+def test_invalid_requests_are_refused_and_nothing_is_queued(requests: Any, message: str) -> None:
     engine = ScriptedEngine(lambda request: [7, 8])
     with pytest.raises(InputError, match=message):
         list(engine.generate(requests))
     assert engine.num_unfinished == 0
 
 
-def test_requests_may_come_one_by_one() -> None:
+def test_requests_may_be_submitted_one_by_one() -> None:
     engine = ScriptedEngine(lambda request: [7, 8])
     rollouts = engine.generate(request(sample=i) for i in range(3))
     assert sorted(rollout.sample for rollout in rollouts) == [0, 1, 2]

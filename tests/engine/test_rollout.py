@@ -1,4 +1,4 @@
-"""Rollouts as they travel between processes."""
+"""Pickling of rollouts."""
 
 import pickle
 
@@ -28,7 +28,7 @@ def rollout_of(num_tokens: int, reward: float | None = None, prompt_id: int | st
 
 
 @given(st.integers(0, 70), st.none() | st.floats(allow_nan=False), st.integers() | st.text())
-def test_a_rollout_arrives_as_it_was_sent(num_tokens, reward, prompt_id) -> None:
+def test_a_pickled_rollout_is_equal(num_tokens, reward, prompt_id) -> None:
     sent = rollout_of(num_tokens, reward, prompt_id)
     came = pickle.loads(pickle.dumps(sent))
     assert (came.key, came.finish_reason, came.reward) == (sent.key, "length", reward)

@@ -1,4 +1,4 @@
-"""The scripted engine keeps the protocol's laws, and writes exactly what its script says."""
+"""The scripted engine obeys the protocol's laws and returns exactly its script."""
 
 import hashlib
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_an_empty_script_gives_an_empty_rollout() -> None:
     assert (rollout.num_tokens, rollout.finish_reason, engine.stats.num_forwards) == (0, "stop", 0)
 
 
-def test_a_script_is_asked_once_when_its_request_starts() -> None:
+def test_a_script_is_called_once_when_its_request_starts() -> None:
     asked: list[int] = []
 
     def script(request: Request) -> list[int]:
@@ -106,7 +106,7 @@ def test_keys_and_values_are_computed_again_under_new_weights() -> None:
     assert engine.stats.num_prefilled == 5 + (5 + 1)
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_unsupported_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="got max_batch=0"):
         ScriptedEngine(endless, max_batch=0)
     engine = ScriptedEngine(endless, version=4)

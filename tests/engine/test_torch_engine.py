@@ -1,4 +1,4 @@
-"""The embedded engine: the protocol's laws, law 5, and log-probabilities that are those of the tree forward."""
+"""The embedded engine: the protocol's laws, law 5, and log-probs equal to those of the tree forward."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.engine.protocol_laws import LAWS, MakeEngine
-from tests.hybrids import build_hybrid
 from tests.models import VOCAB, build, build_float64
 from treering.engine.decoder.support import FAMILIES
 from treering.engine.protocol import Engine
@@ -27,7 +26,7 @@ Rollouts = dict[RolloutKey, Rollout]
 def group_requests(
     num_prompts: int = 16, group_size: int = 4, *, draw: int = 0, max_tokens: int = 20, **options: object
 ) -> list[Request]:
-    """Prompts of 1 to 16 tokens, the first tokens of one row of numbers, so that some are prefixes of others."""
+    """Prompts of 1 to 16 tokens, all prefixes of one sequence, so that some are prefixes of others."""
     row = np.random.default_rng(0).integers(0, VOCAB, num_prompts).astype(np.int32)
     sampling = Sampling(max_tokens=max_tokens, **options)
     return [
@@ -152,7 +151,7 @@ def test_stock_weights_give_the_models_own_logprobs(family: str, dtype: torch.dt
 
 
 def test_the_sampled_distribution_is_the_processed_one(model: PreTrainedModel) -> None:
-    """`logprobs` of a first token against probabilities worked out by hand from the model's own logits."""
+    """Compares a first token's `logprobs` with probabilities computed from the model's own logits."""
     requests = group_requests(1, 64, max_tokens=1, temperature=0.5, top_k=6, top_p=0.9)
     rollouts = run(TorchEngine(model, max_batch=16), requests)
     with torch.no_grad():
@@ -179,8 +178,8 @@ def test_new_weights_are_read_at_the_update_and_not_before(model: PreTrainedMode
     assert_same(run(engine, requests), expected)
 
 
-def test_a_rollout_moved_in_the_middle_reads_its_tokens_again(model: PreTrainedModel) -> None:
-    """`reprefill` under changed weights: every later token is as if the new weights had read all of it."""
+def test_reprefill_recomputes_a_running_rollout(model: PreTrainedModel) -> None:
+    """`reprefill` under changed weights: later tokens are as if the new weights had read the whole context."""
     mine = build_float64("qwen3", seed=0).eval()
     requests = group_requests(3, 2, max_tokens=12)
     engine = TorchEngine(mine, max_batch=8)
@@ -205,11 +204,11 @@ def test_prompts_of_a_group_are_computed_once(model: PreTrainedModel) -> None:
     requests = group_requests(16, 4)
     engine = TorchEngine(model, max_batch=64)
     run(engine, requests)
-    # All tokens of a prompt but the last, which each rollout computes for itself.
+    # All tokens of a prompt but the last, which each rollout computes itself.
     assert engine.stats.num_prefilled == sum(range(16))
 
 
-def test_a_prompt_that_comes_again_is_computed_again_under_new_weights_only(model: PreTrainedModel) -> None:
+def test_a_repeated_prompt_is_recomputed_only_under_new_weights(model: PreTrainedModel) -> None:
     requests = group_requests(13, 6)[-6:]
     engine = TorchEngine(model, max_batch=4)
     rollouts = run(engine, requests[:2]) | run(engine, requests[2:5])
@@ -220,11 +219,11 @@ def test_a_prompt_that_comes_again_is_computed_again_under_new_weights_only(mode
     assert engine.stats.num_prefilled == 24
 
 
-def test_memory_comes_back(model: PreTrainedModel) -> None:
+def test_memory_is_freed(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=3, max_tokens=70)
     for _ in range(3):
         run(engine, group_requests(16, 2, max_tokens=20))
-        assert engine._table.prefixes.spans.num_free == 70
+        assert engine._table.prefixes.allocator.num_free == 70
 
 
 def test_a_stop_string_ends_a_rollout_wherever_it_falls(model: PreTrainedModel) -> None:
@@ -274,7 +273,7 @@ def test_input_that_cannot_run_is_refused_and_queues_nothing(model: PreTrainedMo
         short.submit([Request(prompt_id="a", prompt=prompt, sampling=Sampling(max_tokens=16))])
 
 
-def test_settings_that_mean_nothing_are_refused(model: PreTrainedModel) -> None:
+def test_invalid_settings_are_refused(model: PreTrainedModel) -> None:
     for name in ("max_batch", "max_tokens", "max_prefill"):
         with pytest.raises(ConfigError, match=name):
             TorchEngine(model, **{name: 0})
@@ -290,7 +289,7 @@ def test_settings_that_mean_nothing_are_refused(model: PreTrainedModel) -> None:
     assert TorchEngine(build().bfloat16()).backend == "plain on cpu"
 
 
-def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
+def test_a_model_that_computes_more_than_its_weights_is_refused() -> None:
     hooked = build()
     hooked.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: 1.1 * output)
     with pytest.raises(UnsupportedError, match="hook"):
@@ -308,6 +307,8 @@ def test_a_model_that_its_weights_do_not_tell_is_refused() -> None:
 
 @pytest.mark.parametrize(("family", "layer", "mixer"), [("qwen3_5", 0, "GatedDeltaNet"), ("bamba", 0, "BambaMixer")])
 def test_a_recurrent_layer_is_refused_by_name(family: str, layer: int, mixer: str) -> None:
+    from tests.hybrids import build_hybrid
+
     with pytest.raises(UnsupportedError, match=rf"layer {layer} is recurrent, a \w*{mixer}: .* use vLLM"):
         TorchEngine(build_hybrid(family))
 
@@ -320,7 +321,7 @@ def test_checking_a_model_leaves_its_modes_alone() -> None:
     assert not model.model.layers[0].training
 
 
-def test_diverged_weights_are_told() -> None:
+def test_diverged_weights_are_reported() -> None:
     model = build_float64()
     engine = TorchEngine(model, max_batch=2)
     with torch.no_grad():

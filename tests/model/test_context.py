@@ -113,6 +113,8 @@ def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises() -> None:
         def __init__(self, layer: nn.Module) -> None:
             super().__init__()
             self.layer = layer
+            # transformers 5.0 reads it from each layer.
+            self.attention_type = getattr(layer, "attention_type", None)
 
         def forward(self, hidden: torch.Tensor, **kwargs: object) -> torch.Tensor:
             return torch.utils.checkpoint.checkpoint(self.layer, hidden, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
@@ -285,6 +287,13 @@ def of_its_own_kind() -> nn.Module:
     return model
 
 
+def recurrent() -> nn.Module:
+    """A model that has the type of one with recurrent layers, and none."""
+    model = build()
+    model.config.model_type = "bamba"
+    return model
+
+
 def hooked() -> nn.Module:
     model = build()
     model.register_forward_hook(lambda module, args, output: None)
@@ -335,6 +344,15 @@ def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
         model = make()
     with pytest.raises(UnsupportedError, match=message):
         forward(model, FOREST)
+
+
+def test_recurrent_layers_of_an_old_transformers_are_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.14.1")
+    message = r"'bamba' has recurrent layers.*transformers 5\.15 or newer, got 5\.14\.1"
+    with pytest.raises(UnsupportedError, match=message):
+        forward(recurrent(), FOREST)
+    monkeypatch.setattr("transformers.__version__", "5.15.0.dev0")
+    assert forward(recurrent(), FOREST).logprobs.shape == (FOREST.num_tokens,)
 
 
 def test_dropout_is_no_obstacle_in_evaluation_mode() -> None:

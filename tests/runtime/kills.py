@@ -21,24 +21,24 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
     Yields:
         The names of the dead, in order.
     """
-    seats: dict[int, ChildProcess] = {}
+    children: dict[int, ChildProcess] = {}
     due = sorted(moments.items())
     dead: list[str] = []
     killed: set[int] = set()
-    receive, fill = ChildProcess.receive, ChildProcess.fill
+    receive, start = ChildProcess.receive, ChildProcess.start
     count = 0
 
-    def filled(seat: ChildProcess, settings: object) -> None:
-        fill(seat, settings)
-        seats[id(seat)] = seat
+    def started(child: ChildProcess, settings: object) -> None:
+        start(child, settings)
+        children[id(child)] = child
 
-    def received(seat: ChildProcess) -> tuple[list[Any], bool]:
+    def received(child: ChildProcess) -> tuple[list[Any], bool]:
         nonlocal count
-        messages, has_died = receive(seat)
+        messages, has_died = receive(child)
         for _ in messages:
             count += 1
             if due and count >= due[0][0]:
-                victim = next(each for each in seats.values() if each.name.startswith(due[0][1]) and each.pid)
+                victim = next(each for each in children.values() if each.name.startswith(due[0][1]) and each.pid)
                 # A process dies once: one that is dead and not yet replaced is met again at a later message.
                 is_last_chance = victim.num_deaths == MAX_DEATHS - 1
                 if victim.pid is not None and victim.pid not in killed and not is_last_chance:
@@ -48,8 +48,8 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
                     del due[0]
         return messages, has_died
 
-    ChildProcess.receive, ChildProcess.fill = received, filled  # type: ignore[method-assign]
+    ChildProcess.receive, ChildProcess.start = received, started  # type: ignore[method-assign]
     try:
         yield dead
     finally:
-        ChildProcess.receive, ChildProcess.fill = receive, fill  # type: ignore[method-assign]
+        ChildProcess.receive, ChildProcess.start = receive, start  # type: ignore[method-assign]

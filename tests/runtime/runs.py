@@ -35,19 +35,19 @@ class Dealt(Policy):
     def name(self) -> str:
         return f"dealt {self._stealing}"
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        size = outlook.forecasts[0].num_rollouts
-        workers = (np.arange(size) + outlook.step) % outlook.cluster.num_workers
+    def assign(self, request: PlanRequest) -> Assignment:
+        size = request.forecasts[0].num_rollouts
+        workers = (np.arange(size) + request.step) % request.cluster.num_workers
         return Assignment(workers=workers, order=np.arange(size)[::-1], stealing=self._stealing)
 
 
 class Lopsided(Dealt):
     """All on the first worker, but the last one."""
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        size = outlook.forecasts[0].num_rollouts
+    def assign(self, request: PlanRequest) -> Assignment:
+        size = request.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
-        workers[-1] = outlook.cluster.num_workers - 1
+        workers[-1] = request.cluster.num_workers - 1
         return Assignment(workers=workers, order=np.arange(size), stealing=self._stealing)
 
 

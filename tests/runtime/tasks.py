@@ -1,4 +1,4 @@
-"""Tasks whose rewards misbehave, in the judge's process."""
+"""Tasks whose rewards misbehave, in the reward worker."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ class Slow(TinyTask):
 
 
 class Deadly(TinyTask):
-    """One rollout of each first group ends the judge's process, every time."""
+    """One rollout of each first group kills the reward worker, every time."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if (rollout.draw, rollout.sample) == (0, 1):
@@ -32,7 +32,7 @@ class Deadly(TinyTask):
 
 
 class DeadlyOnce(TinyTask):
-    """The judge dies at the very first reward, and no other one does."""
+    """The reward worker dies at the very first reward, and never again."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()

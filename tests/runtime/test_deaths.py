@@ -33,8 +33,8 @@ def undisturbed() -> Result:
 
 
 def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
-    """Whether every scheduled rollout was sampled, judged and trained once."""
-    counts = (account.scheduled, account.sampled, account.judged)
+    """Whether every scheduled rollout was sampled, evaluated and trained once."""
+    counts = (account.scheduled, account.sampled, account.evaluated)
     left_out = account.reward_errors + account.empty + account.without_variance
     return counts == (num_rollouts,) * 3 and account.trained + left_out == num_rollouts
 
@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-@pytest.mark.parametrize("victim", ["rollout worker 0", "judge", "trainer"])
+@pytest.mark.parametrize("victim", ["rollout worker 0", "reward worker", "trainer"])
 def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     with killing({9: victim, 30: victim}) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
         result = run(loop, NUM_STEPS)
@@ -63,8 +63,8 @@ def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     assert dead == [victim, victim]
     assert_same(result, undisturbed)
     assert is_complete(account)
-    deaths = (account.worker_deaths, account.judge_deaths, account.trainer_deaths)
-    assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "judge", "trainer"))
+    deaths = (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths)
+    assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "reward worker", "trainer"))
 
 
 def test_deaths_in_a_row_end_no_run_as_long_as_something_is_done_in_between() -> None:
@@ -97,7 +97,7 @@ def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_acco
     num_steps = 18
     generator = random.Random(7)
     moments = dict.fromkeys(sorted(generator.sample(range(3, 200), 20)), "")
-    kinds = [generator.choice(["rollout worker 0", "rollout worker 1", "judge", "trainer"]) for _ in moments]
+    kinds = [generator.choice(["rollout worker 0", "rollout worker 1", "reward worker", "trainer"]) for _ in moments]
     with pipeline(num_steps=num_steps, staleness=1) as loop:
         expected = run(loop, num_steps)
     with killing(dict(zip(moments, kinds, strict=True))) as dead, pipeline(num_steps=num_steps, staleness=1) as loop:
@@ -107,9 +107,9 @@ def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_acco
     assert_same(result, expected)
     assert is_complete(account, 6 * 20)
     assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
-    assert account.judge_deaths == kinds.count("judge")
+    assert account.reward_worker_deaths == kinds.count("reward worker")
     assert account.trainer_deaths == kinds.count("trainer")
-    assert account.judges_stopped == 0
+    assert account.reward_workers_stopped == 0
 
 
 def test_what_a_dead_worker_was_sampling_is_sampled_again() -> None:
@@ -129,33 +129,33 @@ def test_a_reward_over_its_time_costs_that_rollout_its_reward_and_nothing_else()
     with pipeline(TinyRecipe(task=tasks.Slow), num_steps=1, reward_time_limit_s=1.0) as loop:
         report = loop.step().rollouts
         account = loop.account
-        judges = loop.pids
+        pids = loop.pids
     assert report.num_reward_errors == account.reward_errors == 2
-    assert account.judges_stopped == 2
-    assert account.judge_deaths == 0
+    assert account.reward_workers_stopped == 2
+    assert account.reward_worker_deaths == 0
     assert report.num_rollouts == 6
     assert all("runtime.reward_time_limit_s = 1 s" in message for message in report.reward_errors)
     assert "TimeoutError" in report.reward_errors[0]
-    assert "judge" in judges
+    assert "reward worker" in pids
     assert is_complete(account, 8)
 
 
-def test_a_rollout_that_ends_three_judges_is_left_out() -> None:
+def test_a_rollout_that_kills_three_reward_workers_is_left_out() -> None:
     with pipeline(TinyRecipe(task=tasks.Deadly), num_steps=1) as loop:
         report = loop.step().rollouts
         account = loop.account
     assert report.num_reward_errors == 2
-    assert account.judge_deaths == 6
-    assert all("ended the judge's process 3 times" in message for message in report.reward_errors)
+    assert account.reward_worker_deaths == 6
+    assert all("ended the reward worker 3 times" in message for message in report.reward_errors)
     assert is_complete(account, 8)
 
 
-def test_a_rollout_that_ends_one_judge_is_judged_again(tmp_path: Path) -> None:
+def test_a_rollout_that_kills_one_reward_worker_is_evaluated_again(tmp_path: Path) -> None:
     recipe = TinyRecipe(task=partial(tasks.DeadlyOnce, str(tmp_path / "died")))
     with pipeline(recipe, num_steps=1) as loop:
         assert loop.step().rollouts.num_reward_errors == 0
-        assert loop.account.judge_deaths == 1
-        assert loop.account.judged_again >= 1
+        assert loop.account.reward_worker_deaths == 1
+        assert loop.account.evaluated_again >= 1
         assert is_complete(loop.account, 8)
 
 
@@ -164,7 +164,7 @@ def test_a_reward_that_raises_is_left_out_as_in_the_synchronous_loop() -> None:
         report = loop.step().rollouts
         assert report.num_reward_errors == loop.account.reward_errors == 2
         assert "sample 3: ValueError: no number" in report.reward_errors[0]
-        assert loop.account.judge_deaths == 0
+        assert loop.account.reward_worker_deaths == 0
 
 
 def test_rewards_may_start_processes_of_their_own() -> None:
@@ -177,7 +177,7 @@ def test_rewards_may_start_processes_of_their_own() -> None:
 def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
     with pipeline(num_steps=3, num_workers=1) as loop:
         loop.step()
-        server = int(Path(f"/proc/{loop.pids['judge']}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        server = int(Path(f"/proc/{loop.pids['evaluate_turn']}/stat").read_text().rsplit(")", 1)[1].split()[1])
         assert server != os.getpid()
         children = [*loop.pids.values()]
         os.kill(server, signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
         loop.step()
         assert is_complete(loop.account, 20)
         # Nobody outlives it.
-        assert (loop.account.worker_deaths, loop.account.judge_deaths, loop.account.trainer_deaths) == (1, 1, 1)
+        assert (loop.account.worker_deaths, loop.account.reward_worker_deaths, loop.account.trainer_deaths) == (1, 1, 1)
 
 
 def test_an_error_in_a_child_is_raised_here_with_its_type_and_text() -> None:
@@ -209,7 +209,7 @@ def test_processes_end_with_the_loop() -> None:
     with pipeline(num_steps=2) as loop:
         loop.step()
         pids = loop.pids
-        assert sorted(pids) == ["judge", "rollout worker 0", "rollout worker 1", "trainer"]
+        assert sorted(pids) == ["reward worker", "rollout worker 0", "rollout worker 1", "trainer"]
         assert all(lives(pid) for pid in pids.values())
     assert not any(lives(pid) for pid in pids.values())
 

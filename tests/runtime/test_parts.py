@@ -9,10 +9,10 @@ from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import Dealt
 from treering.errors import StateError
 from treering.rl.collect import Collection
-from treering.rl.judging import RewardResult
+from treering.rl.turns import RewardResult
 from treering.runtime.account import Account
-from treering.runtime.step.planning import Plan, Planner
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.open_step import OpenStep
+from treering.runtime.step.planning import Planner, RolloutPlan
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, PlanRequest
@@ -24,12 +24,12 @@ def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
     return Cluster(num_workers=num_workers, num_slots=4, max_tokens=12, staleness=staleness, latency=latency)
 
 
-def step_run(workers: list[int], **changes: object) -> StepRun:
+def step_run(workers: list[int], **changes: object) -> OpenStep:
     """A step of two groups of four."""
     assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
     collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
-    plan = Plan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
-    return StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
+    plan = RolloutPlan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
+    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
 
 
 def names(requests: list) -> list[int]:
@@ -37,9 +37,9 @@ def names(requests: list) -> list[int]:
 
 
 def test_an_account_adds_up_or_is_refused() -> None:
-    counts = Account(scheduled=8, sampled=8, judged=8, trained=4, without_variance=2, reward_errors=1, empty=1)
+    counts = Account(scheduled=8, sampled=8, evaluated=8, trained=4, without_variance=2, reward_errors=1, empty=1)
     counts.check(1)
-    for name in ("scheduled", "sampled", "judged", "trained", "without_variance", "reward_errors", "empty"):
+    for name in ("scheduled", "sampled", "evaluated", "trained", "without_variance", "reward_errors", "empty"):
         for change in (-1, 1):
             wrong = replace(counts, **{name: getattr(counts, name) + change})
             with pytest.raises(StateError, match="step 3"):
@@ -92,7 +92,7 @@ def test_what_a_dead_worker_leaves_is_for_everybody_with_room() -> None:
 def test_a_step_is_whole_after_its_last_verdict() -> None:
     run = step_run([0] * 8)
     for number, request in enumerate(run.take(0, num_running=0, max_batch=8)):
-        assert not run.is_whole
+        assert not run.is_complete
         rollout = replace(
             request.unstarted(),
             **{
@@ -107,11 +107,11 @@ def test_a_step_is_whole_after_its_last_verdict() -> None:
             },
         )
         assert run.collection.take(RewardResult(rollout=rollout)) is None
-        run.note_over(rollout)
-    assert run.is_whole
+        run.note_finished(rollout)
+    assert run.is_complete
     # The order is reversed: the last rollout was the first, without tokens, which counts as one.
     assert run.lengths.tolist() == [7, 6, 5, 4, 3, 2, 1, 1]
-    assert (run.account.sampled, run.account.judged) == (8, 8)
+    assert (run.account.sampled, run.account.evaluated) == (8, 8)
 
 
 class Watching(Dealt):
@@ -121,9 +121,9 @@ class Watching(Dealt):
         super().__init__()
         self.seen: list[tuple[str, int, list[float]]] = []
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        self.seen.append(("asked", outlook.step, [float(f.lengths.sum()) for f in outlook.forecasts]))
-        return super().assign(outlook)
+    def assign(self, request: PlanRequest) -> Assignment:
+        self.seen.append(("asked", request.step, [float(f.lengths.sum()) for f in request.forecasts]))
+        return super().assign(request)
 
     def learn(self, step: int, predicted: np.ndarray, lengths: np.ndarray) -> None:
         self.seen.append(("told", step, lengths.tolist()))

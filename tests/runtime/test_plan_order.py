@@ -20,9 +20,9 @@ class Noting(Dealt):
         super().__init__()
         self._events = events
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        self._events.append(("planned", outlook.step))
-        return super().assign(outlook)
+    def assign(self, request: PlanRequest) -> Assignment:
+        self._events.append(("planned", request.step))
+        return super().assign(request)
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
         self._events.append(("learnt", step))
@@ -34,7 +34,7 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(
 ) -> None:
     events: list[tuple[str, int]] = []
     monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
-    monkeypatch.setattr(RunState, "take_over", noting(RunState.take_over, "trained", events))
+    monkeypatch.setattr(RunState, "take_over", noting(RunState.complete_step, "trained", events))
     with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
         for _ in range(4):
             loop.step()
@@ -50,7 +50,7 @@ def noting(method: Callable[..., Any], name: str, events: list[tuple[str, int]])
     """The method, noting the step that its first argument is or belongs to."""
 
     def noted(self: Any, what: Any, *arguments: Any) -> Any:
-        events.append((name, what if isinstance(what, int) else what.run.step))
+        events.append((name, what if isinstance(what, int) else what.open_step.step))
         return method(self, what, *arguments)
 
     return noted

@@ -10,7 +10,7 @@ import torch
 from tests.runtime.runs import Dealt, pipeline
 from treering.engine.protocol import EngineStats
 from treering.runtime.step.planning import NUM_TIMED, Planner
-from treering.runtime.workers.pass_watch import PassWatch
+from treering.runtime.workers.pass_timer import PassTimer
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.measured_latency import PassTimes
@@ -27,9 +27,9 @@ class Listening(Dealt):
         super().__init__()
         self.told: dict[int, Latency] = {}
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        self.told[outlook.step] = outlook.cluster.latency
-        return super().assign(outlook)
+    def assign(self, request: PlanRequest) -> Assignment:
+        self.told[request.step] = request.cluster.latency
+        return super().assign(request)
 
 
 def planner(policy: Listening, rebalancing: Rebalancing = "queued") -> Planner:
@@ -129,44 +129,44 @@ def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats
 
 def test_a_pass_lasts_from_the_end_of_the_one_before_or_from_its_own_beginning() -> None:
     readings = clock(0.0, 5.0, 6.0, 8.0, 20.0, 21.0)
-    watch = PassWatch(lambda: next(readings))
-    watch.note_engine(stats(7, 70))
+    timer = PassTimer(lambda: next(readings))
+    timer.note_engine(stats(7, 70))
     # From 0 to 5, the first one, and to 6 and 8; then nothing is left until 20.
     for count, left in ((1, 2), (2, 2), (3, 0), (4, 0)):
-        watch.begin()
-        watch.end(stats(7 + count, 70 + 2 * count, count), num_unfinished=left)
+        timer.begin()
+        timer.end(stats(7 + count, 70 + 2 * count, count), num_unfinished=left)
     expected = PassTimes()
     for seconds in (1.0, 2.0, 1.0):
         expected.note_pass(seconds, num_rows=2, num_prefilled=1, num_sampled=2)
-    assert watch.take() == expected
-    assert watch.take() == PassTimes()
+    assert timer.take() == expected
+    assert timer.take() == PassTimes()
 
 
 def test_the_time_after_everything_was_taken_out_belongs_to_no_pass() -> None:
     readings = clock(0.0, 1.0, 2.0, 50.0, 53.0)
-    watch = PassWatch(lambda: next(readings))
-    watch.note_engine(stats(0, 0))
+    timer = PassTimer(lambda: next(readings))
+    timer.note_engine(stats(0, 0))
     for count in (1, 2, 3):
-        watch.begin()
-        watch.end(stats(count, count), num_unfinished=1)
+        timer.begin()
+        timer.end(stats(count, count), num_unfinished=1)
         if count == 2:
-            watch.pause()
+            timer.pause()
     expected = PassTimes()
     for seconds in (1.0, 3.0):
         expected.note_pass(seconds, num_rows=1, num_prefilled=0, num_sampled=1)
-    assert watch.take() == expected
+    assert timer.take() == expected
 
 
 def test_a_step_of_an_engine_without_a_pass_is_none() -> None:
     readings = clock(0.0, 1.0, 2.0, 3.0, 4.0)
-    watch = PassWatch(lambda: next(readings))
-    watch.note_engine(stats(0, 0))
+    timer = PassTimer(lambda: next(readings))
+    timer.note_engine(stats(0, 0))
     for count in (0, 1, 1, 3):
-        watch.begin()
-        watch.end(stats(count, 2 * count), num_unfinished=1)
+        timer.begin()
+        timer.end(stats(count, 2 * count), num_unfinished=1)
     expected = PassTimes()
     expected.note_pass(1.0, num_rows=4, num_prefilled=0, num_sampled=4, num_passes=2)
-    assert watch.take() == expected
+    assert timer.take() == expected
 
 
 @pytest.mark.parametrize("rebalancing", ["queued", "none"])

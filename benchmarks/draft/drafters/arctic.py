@@ -1,7 +1,6 @@
-"""Arctic's suffix decoding as a rival: the grid of its configurations, each replayed by a process of its environment.
+"""Arctic's suffix decoding as a rival: the grid of its configurations, each replayed in a process of its environment.
 
-Knows what its caches hold while each rollout runs. Nothing of it is imported: tokens go over in a file, totals come
-back.
+Nothing of Arctic is imported here: the process reads tokens from a file and writes its totals to another.
 """
 
 import json
@@ -18,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.draft.histories import Plan
-from benchmarks.draft.recording import Recording
 from benchmarks.draft.replay import OnDone
-from benchmarks.peers.peer import PYTHON, SCRIPTS
+from treering.analysis.recording import Recorded
 from treering.arrays import Int64Array
 from treering.errors import StateError
 
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+SCRIPT = ROOT / "benchmarks" / "peers" / "arctic.py"
 HINT = "Arctic's suffix decoding is not installed, so it was not measured; `make peers` installs it apart from treering"
 MIN_TOKEN_PROB = 0.1
 
@@ -49,11 +50,11 @@ class ArcticConfig:
         }
 
 
-def grid(plan: Plan, max_draft: int | None = None) -> list[ArcticConfig]:
+def grid(plan: Plan) -> list[ArcticConfig]:
     """The configurations that a history is replayed with.
 
-    All scopes, shapes, depths and factors for siblings and earlier ones. Nothing is scoped where history is empty or
-    another task's, and there the lazy and the eager ends of the grid are enough.
+    Siblings and earlier rollouts get all scopes, shapes, depths and factors. Where history is empty or another task's,
+    there is nothing to scope, and the lazy and the eager end of the grid are enough.
     """
     is_control = plan.history in ("none", "wrong_task")
     scopes: tuple[Literal["per_prompt", "global"], ...] = ("per_prompt",) if is_control else ("per_prompt", "global")
@@ -63,7 +64,7 @@ def grid(plan: Plan, max_draft: int | None = None) -> list[ArcticConfig]:
             scope=scope,
             draft=shape,
             depth=depth,
-            max_spec_tokens=size if max_draft is None else min(size, max_draft),
+            max_spec_tokens=size,
             max_spec_factor=factor,
         )
         for scope, shape, (depth, size), factor in product(scopes, shapes, ((24, 16), (64, 32)), (1.0, 4.0))
@@ -77,7 +78,7 @@ def is_installed(python: Path = PYTHON) -> bool:
 
 
 def replay_arctic(
-    recording: Recording, plan: Plan, configs: list[ArcticConfig], on_done: OnDone, python: Path = PYTHON
+    recorded: Recorded, plan: Plan, configs: list[ArcticConfig], on_done: OnDone, python: Path = PYTHON
 ) -> list[dict[str, Any]]:
     """What each configuration reaches on a plan: rows of a report, without drafter and history.
 
@@ -88,7 +89,7 @@ def replay_arctic(
     with TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count()) as pool:
         folder = Path(name)
         for scope in {config.scope for config in configs}:
-            arrays: Any = _arrays(recording, plan, scope)
+            arrays: Any = _arrays(recorded, plan, scope)
             np.savez(folder / f"{scope}.npz", **arrays)
         runs = [pool.submit(_run, folder, number, config, python) for number, config in enumerate(configs)]
         for run in runs:
@@ -101,7 +102,7 @@ def _run(folder: Path, number: int, config: ArcticConfig, python: Path) -> dict[
     given, answer = folder / f"{config.scope}.npz", folder / f"{number}.json"
     settings = folder / f"config{number}.json"
     settings.write_text(json.dumps({"depth": config.depth, "arguments": config.arguments()}), encoding="utf-8")
-    command = [str(python), "-I", str(SCRIPTS / "arctic.py"), str(given), str(answer), str(settings)]
+    command = [str(python), "-I", str(SCRIPT), str(given), str(answer), str(settings)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise StateError(
@@ -112,38 +113,29 @@ def _run(folder: Path, number: int, config: ArcticConfig, python: Path) -> dict[
     return row | {"config": asdict(config)}
 
 
-def _arrays(recording: Recording, plan: Plan, scope: str) -> dict[str, NDArray[Any]]:
-    """What the replay script reads: the rollouts, and how the cache of each changes before it begins."""
-    caches = np.zeros(plan.order.size, np.int64) if scope == "global" else recording.tasks[plan.order]
+def _arrays(recorded: Recorded, plan: Plan, scope: str) -> dict[str, NDArray[Any]]:
+    """What the replay script reads: the rollouts, and the changes of each one's cache before it begins."""
+    caches = np.zeros(plan.order.size, np.int64) if scope == "global" else recorded.prompts[plan.order]
     nothing = np.empty(0, np.int64)
     cached: dict[int, Int64Array] = {}
     gained, lost = [], []
     for number, cache in enumerate(caches.tolist()):
-        wanted = _wanted(recording, plan, number, scope)
+        wanted = plan.sources(number) if scope == "per_prompt" else plan.pools[int(plan.waves[number])]
         present = cached.get(cache, nothing)
         gained.append(np.setdiff1d(wanted, present, assume_unique=True))
         lost.append(np.setdiff1d(present, wanted, assume_unique=True))
         cached[cache] = wanted
     return {
-        "tokens": recording.tokens,
-        "is_sampled": recording.is_sampled,
-        "offsets": recording.offsets,
-        "starts": recording.starts,
+        "tokens": recorded.tokens,
+        "is_sampled": recorded.run_ends > np.arange(recorded.tokens.size),
+        "offsets": recorded.offsets,
+        "starts": recorded.starts,
         "order": plan.order,
         "waves": plan.waves,
         "caches": caches,
         **_ragged("gained", gained),
         **_ragged("lost", lost),
     }
-
-
-def _wanted(recording: Recording, plan: Plan, number: int, scope: str) -> Int64Array:
-    """What the cache is to hold while a rollout runs."""
-    if scope == "per_prompt":
-        return plan.sources(number)
-    if plan.owners is not None:
-        return plan.pools[int(plan.waves[number])]
-    return np.delete(np.arange(recording.num_rollouts), plan.order[number])
 
 
 def _ragged(name: str, parts: list[Int64Array]) -> dict[str, NDArray[Any]]:

@@ -1,6 +1,6 @@
-"""Where the end of a context occurs in a text, and what follows there: by scanning, which is slow and plainly right.
+"""Where the end of a context occurs in a text, and the tokens that follow: by scanning, slow and simple.
 
-Knows int32 tokens with a marker between rollouts. The baselines stand on it; nothing of treering does.
+Texts are int32 tokens with a marker between rollouts. Only the baselines use it.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from numba import njit
 from treering.arrays import Float64Array, Int32Array, Int64Array
 
 MARKER = -1
-"""Stands before, between and behind rollouts; no draft crosses it."""
+"""Stands before, between and after rollouts; no draft crosses it."""
 
 
 @njit(cache=True)
@@ -72,10 +72,10 @@ def favourite_path(
 ) -> Int32Array:
     """Goes on from the places by their favourite token, keeping those that have it, for `most` tokens.
 
-    It ends where no place is left, and before the shares of the places that it followed at each token, multiplied,
-    fall below `min_share`.
+    It ends where no place is left, and before the product of the shares of places followed at each token falls below
+    `min_share`.
 
-    Example: from places of 7 8, 7 9 and 7 8 it goes 7, 8; with a `min_share` of 0.7 it ends behind 7.
+    Example: from places of 7 8, 7 9 and 7 8 it goes 7, 8; with a `min_share` of 0.7 it ends after 7.
     """
     path = np.empty(most, np.int32)
     share = 1.0

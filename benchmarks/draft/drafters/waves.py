@@ -1,23 +1,18 @@
-"""In which order rollouts run: samples of equal number side by side, one generation after another.
-
-Knows tasks and generations. Knows nothing of what a rollout sees.
-"""
+"""The order in which rollouts run: samples of equal number side by side, one generation after another."""
 
 import numpy as np
 
-from benchmarks.draft.recording import Recording
+from treering.analysis.recording import Recorded
 from treering.arrays import Int64Array
 
-NUM_ROWS = 64
-"""Rollouts of a wave at most."""
 NEVER = np.iinfo(np.int64).max
 
 
-def in_waves(recording: Recording, rollouts: Int64Array, num_rows: int) -> tuple[Int64Array, Int64Array]:
+def in_waves(recorded: Recorded, rollouts: Int64Array, num_rows: int) -> tuple[Int64Array, Int64Array]:
     """Rollouts in the order of a run that takes the first sample of every task, then the second of every task.
 
     Args:
-        recording: what was sampled.
+        recorded: what was sampled.
         rollouts: int64 [K], ascending.
         num_rows: rollouts of a wave at most.
 
@@ -27,7 +22,7 @@ def in_waves(recording: Recording, rollouts: Int64Array, num_rows: int) -> tuple
 
     Example: tasks a, a, b, b, b with 2 rows run in the order 0 2 1 3 4, in the waves 0 0 1 1 2.
     """
-    generations, tasks = recording.generations[rollouts], recording.tasks[rollouts]
+    generations, tasks = recorded.epochs[rollouts], recorded.prompts[rollouts]
     ranks = _ranks(tasks, generations)
     order = np.lexsort((tasks, ranks, generations))
     kinds = np.stack([generations[order], ranks[order]])
@@ -38,12 +33,12 @@ def in_waves(recording: Recording, rollouts: Int64Array, num_rows: int) -> tuple
     return rollouts[order], np.cumsum(since % num_rows == 0) - 1
 
 
-def generations_later(recording: Recording, count: int) -> Int64Array:
+def generations_later(recorded: Recorded, count: int) -> Int64Array:
     """int64 [R]: the generation of each rollout's task that comes `count` after its own, `NEVER` where none does.
 
     Example: a task with rollouts of the epochs 0, 0, 2, 5 has 2, 2, 5, NEVER for a count of 1.
     """
-    pairs, place = np.unique(np.stack([recording.tasks, recording.generations]), axis=1, return_inverse=True)
+    pairs, place = np.unique(np.stack([recorded.prompts, recorded.epochs]), axis=1, return_inverse=True)
     later = np.minimum(np.arange(pairs.shape[1]) + count, pairs.shape[1] - 1)
     has_later = (np.arange(pairs.shape[1]) + count < pairs.shape[1]) & (pairs[0, later] == pairs[0])
     found: Int64Array = np.where(has_later, pairs[1, later], NEVER)[place.reshape(-1)]

@@ -1,7 +1,7 @@
 """Claim: our tree attention is faster than FlexAttention and near the rate of dense causal flash attention.
 
-Every backend on forests of several shapes, forward and backward, in TFLOP/s on visible pairs, beside flash and cuDNN
-attention on flat sequences with the same heads. A backend is checked against float32 before it is timed.
+Measures every backend on forests of several shapes, forward and backward, in TFLOP/s on visible pairs, and flash and
+cuDNN attention on flat sequences with the same heads. A backend is checked against float32 before it is timed.
 """
 
 import time
@@ -41,7 +41,7 @@ def measure_attention(
     stopwatch: Stopwatch,
     backends: Sequence[Backend],
 ) -> None:
-    """Dense attention for every head shape, then all cases, into a report."""
+    """Adds dense attention for every head shape, then all cases, to a report."""
     dense: Dense = []
     for heads in dict.fromkeys(case.heads for case in cases):
         for length in lengths:
@@ -101,7 +101,7 @@ def _dense(heads: HeadShape, length: int, stopwatch: Stopwatch) -> Cell:
 def _measured(
     case: AttentionCase, layout: TreeLayout, inputs: Inputs, backend: Backend, watch: Stopwatch, report: PartReport
 ) -> Cell:
-    """What one backend does: errors, seconds by pass, seconds to be warm; what it refuses, in words."""
+    """One backend: errors, seconds by pass, seconds to warm up, and the text of a refusal."""
     way: dict[str, Any] = {"errors": {}, "seconds": {}, "warm_up_s": None, "refused": None}
     began = time.perf_counter()
     try:
@@ -115,7 +115,7 @@ def _measured(
     except UnsupportedError as error:
         way["refused"] = in_words(error)
     except Exception as error:
-        # One backend's failure is no reason to lose the others' figures; the report remembers it.
+        # One backend's failure must not lose the others' figures; the report lists it.
         report.fail(f"{case.heads.name} {case.name}, {backend}", in_words(error))
     return way
 
@@ -146,7 +146,7 @@ def _rates(heads: HeadShape, num_pairs: int, seconds: dict[str, float]) -> dict[
 
 
 def _over(upper: dict[str, float], lower: dict[str, float]) -> dict[str, float]:
-    """Ratios of what both have, pass by pass."""
+    """Ratios of the passes that both have."""
     return {of: upper[of] / lower[of] for of in PASSES if of in upper and of in lower}
 
 

@@ -1,4 +1,4 @@
-"""Forests, head shapes and forms that tree attention is measured on. Knows sizes; knows no clocks and no devices."""
+"""Forests, head shapes and forms that tree attention is measured on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCase:
-    """A forest, the heads that attend over it, and what is done with scores."""
+    """A forest, the heads that attend over it, and the window and softcap of scores."""
 
     name: str
     forest: Forest
@@ -53,7 +53,7 @@ SOFTCAP = 50.0
 
 
 def full_cases(sets: Sequence[Workload]) -> list[AttentionCase]:
-    """All cases, those that matter most first: if time runs out, the last ones are missing."""
+    """All cases by importance: if time runs out, the last ones are missing."""
     shapes = {
         "chain 8k": chain(8_192),
         "star": star(prompt=8_192, response=512, group=32),

@@ -1,7 +1,7 @@
 """Checks a backend of tree attention against float32 arithmetic on sampled rows, before anything is timed.
 
-Only sampled rows get a gradient, so that the reference needs no more than those rows of the mask: its gradients of all
-queries, keys and values are exact all the same. Knows no clocks.
+Only sampled rows get a gradient, so the reference needs only those rows of the mask, and its gradients of all queries,
+keys and values are still exact.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ MAX_ERROR = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 
 
 class WrongResultError(Exception):
-    """A backend's result is no rounding away from the reference: its speed would mean nothing."""
+    """A backend's result differs from the reference by more than rounding, so its speed means nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,11 +35,11 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What gradients are taken of."""
+        """The tensors that gradients are taken of."""
         return self.query, self.key, self.value
 
     def without_gradients(self) -> "Inputs":
-        """The same numbers for a backend that takes no input which needs gradients, not even where none are taken."""
+        """The same numbers for a backend that refuses inputs with `requires_grad`."""
         return replace(self, **{name: getattr(self, name).detach() for name in ("query", "key", "value")})
 
 

@@ -1,7 +1,4 @@
-"""The rate to reach: stock dense causal attention on one flat sequence, by flash and by cuDNN kernels.
-
-Knows torch's attention kernels. Knows nothing of trees.
-"""
+"""The rate to reach: stock dense causal attention on one flat sequence, by flash and by cuDNN kernels."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -24,7 +21,7 @@ CPU_KERNELS = MappingProxyType({"flash": SDPBackend.FLASH_ATTENTION})
 def measure_dense(heads: HeadShape, length: int, stopwatch: Stopwatch) -> Cell:
     """Seconds and TFLOP/s on visible pairs of every kernel and pass, and the fastest kernel of each pass.
 
-    A kernel that does not run here is named with what it said. The result's `rates` are TFLOP/s of the fastest.
+    A kernel that does not run here is listed with its error. The result's `rates` are TFLOP/s of the fastest.
 
     Raises:
         RuntimeError: no kernel runs.
@@ -59,7 +56,7 @@ def measure_dense(heads: HeadShape, length: int, stopwatch: Stopwatch) -> Cell:
 
 
 def time_passes(run: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad_out: Tensor, watch: Stopwatch) -> Cell:
-    """Median seconds of the forward without gradients, of the backward, and of both with what they save."""
+    """Median seconds of the forward without gradients, of the backward, and of a training step's both."""
     with torch.no_grad():
         forward = watch.median(run)
     saved = [run()]

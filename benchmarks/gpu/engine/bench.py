@@ -1,8 +1,8 @@
 """Claim: a decode step comes near what memory allows, and drafts that are accepted pay at every batch size.
 
-Qwen3-1.7B and 8B shapes with random weights in bfloat16. Passes by their tokens per row, against reading weights, keys
-and values once at the rate of a copy; rollouts, plain and with recorded rollouts replayed as drafts, a chosen share of
-them wrong; and transformers' compiled `generate` beside them.
+Qwen3-1.7B and 8B shapes with random weights in bfloat16. Measures passes by their tokens per row, against reading
+weights, keys and values once at the rate of a copy; rollouts, plain and with recorded rollouts replayed as drafts, a
+chosen share of them wrong; and transformers' compiled `generate`.
 """
 
 import gc
@@ -22,7 +22,7 @@ from benchmarks.gpu.engine.cases import EnginePlan, build, requests_of
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import seconds_per_token
 from benchmarks.gpu.model.bench import free_bytes
-from treering.engine.backends import Backend, make_backend
+from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.weights import read_weights
 from treering.engine.request import Request
@@ -33,14 +33,14 @@ from treering.types import PromptId, TokenIds
 GOALS = MappingProxyType({"over_floor": {"qwen3-8b": 1.5, "qwen3-1.7b": 2.5}, "most_rows": 16, "over_generate": 1.0})
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
-"""Copied to learn how fast memory is; many times a cache."""
+"""Copied to measure the rate of memory; many times a cache."""
 
 NUM_RUNS = 3
-"""Of the same rollouts, behind one that warms up."""
+"""Of the same rollouts, after one that warms up."""
 
 
 def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str, watch: Stopwatch) -> None:
-    """All cases of all plans into a report, of each its passes and rollouts before what is compiled to compare."""
+    """Adds all cases of all plans to a report, passes and rollouts of each before its compiled baseline."""
     found = report.run("memory", lambda: {"kind": "memory", "bytes_per_s": copy_rate(device, watch)})
     rate = None if found is None else float(found["bytes_per_s"])
     for plan in plans:
@@ -62,7 +62,7 @@ def _measure_plan(report: PartReport, plan: EnginePlan, device: str, watch: Stop
 
     def run(case: str, measure: Callable[[], Cell], expected_s: float | None = None) -> None:
         report.run(f"{plan.shape.name} {case}", measure, expected_s=expected_s)
-        # What a case leaves in cycles is gone before the next one needs its room.
+        # Frees the cycles of a case before the next one needs their memory.
         gc.collect()
 
     for batch in plan.batches:
@@ -73,29 +73,29 @@ def _measure_plan(report: PartReport, plan: EnginePlan, device: str, watch: Stop
 
 
 def copy_rate(device: str, watch: Stopwatch) -> float:
-    """Bytes that a copy reads and writes in a second."""
+    """Bytes per second that a copy reads and writes."""
     source = torch.zeros(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / watch.median(lambda: target.copy_(source))
 
 
 def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: Stopwatch, rate: float | None) -> Cell:
-    """Seconds of a pass and of drawing behind it, by tokens per row, with `num_prompt` tokens before each row."""
+    """Seconds of a pass with its draws, by tokens per row, with `num_prompt` tokens before each row."""
     weights = read_weights(find_parts(model), num_positions=plan.num_prompt + 2 * max(plan.tokens_per_row))
-    machinery = make_backend(weights, plan.num_slots, "auto")
+    backend = make_backend(weights, plan.num_slots, "auto")
     seconds = {}
     for count in plan.tokens_per_row:
-        tokens = rows_of_tokens(machinery, batch, plan.num_prompt, count)
-        seconds[str(count)] = watch.median(lambda t=tokens: machinery.decoder.run(t))
+        tokens = rows_of_tokens(backend, batch, plan.num_prompt, count)
+        seconds[str(count)] = watch.median(lambda t=tokens: backend.decoder.run(t))
     first = seconds[str(plan.tokens_per_row[0])]
     floor = None if rate is None else plan.floor_bytes(batch, plan.num_prompt) / rate
     return {
         "kind": "verify",
         "model": plan.shape.name,
-        "backend": machinery.name,
+        "backend": backend.name,
         "batch": batch,
         "context": plan.num_prompt,
-        "products": products_of(machinery),
+        "products": products_of(backend),
         "seconds": seconds,
         "relative": {count: value / first for count, value in seconds.items()},
         "floor_s": floor,
@@ -103,25 +103,25 @@ def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: 
     }
 
 
-def products_of(machinery: Backend) -> dict[str, dict[str, str]]:
-    """Which kernel computes the product with each matrix, by tokens of a pass; nothing where no passes are captured.
+def products_of(backend: BackendParts) -> dict[str, dict[str, str]]:
+    """The kernel of each matrix product, by tokens of a pass; empty where no passes are captured.
 
     Example: {"16": {"qkv": "32 columns", "head": "torch", ...}}.
     """
-    products = getattr(machinery.decoder, "products", None)
+    products = getattr(backend.decoder, "products", None)
     return {} if products is None else {str(num_tokens): chosen for num_tokens, chosen in products.chosen.items()}
 
 
-def rows_of_tokens(machinery: Backend, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
-    """A pass of that many tokens of each row behind `context` others, as chains, in memory that it gives back at once.
+def rows_of_tokens(backend: BackendParts, batch: int, context: int, tokens_per_row: int) -> TokenBatch:
+    """A pass of that many tokens of each row after `context` others, as chains, in slots that are freed at once.
 
-    Example: 2 rows of 3 tokens behind 10 have positions 10, 11 and 12 and see 11, 12 and 13 slots.
+    Example: 2 rows of 3 tokens after 10 have positions 10, 11 and 12 and see 11, 12 and 13 slots.
     """
-    starts = [machinery.arena.take(context + tokens_per_row) for _ in range(batch)]
+    starts = [backend.allocator.allocate(context + tokens_per_row) for _ in range(batch)]
     own_start = np.repeat(np.array(starts, np.int64), tokens_per_row)
     for start in starts:
         assert start is not None
-        machinery.arena.give_back(start)
+        backend.allocator.free(start)
     positions = np.tile(np.arange(context, context + tokens_per_row), batch)
     nothing = np.zeros(positions.size, np.int64)
     return TokenBatch(
@@ -169,7 +169,7 @@ def _drafted(
     drafter.set_acceptance(acceptance)
     before = engine.stats
     seconds, step_s, _ = timed_rollouts(engine, requests)
-    # Counts of all runs, the first of which is not timed: they are the same.
+    # Counts of all runs, the untimed first one included: they are the same.
     after = engine.stats
     return {
         "set": acceptance,
@@ -181,9 +181,9 @@ def _drafted(
 
 
 def timed_rollouts(engine: TorchEngine, requests: Sequence[Request]) -> tuple[float, float, dict[PromptId, TokenIds]]:
-    """Seconds of a run's decoding steps and of one step, medians of runs behind one that warms up, and the rollouts.
+    """Seconds of a run's decoding steps and of one step, medians of runs after one that warms up, and the rollouts.
 
-    Prompts are not timed: an engine without drafts computes them just the same.
+    Prompts are not timed, because an engine without drafts computes them in the same way.
     """
     runs = [_steps_of(engine, requests) for _ in range(1 + NUM_RUNS)]
     timed = [steps for steps, _ in runs[1:]]

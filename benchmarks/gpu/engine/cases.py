@@ -1,4 +1,4 @@
-"""Models, batches and acceptances that the engine is measured with, and what a step reads at least. Knows no clocks."""
+"""Models, batches and acceptances that the engine is measured with, and the least bytes that a step reads."""
 
 from dataclasses import dataclass, replace
 
@@ -12,12 +12,12 @@ from treering.engine.request import Request, Sampling
 from treering.types import NAMED_SHAPES, ModelShape
 
 TEMPERATURE = 100.0
-"""Far above the logits: which token is drawn hardly depends on how a pass rounds, so recordings are met again. A step
-costs the same at every temperature."""
+"""Far above the logits, so that rounding hardly ever changes a token and rollouts repeat their recordings. A step costs
+the same at every temperature."""
 
 
 PASS_TOKENS = 4096
-"""Tokens of a pass at most: prompts leave room for the rows that decode beside them."""
+"""Tokens of a pass at most: prompts leave room for the rows that decode in the same pass."""
 
 PROCESSORS = 132
 """Multiprocessors of a Hopper device."""
@@ -84,7 +84,7 @@ class EnginePlan:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights, which is all of them but the embedding; norms left out."""
+        """Bytes of weights that a step reads: all but the embedding; norms left out."""
         return self.dtype.itemsize * self.shape.params_per_token
 
     @property
@@ -94,7 +94,7 @@ class EnginePlan:
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * self.dtype.itemsize
 
     def floor_bytes(self, batch: int, context: int) -> int:
-        """What a step of that many rows reads at least: the weights, and what each row has before it.
+        """The least bytes that a step of that many rows reads: the weights, and each row's keys and values.
 
         Example: Qwen3-8B in bfloat16 with 16 rows of 512 tokens: 15.1 GB of weights and 1.2 GB of keys and values.
         """
@@ -111,22 +111,22 @@ class EnginePlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Of passes of every power of two of tokens, as if each of them came; where they decode, with their logits.
+        """Of passes of every power of two of tokens, as if each occurred, and of logits where they decode.
 
         Example: Qwen3-8B with 16 rows takes 1.0 GB for activations, 0.3 GB for parts and 0.2 GB for logits.
         """
-        from treering.engine.decoder.cuda.buffers import room_bytes
+        from treering.engine.decoder.cuda.buffers import buffer_bytes
 
         sizes = [1 << power for power in range(PASS_TOKENS.bit_length())]
-        rooms = [room_bytes(self.shape, self.dtype, num_tokens=size, num_processors=PROCESSORS) for size in sizes]
+        rooms = [buffer_bytes(self.shape, self.dtype, num_tokens=size, num_processors=PROCESSORS) for size in sizes]
         most = max(self.batches) * max(1 + self.num_drafted, *self.tokens_per_row)
         return sum(rooms) + 2 * most * self.shape.vocab_size * self.dtype.itemsize
 
 
 def full_plans() -> list[EnginePlan]:
-    """What the goals are about first, of the large model and then of the small one, with one `generate` beside each.
+    """First the batches of the goals, of the large model and then of the small one, each with one `generate`.
 
-    Other batches, and `generate` with a single row, come behind: it compiles for most of a minute again.
+    Other batches, and `generate` with a single row, come last, because it compiles for most of a minute again.
     """
     large = EnginePlan(
         shape=NAMED_SHAPES["qwen3-8b"], is_tied=False, batches=(1, 16), generate_batches=(16,), num_new=64

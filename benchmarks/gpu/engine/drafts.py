@@ -1,7 +1,4 @@
-"""Drafts whose acceptance is set: recorded rollouts, replayed with a chosen share of their tokens made wrong.
-
-Knows recordings and the drafter's records. Knows nothing of engines or clocks.
-"""
+"""Drafts with a set acceptance: recorded rollouts, replayed with a chosen share of their tokens made wrong."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,9 +14,9 @@ from treering.types import PromptId, TokenIds
 
 
 class ReplayDrafter(Drafter):
-    """Proposes what the rollout of the same prompt went on with when it was recorded.
+    """Proposes the next tokens of the same prompt's recorded rollout.
 
-    Which tokens are wrong is drawn once for all, so that one that was wrong is wrong again behind a rejection.
+    The wrong tokens are drawn once, so that a wrong one is wrong again after a rejection.
 
     Example: with recordings {"q": [5, 6, 7]}, num_drafted 2 and nothing wrong, a rollout "q" of one token so far gets
     the draft [6, 7].
@@ -55,7 +52,7 @@ class ReplayDrafter(Drafter):
 
     @property
     def costs(self) -> VerifyCosts:
-        """The same for every pass, so that no engine measures what they take."""
+        """The same for every pass, so that no engine measures them."""
         return VerifyCosts(num_tokens=np.ones(1, np.int64), seconds=np.ones(1))
 
     def rests(self) -> bool:

@@ -1,7 +1,4 @@
-"""The rival of a decode step: transformers' `generate` with a static cache, whose decoding it compiles on CUDA.
-
-Knows the model and a clock on the wall; knows nothing of our engine.
-"""
+"""The baseline of a decode step: transformers' `generate` with a static cache, whose decoding it compiles on CUDA."""
 
 import statistics
 import time
@@ -12,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 class _Times:
-    """Told every token as it comes; `generate` hands it over on the host, so the device is done with it."""
+    """A streamer that records when each token arrives on the host, where the device is done with it."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -28,7 +25,7 @@ class _Times:
 def seconds_per_token(model: PreTrainedModel, batch: int, num_prompt: int, num_new: int) -> float:
     """Median seconds from one token of all rows to the next, greedy, in a second call; the first one compiles.
 
-    It compiles for these rows alone: kernels of another call would be compiled again for any number of them.
+    It compiles for this number of rows alone: with kernels of another call left, torch would compile for any number.
 
     Example: 3 new tokens have 2 steps between them, the median of which is their mean.
     """
@@ -54,6 +51,6 @@ def seconds_per_token(model: PreTrainedModel, batch: int, num_prompt: int, num_n
 
 
 def forget_compiled(model: PreTrainedModel) -> None:
-    """Drops what torch has compiled, and the compiled call that transformers keeps in the model."""
+    """Drops compiled code of torch, and the compiled call that transformers keeps in the model."""
     vars(model).pop("_compiled_call", None)
     torch._dynamo.reset()

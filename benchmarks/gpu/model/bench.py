@@ -1,7 +1,7 @@
 """Claim: a whole step on trees comes near its FLOP bound against tuned varlen packing, and loses nothing without trees.
 
 Qwen3-1.7B and 8B shapes with random weights in bfloat16: a sweep of sharing, and samples of the bench sets. Every way
-to train chooses its own micro-batch, and the fastest baseline of each workload is the one compared with.
+to train chooses its own micro-batch; each workload is compared with its fastest baseline.
 """
 
 import gc
@@ -26,19 +26,19 @@ from treering.model.context import tree_attention
 GOALS = MappingProxyType({"share_of_flop_bound": 0.9, "loss_without_sharing": 0.02})
 
 MAX_LAG = 1.3
-"""A baseline whose first run took this much longer than the fastest one's is not run again."""
+"""A baseline whose first run took this much longer than the fastest one's runs only once."""
 
 LONG_ROUND_S = 8.0
-"""Where a round of all ways takes longer, there are two instead of three."""
+"""If a round of all ways takes longer, there are two rounds instead of three."""
 
 ROOM = 1.3
-"""A model starts only where that many times its weights and gradients are free."""
+"""A model starts only if this many times the bytes of its weights and gradients are free."""
 
 
 def measure_models(report: PartReport, plans: Sequence[ModelPlan], device: str, ways: Mapping[str, BuildStep]) -> None:
-    """All workloads of all plans into a report, gradients of the first model before anything is timed.
+    """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed.
 
-    A model that does not fit is skipped, by name. A later plan of the same shape uses what was chosen for the first.
+    A model that does not fit is skipped, by name. A later plan of the same shape uses the choices of the first.
     """
     report.run(f"{plans[0].shape.name} gradient", lambda: check_gradients(plans[0], device, ways))
     chosen: dict[str, dict[str, int]] = {}
@@ -98,7 +98,7 @@ def _steps(
 def choose_tokens(model: PreTrainedModel, plan: ModelPlan, ways: Mapping[str, BuildStep], clock: Clock) -> Cell:
     """The fastest micro-batch of each way on the plan's first workload, and the seconds of all of them.
 
-    The first option of a way runs twice, once to be warm. What runs out of memory, or is refused, is left out by name.
+    The first option of a way runs twice, once to warm up. Options that run out of memory or are refused are listed.
     """
     seconds: dict[str, dict[str, float]] = {}
     left_out: dict[str, str] = {}
@@ -117,7 +117,7 @@ def choose_tokens(model: PreTrainedModel, plan: ModelPlan, ways: Mapping[str, Bu
 
 
 def attention_in_words(model: PreTrainedModel) -> Cell:
-    """Which attention Treering and the packed baseline run with, and why."""
+    """The attention of Treering and of the packed baseline, and the reason."""
     with tree_attention(model) as active:
         return {
             "tree_backend": active.backend,
@@ -131,7 +131,7 @@ def measure_workload(
 ) -> Cell:
     """One workload: seconds and memory of every way, against the FLOP bound and the fastest baseline.
 
-    The first round counts memory, tells which baselines are slow, and counts for those alone.
+    The first round measures memory and finds the slow baselines, whose only run it is.
     """
     counts, clock = count(workload, plan.shape), _clock(device)
     peaks: dict[str, int | None] = {}
@@ -175,7 +175,7 @@ def compare(seconds: Mapping[str, list[float]], counts: Mapping[str, float]) -> 
 
 
 def free_bytes(device: str) -> int | None:
-    """Bytes free on the device once all that is unused is given back; None where it does not tell."""
+    """Bytes free on the device after unused memory is released; None for a CPU."""
     if device != "cuda":
         return None
     gc.collect()
@@ -184,7 +184,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def _watched(run: Callable[[], float], device: str, name: str, peaks: dict[str, int | None]) -> float:
-    """Seconds of a run, and in `peaks` the most bytes allocated meanwhile, weights included."""
+    """Seconds of a run; writes the peak of allocated bytes, weights included, into `peaks`."""
     if device != "cuda":
         peaks[name] = None
         return run()

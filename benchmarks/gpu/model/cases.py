@@ -1,4 +1,4 @@
-"""Models and workloads of the whole-model benchmark, and how they are built on a device. Knows no clocks."""
+"""Models and workloads of the whole-model benchmark, and how they are built on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ class ModelPlan:
         shape: its sizes.
         is_tied: whether the head is the embedding, as in the published model.
         checkpointed: whether layers are computed again in the backward, because their activations would not fit.
-        token_options: most tokens of a micro-batch, to choose from for each way.
-        workloads: what it trains; the first one is what options are chosen on.
+        token_options: sizes of a micro-batch in tokens, one of which is chosen for each way.
+        workloads: what it trains; the options are chosen on the first one.
         dtype: of weights and activations.
         checked_length: tokens of the branches that gradients are compared on.
     """
@@ -48,7 +48,7 @@ class ModelPlan:
 
 
 def full_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
-    """What to measure, in the order of importance: if time runs out, the last ones are missing.
+    """The plans by importance: if time runs out, the last ones are missing.
 
     The small model on some workloads, the large one on smaller ones, then the small one on the others.
     """
@@ -129,10 +129,10 @@ def build_on_device(plan: ModelPlan, device: str) -> PreTrainedModel:
 
 
 def count(workload: Workload, shape: ModelShape) -> dict[str, float]:
-    """Tokens, sharing, FLOPs and bounds; all of it counts, no clock.
+    """Tokens, sharing, FLOPs and bounds.
 
-    `flop_bound` takes the head for part of every token, as everywhere in Treering; `scored_flop_bound` counts it where
-    it runs, on rows that carry loss.
+    `flop_bound` counts the head for every token, as everywhere in Treering; `scored_flop_bound` counts it only on rows
+    that carry loss, where it runs.
 
     Example: one tree of [5, 6, 7] and [5, 6, 8], all trained, has 6 flat tokens, 4 distinct ones and a token bound of
     1.5; its head runs on 4 rows of the branches and 2 of the tree.

@@ -1,6 +1,6 @@
 """Law 2 on a device, in bfloat16: the tree step's gradient is as near to float32's as that of flat sequences.
 
-Compares weight by weight where the gradients are, since a large model's would take minutes to move. Knows no clocks.
+Compares weight by weight on the device, because moving a large model's gradients would take minutes.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from benchmarks.gpu.model.steps import TREE, BuildStep
 from benchmarks.gpu.workloads import shared_prefix
 
 REFERENCE = "padded"
-"""The way that runs in float32: stock code throughout."""
+"""The way that runs in float32, on stock code only."""
 
 CHECKED = ("varlen", TREE)
 MAX_RATIO, MAX_NOISE = 1.25, 1e-5
@@ -23,11 +23,11 @@ MAX_RATIO, MAX_NOISE = 1.25, 1e-5
 
 
 class WrongGradientError(Exception):
-    """The tree step's gradient is further from float32's than rounding explains: its speed would mean nothing."""
+    """The tree step's gradient is further from float32's than rounding explains, so its speed means nothing."""
 
 
 def check_gradients(plan: ModelPlan, device: str, ways: Mapping[str, BuildStep]) -> Cell:
-    """Relative L2 distance of whole gradients from float32's, by way, and how the tree's compares with the flat one's.
+    """Relative L2 distance of whole gradients from float32's, by way.
 
     Raises:
         WrongGradientError: the tree step's distance is over `MAX_RATIO` times that of packed flat sequences.

@@ -2,7 +2,7 @@
 
 Each is a closure that clears `.grad`, computes, and leaves the same gradient: that of the mean negative log-probability
 over all trained tokens. Baselines run their head on trained rows only, in chunks whose gradient is taken at once, so
-that no logits are kept and none are computed twice. Knows nothing of clocks.
+that no logits are kept and none are computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.common.timing import Step
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.model.varlen import hidden_states, pack_row, varlen_attention
-from benchmarks.tree.steps import padded_micro_batches
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
-from treering.tree.forest import Forest
+from benchmarks.tree.steps import packed_chains, padded_micro_batches, tree
 from treering.tree.plan.bins import pack
 
 HEAD_CHUNK_ENTRIES = 2**28
@@ -36,7 +33,7 @@ BASELINES = ("varlen", "padded", "packed_chains")
 
 
 def build_ways(backend: str = "auto") -> dict[str, BuildStep]:
-    """All ways by name, baselines first; Treering's with that attention backend."""
+    """All ways by name, baselines first; Treering's two ways use the attention backend."""
     return {
         "varlen": varlen,
         "padded": padded,
@@ -86,28 +83,6 @@ def padded(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
     return step
 
 
-def packed_chains(model: PreTrainedModel, workload: Workload, max_tokens: int, *, backend: str = "auto") -> Step:
-    """Treering without sharing: every branch a chain of its own, packed without padding."""
-
-    def step() -> None:
-        model.zero_grad()
-        chains = [Forest.from_sequences([sequence]) for sequence in workload.sequences]
-        backward(model, chains, sft(workload.loss_masks()), max_tokens, backend=backend)
-
-    return step
-
-
-def tree(model: PreTrainedModel, workload: Workload, max_tokens: int, *, backend: str = "auto") -> Step:
-    """Treering: branches merged, every distinct token computed once. Merging is part of the step."""
-
-    def step() -> None:
-        model.zero_grad()
-        forests = [Forest.from_sequences(group) for group in workload.groups]
-        backward(model, forests, sft(workload.loss_masks()), max_tokens, backend=backend)
-
-    return step
-
-
 def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Numbers of the sequences of each packed row; a sequence longer than the budget is a row of its own.
 
@@ -118,7 +93,7 @@ def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 class _Loss:
-    """Which rows of a micro-batch carry loss, and their targets; int64 [R] each."""
+    """The rows of a micro-batch that carry loss, and their targets; int64 [R] each."""
 
     def __init__(self, rows: NDArray[Any], targets: NDArray[Any]) -> None:
         self.rows, self.targets = torch.from_numpy(rows), torch.from_numpy(targets.astype(np.int64))

@@ -1,7 +1,7 @@
 """Stock Hugging Face on packed sequences: varlen flash attention, as a tuned trainer without trees runs it.
 
 FlashAttention's own package is used where it is installed, through Hugging Face; else the flash kernels that torch
-ships, which take packed sequences too. Knows nothing of trees.
+ships, which take packed sequences too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ def varlen_implementation() -> str:
 
 @contextmanager
 def varlen_attention(model: PreTrainedModel) -> Iterator[str]:
-    """Lets a model attend within each packed sequence; restores its own attention on exit. Gives what runs, by name."""
+    """Lets a model attend within each packed sequence, and restores its attention on exit. Yields its name."""
     previous = model.config._attn_implementation
     model.config._attn_implementation = varlen_implementation()
     try:

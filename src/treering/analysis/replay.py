@@ -91,16 +91,27 @@ def replay(
     found: dict[int, Drafted] = {}
     for epoch, rollouts in _steps(recorded):
         drafted = found.setdefault(epoch, Drafted())
-        _Rows(recorded, rollouts, looked_up).run(drafter, drafted, on_tokens)
+        ReplayRows(recorded, rollouts, looked_up).run(drafter, drafted, on_tokens)
         _publish(store, recorded, rollouts, epoch)
     return found
 
 
-class _Rows:
-    """Rollouts side by side, each as far as it was replayed; a free row takes the next one."""
+class ReplayRows:
+    """The rows of an engine that replays rollouts side by side; a free row takes the next rollout."""
 
-    def __init__(self, recorded: Recorded, rollouts: Int64Array, looked_up: Int64Array) -> None:
+    def __init__(
+        self, recorded: Recorded, rollouts: Int64Array, looked_up: Int64Array, groups: Int64Array | None = None
+    ) -> None:
+        """Replays up to `NUM_ROWS` rollouts at a time.
+
+        Args:
+            recorded: what was sampled.
+            rollouts: int64 [K], the rollouts to replay, in order.
+            looked_up: int64 [P], the prompt id under which the store has each prompt's history.
+            groups: int64 [R], equal for siblings; None groups rollouts by prompt.
+        """
         self._recorded, self._looked_up = recorded, looked_up
+        self._groups = recorded.prompts if groups is None else groups
         self._waiting = iter(rollouts.tolist())
         size = min(NUM_ROWS, rollouts.size)
         longest = int((recorded.offsets[rollouts + 1] - recorded.offsets[rollouts]).max())
@@ -137,7 +148,7 @@ class _Rows:
         return DraftRows(
             # A prompt that is alone has no other one, and -1 has no history.
             prompt_ids=self._looked_up[prompts].tolist(),
-            groups=prompts,
+            groups=self._groups[rollouts],
             tokens=self._buffer[: self._num_busy],
             num_tokens=self._places[: self._num_busy] - begins,
             num_prompt_tokens=self._recorded.starts[rollouts] - begins,

@@ -1,7 +1,7 @@
 """The calls in which a partition's queries see keys of a partition above it.
 
-From ranges of query rows per key to a short list of rectangles. A long run of keys that the same queries see is one
-unmasked call on the keys where they stand; short runs are gathered and computed together under a small mask.
+Turns a range of query rows per key into a short list of rectangles. A long run of keys that the same queries see is one
+unmasked call that reads the keys in place; short runs are gathered and computed together under a small mask.
 
     M keys of the ancestor   Q query rows
 """

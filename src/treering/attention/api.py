@@ -1,4 +1,4 @@
-"""One function, several backends: validates and dispatches.
+"""`attend`: validate the arguments and dispatch to a backend.
 
 N tokens   H query heads   G key heads   D head size
 """

@@ -1,7 +1,6 @@
-"""Which blocks of keys each block of queries visits, from ranges of rows per key: never from N x N pairs.
+"""Which blocks of keys each block of queries visits, from ranges of rows per key, never from N x N pairs.
 
-What kernels on a GPU are given: they skip every other block, and need no mask in those marked as full. Knows ranges and
-positions; knows no tensors.
+GPU kernels skip all other blocks and apply no mask in blocks that are marked full.
 
     Q query rows   K keys   P pairs of blocks
 """

@@ -1,6 +1,6 @@
 """A call: one rectangle of queries against keys, and which of its pairs are visible.
 
-Knows packed indices and positions; knows no tensors. Schedules are made of calls, and kernels run them.
+Schedules consist of calls, and kernels run them.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""The `flex` backend: torch's FlexAttention with a block mask made of ranges of rows, never of N x N pairs.
+"""The `flex` backend: torch's FlexAttention with a block mask built from ranges of rows, never from N x N pairs.
 
-On CUDA it is compiled, forward and backward. On CPU torch has no backward, and runs forward as dense matrices: there it
-serves tests and small forests.
+On CUDA it is compiled, forward and backward. On CPU torch has no backward and runs the forward on dense matrices, for
+tests and small forests.
 
     N tokens   K keys, ancestors' and own   H query heads   G key heads   D head size
 """

@@ -1,6 +1,6 @@
-"""What a layer's attention does with scores, beside the tree: scale, sliding window, softcap.
+"""How a layer's attention transforms scores: scale, sliding window, softcap.
 
-Plain numbers, checked once. A window counts positions on a token's own path, never packed indices.
+A window counts positions on a token's own path, never packed indices.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Gateways: how partitions of one tree see each other's keys and values, and how gradients come back.
 
-A tree that is cut into partitions runs one at a time. A partition leaves its keys and values, detached, in its gateway;
-partitions below read them there and leave gradients; its own backward picks these up where its keys and values were
-made. Attention reads and writes here by layer number. Knows no trees, no schedules and no losses.
+The partitions of a tree run one at a time. A partition exports its keys and values, detached, to its gateway;
+partitions below read them and add gradients; the partition's own backward then takes these gradients where its keys and
+values were computed. Attention reads and writes by layer number.
 
     G key heads   M tokens of the partition   D head size
 """

@@ -1,4 +1,4 @@
-"""All keys that a forest's queries may see, in one row: those of the partitions above, outermost first, then its own.
+"""All keys that a forest's queries can see, in one array: those of the partitions above, outermost first, then its own.
 
 For backends that read keys as one array. Copies the ancestors' keys once per layer and call.
 

@@ -1,7 +1,7 @@
-"""Attention of one rectangle with its log-sum-exp, forward and backward: what the `segments` backend is made of.
+"""Attention of one rectangle with its log-sum-exp, forward and backward, for the `segments` backend.
 
-Two kernels compute the same thing: `FlashCpu`, the one inside torch's scaled dot-product attention on CPU, and `Plain`,
-matrix products on any device. Torch's public function hides the log-sum-exp, and without it parts cannot be merged.
+Two kernels compute the same: `FlashCpu` calls torch's CPU flash attention directly, `Plain` multiplies matrices on any
+device. Torch's public function does not return the log-sum-exp, which merging rectangles needs.
 
     B = 1 batch   H query heads   G key heads (H a multiple of G)   Q queries   K keys   D head size
 """

@@ -1,6 +1,6 @@
-"""What attention needs to know of a forest, on the device where it runs.
+"""The attention structure of one forest on one device.
 
-Holds `subtree_end` and what backends derive from it, once per forest and shared by all layers. Holds no token ids.
+Holds `subtree_end` and what backends derive from it, once per forest and shared by all layers.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,4 @@
-"""Which backend runs: what is asked for, or for `auto` the first rule that fits.
-
-The rules are a table, so that a measurement changes a line of it. Knows device types, dtypes and head sizes; runs
-nothing.
-"""
+"""Choose the attention backend: the requested one, or for `auto` the first rule in a table that fits."""
 
 from typing import Literal, NamedTuple, get_args
 

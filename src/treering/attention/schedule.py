@@ -1,10 +1,10 @@
-"""From `subtree_end` to a short list of rectangular attention calls that cover every visible pair exactly once.
+"""Turn `subtree_end` into a short list of rectangular attention calls that cover every visible pair exactly once.
 
-Knows the shape of the forest; knows no tensors and no kernels. Depth-first order makes two things contiguous: a segment
-and all that descends from it. So a long segment needs one causal call for itself and one unmasked call for its
-descendants. Short segments are cut into blocks that are computed under a small mask; of the keys of such a block only
-those on the path to what follows ("open" keys, a chain) are visible later, to a staircase of query rows. A sliding
-window cuts segments into pieces and narrows the calls between them.
+Depth-first order makes two things contiguous: a segment, and everything that descends from it. So a long segment needs
+one causal call for itself and one unmasked call for its descendants. Short segments are grouped into blocks that are
+computed under a small mask; of the keys of such a block, later rows see only those on the path to them ("open" keys, a
+chain), and the rows that see them form a staircase. A sliding window cuts segments into pieces and narrows the calls
+between them.
 
     N tokens   B block length
 """

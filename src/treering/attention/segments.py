@@ -1,7 +1,7 @@
 """The `segments` backend: exact tree attention by rectangles, on any device, without a mask of the whole forest.
 
-Runs the calls of a `Schedule` and merges what each query gets from several of them by log-sum-exp. Keys and values are
-never copied along paths: a shared token's K and V are read where they stand, and their gradients summed there.
+Runs the calls of a `Schedule` and merges each query's partial results by log-sum-exp. Keys and values are never copied
+along paths: a shared token's K and V are read in place, and their gradients are summed in place.
 
     N tokens   H query heads   G key heads   D head size
 """

@@ -1,8 +1,7 @@
-"""Gateways of recurrent layers: the states at the cuts of a tree, and how their gradients come back.
+"""Gateways of recurrent layers: the states at the cuts of a tree, and the gradients that come back to them.
 
-What `Gateway` is for keys and values, for layers that carry a state along a path. A partition leaves, for each of its
-tokens that tokens of partitions below hang off, the recurrent state behind it and the last inputs of the convolution.
-Knows no trees and no models.
+The counterpart of `Gateway` for layers that carry a state along a path. For each token that a partition below continues
+from, a partition exports the recurrent state after that token and the last inputs of the convolution.
 
     R boundary tokens   M tokens of the partition   D channels of the convolution   K its kernel size
 """

@@ -1,7 +1,7 @@
-"""Sliding windows: rectangles of visible pairs, narrowed to those less than a number of positions apart.
+"""Sliding windows: narrow rectangles of visible pairs to those less than the window apart.
 
-Knows calls and positions. The keys of an unmasked call lie on one path, shallow ones first, so a window moves only the
-place where what a row sees of them begins. The mask of a masked call is small, and is looked at.
+The keys of an unmasked call lie on one path, shallow ones first, so a window only moves each row's first visible key.
+The mask of a masked call is small and is evaluated directly.
 
     Q query rows of a call   K keys of a call
 """

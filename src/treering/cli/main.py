@@ -9,18 +9,22 @@ Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
-from typer.exceptions import TyperException
 
 import treering
-from treering.cli.bench_command import bench
+from treering.cli.choice import one_of
 from treering.cli.json_output import JsonOutput
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, TreeringError
+from treering.extras import require
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+# The base of usage errors is click's own class before typer 0.26 and typer's copy of it since; both have this name.
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="treering",
@@ -47,11 +51,14 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     try:
-        # Not standalone: typer would wrap a mistyped option in a box of many lines. It still turns Ctrl-C into 130.
+        # Not standalone: typer would wrap a mistyped option in a box of many lines.
         code = app(prog_name="treering", standalone_mode=False)
     except TreeringError as error:
         code = _refused(str(error))
-    except TyperException as error:
+    except typer.Abort:
+        # Ctrl-C; newer releases of typer return the code themselves.
+        code = EXIT_INTERRUPTED
+    except _UsageError as error:
         code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
     sys.exit(code)
 
@@ -88,7 +95,12 @@ def inspect(
         str | None, typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.")
     ] = None,
     template: Annotated[
-        Literal["plain", "hf"], typer.Option(help="How messages become text: plain, or the tokenizer's template.")
+        Literal["plain", "hf"],
+        typer.Option(
+            parser=one_of("plain", "hf"),
+            metavar="plain|hf",
+            help="How messages become text: plain, or the tokenizer's template.",
+        ),
     ] = "plain",
     why: Annotated[
         bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
@@ -158,6 +170,7 @@ def sft(
 
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
+    require("treering sft")
     from treering.cli.sft.command import run
 
     run(config_path=config, overrides=overrides or [], json_output=json_output)
@@ -179,6 +192,7 @@ def train(
 
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
+    require("treering train")
     from treering.cli.train.command import run
 
     run(config_path=config, overrides=overrides or [], json_output=json_output)
@@ -197,10 +211,10 @@ def demo(
 
     Example: treering demo --out runs/try
     """
+    require("treering demo")
     from treering.cli.demo.command import run
 
     run(out=out, seed=seed, json_output=json_output)
 
 
 app.command()(simulate)
-app.command()(bench)

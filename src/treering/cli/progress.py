@@ -1,29 +1,63 @@
-"""How a training run shows itself while it runs: a live line on a terminal, a few plain lines elsewhere.
+"""Progress on stderr: a line that is redrawn on a terminal, a few plain lines elsewhere."""
 
-Knows step reports and where stderr goes. Decides nothing; a run is the same without it.
-"""
-
+import sys
 import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-from treering.cli.live import LiveLine
-from treering.train.loop.step_report import StepReport
+if TYPE_CHECKING:
+    # Both import torch, which `treering inspect` and `treering simulate` do not need.
+    from treering.rl.step_report import RlStepReport
+    from treering.train.loop.step_report import StepReport
 
 NUM_PLAIN_LINES = 10
-"""Most step lines where stderr is no terminal: enough to follow a log file, few enough to read it."""
+"""Most step lines per run when stderr is not a terminal."""
+
+LINE_EVERY_S = 120.0
+"""When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
+
+
+class LiveLine:
+    """A line that is redrawn until the `with` statement ends, then erased."""
+
+    def __init__(self, console: Console, *columns: ProgressColumn, is_live: bool) -> None:
+        """`console` writes to stderr."""
+        self._console = console
+        self._live = Progress(*columns, console=console, transient=True, disable=not is_live)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
 
 
 class StepProgress(LiveLine):
-    """Shows steps of a run on stderr; use it in a `with` statement.
+    """The steps of a run; use it in a `with` statement.
 
     Example: `with StepProgress(num_steps=60, first_step=0, console=console) as progress: progress.show(report)` prints
-    `step 6/60 loss 4.211 tokens/s 7,910 flat 5,830 unique sharing 0.26` for each tenth of a run into a log.
+    `step 6/60 loss 4.211 tokens/s 7,910 flat 5,830 unique sharing 0.26` into a log, once per tenth of the run.
     """
 
     def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str = "step") -> None:
-        """`first_step` steps of `num_steps` are done already; `title` stands before the count."""
+        """`first_step` of `num_steps` steps are already done; `title` stands before the count."""
         self._num_steps = num_steps
         self._title = title
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
@@ -41,14 +75,14 @@ class StepProgress(LiveLine):
         super().__init__(console, *columns, is_live=console.is_terminal)
         self._job = self._live.add_task(title, total=num_steps, completed=first_step, text="")
 
-    def show(self, report: StepReport) -> None:
-        """Shows one more step; rates are averages since the start of this process's training."""
+    def show(self, report: "StepReport") -> None:
+        """Shows one more supervised step; rates are averages since this object was made."""
         self._num_flat += report.update.num_branch_tokens
         self._num_unique += report.update.num_tokens
         self.tell(report.step, self._text(report))
 
     def tell(self, step: int, text: str) -> None:
-        """Shows that `step` is done, in the caller's own words."""
+        """Shows that `step` is done, with the caller's text."""
         self._live.update(self._job, completed=step, text=text)
         if not self._console.is_terminal and self._is_due(step):
             self._console.print(f"{self._title} {step}/{self._num_steps} {text}", soft_wrap=True)
@@ -56,8 +90,108 @@ class StepProgress(LiveLine):
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or step == self._num_steps
 
-    def _text(self, report: StepReport) -> str:
+    def _text(self, report: "StepReport") -> str:
         seconds = time.perf_counter() - self._started
         sharing = 1.0 - self._num_unique / self._num_flat
         rates = f"{self._num_flat / seconds:,.0f} flat {self._num_unique / seconds:,.0f} unique"
         return f"loss {report.update.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
+
+
+class RlProgress:
+    """The text of a `StepProgress` for reinforcement learning: reward, sampling speed and sharing.
+
+    Example: after a step it says `reward 0.516 tokens/s 8,120 tokens/forward 1.84 sharing 0.37`.
+    """
+
+    def __init__(self, progress: StepProgress) -> None:
+        self._progress = progress
+        self._num_sampled = self._num_rows = 0
+        self._rollout_s = 0.0
+        self._num_flat = self._num_unique = 0
+
+    def show(self, report: "RlStepReport") -> None:
+        """Shows one more step; the reward is the step's, the rest covers all steps of this process so far."""
+        self._num_sampled += report.engine.num_sampled
+        self._num_rows += report.engine.num_rows
+        self._rollout_s += report.phases.rollout_s
+        if report.update is not None:
+            self._num_flat += report.update.num_branch_tokens
+            self._num_unique += report.update.num_tokens
+        self._progress.tell(report.step, self._text(report))
+
+    def _text(self, report: "RlStepReport") -> str:
+        mean = report.rollouts.reward_mean
+        reward = "-" if mean is None else f"{mean:.3f}"
+        rate = self._num_sampled / self._rollout_s
+        sharing = 1.0 - self._num_unique / self._num_flat if self._num_flat else 0.0
+        per_forward = self._num_sampled / self._num_rows if self._num_rows else 0.0
+        return f"reward {reward} tokens/s {rate:,.0f} tokens/forward {per_forward:.2f} sharing {sharing:.2f}"
+
+
+class WorkProgress(LiveLine):
+    """What is being computed, and how long the rest may take if the finished share is known.
+
+    Example: `with WorkProgress(console) as progress: progress.tell("math: tree done", 0.25)`, a minute after the
+    start, shows `math: tree done, 25 %, about 3 min left`.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """`console` writes to stderr."""
+        self._is_live = sys.stderr.isatty()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        super().__init__(console, *columns, is_live=self._is_live)
+        self._job = self._live.add_task("preparing", total=None)
+        self._first: tuple[float, float] | None = None
+        self._last_line = time.monotonic()
+
+    def tell(self, words: str, done: float | None = None) -> None:
+        """Shows the words; `done` is the finished share between 0 and 1, None if unknown."""
+        now = time.monotonic()
+        text = words if done is None else f"{words}, {done:.0%}{self._left(done, now)}"
+        self._live.update(self._job, description=text)
+        if not self._is_live and done is not None and now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            self._console.print(text, soft_wrap=True)
+
+    def _left(self, done: float, now: float) -> str:
+        # The speed is measured from the first known share on.
+        first_done, since = self._first = self._first or (done, now)
+        if done <= first_done:
+            return ""
+        seconds = (now - since) / (done - first_done) * (1.0 - done)
+        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", less than a minute left"
+
+
+class StageProgress(LiveLine):
+    """A bar that starts over with each stage; shown on a terminal only.
+
+    Example: `progress.begin("drafting", 4_000_000, "tokens")` and half a minute later `progress.advance(3_000_000)`
+    show `drafting`, a bar three quarters full, `100,000 tokens/s` and ten seconds left.
+    """
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %"),
+            _Rate(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        super().__init__(Console(stderr=True), *columns, is_live=sys.stderr.isatty())
+        self._job = self._live.add_task("preparing", total=None, unit="")
+
+    def begin(self, stage: str, total: int, unit: str) -> None:
+        """Starts a stage of `total` units."""
+        self._live.remove_task(self._job)
+        self._job = self._live.add_task(stage, total=total, unit=unit)
+
+    def advance(self, count: int) -> None:
+        """Counts `count` more units as done."""
+        self._live.advance(self._job, count)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f} {task.fields['unit']}/s")

@@ -1,4 +1,4 @@
-"""Typed TOML configurations: `load` reads any of them, one file beside this one per subcommand."""
+"""Typed TOML configurations: `load` reads any of them; each subcommand has a file in this folder."""
 
 from treering.config.load import Config as Config
 from treering.config.load import load as load

@@ -1,7 +1,4 @@
-"""Reading a typed configuration: a TOML file, then dotted overrides, then checks.
-
-This file knows TOML, dotted keys and how to validate a pydantic model; it refuses to know what any setting means.
-"""
+"""Reads a typed configuration: a TOML file, then dotted overrides, then validation."""
 
 import tomllib
 from collections.abc import Iterator, Sequence

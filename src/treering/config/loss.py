@@ -1,7 +1,4 @@
-"""What sections that train have in common: contradictions of losses and layouts, and the memory of large trees.
-
-This file refuses to know any other setting.
-"""
+"""Settings and checks shared by the training sections: loss, layout and memory of large trees."""
 
 from typing import Annotated, Literal
 

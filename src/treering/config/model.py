@@ -1,7 +1,4 @@
-"""The [model] section, of every subcommand that trains.
-
-This file knows which shapes are possible; it refuses to open a folder, to build anything, and to import torch.
-"""
+"""The [model] section of every subcommand that trains. Imports no torch."""
 
 from typing import Annotated, Literal, Self
 

@@ -1,7 +1,4 @@
-"""The optimisation, of every subcommand that trains: AdamW, its schedule and clipping.
-
-This file knows the settings and which of them contradict each other; it refuses to import torch.
-"""
+"""Optimiser settings of every subcommand that trains: AdamW, its schedule and clipping. Imports no torch."""
 
 from typing import Annotated, Literal, Self
 

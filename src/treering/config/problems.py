@@ -1,7 +1,4 @@
-"""What is wrong with a configuration, in sentences: the dotted key, the rule, the value, the fix.
-
-This file knows pydantic's error records and the key names of a model; it refuses to read files or to raise.
-"""
+"""Formats validation errors as sentences: the dotted key, the rule, the value and the fix."""
 
 import difflib
 from collections.abc import Iterator, Mapping

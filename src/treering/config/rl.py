@@ -1,7 +1,6 @@
-"""The configuration of `treering train`: which model, which task, how to sample, how to train, where to write.
+"""The configuration of `treering train`: model, task, sampling, training and output.
 
-This file knows the settings, their units and which of them contradict each other; it refuses to open any file that a
-setting names, to build anything, and to import torch.
+Loading it opens no file that a setting names, and imports no torch.
 """
 
 from pathlib import Path
@@ -126,7 +125,7 @@ class EngineConfig(Config):
         description="fused: the CPU path. cuda: kernels of our own. plain: torch operations (off-switch). auto: the "
         "fastest that can.",
     )
-    equal_rows: Literal["auto", "once", "each"] = Field(
+    duplicate_rows: Literal["auto", "once", "each"] = Field(
         default="auto",
         description="once: rollouts with the same tokens so far are computed once. each: every one for itself "
         "(off-switch). auto: once on CPU, each elsewhere.",

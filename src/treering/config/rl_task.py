@@ -1,7 +1,4 @@
-"""The [task] and [warmup] sections of `treering train`: which prompts, which rewards, and a supervised start.
-
-This file knows which settings belong to which kind of task; it refuses to open any file, and to import torch.
-"""
+"""The [task] and [warmup] sections of `treering train`. Loading them opens no file and imports no torch."""
 
 from typing import Annotated, Literal, Self
 

@@ -1,7 +1,4 @@
-"""The section `[router]` of every subcommand that trains: losses on the routers of a mixture of experts.
-
-This file knows the settings; it refuses to import torch.
-"""
+"""The [router] section of every subcommand that trains: router losses of a mixture of experts. Imports no torch."""
 
 from pydantic import Field
 

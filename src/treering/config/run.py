@@ -1,7 +1,4 @@
-"""The [run] section, of every subcommand that trains: where it writes, and how often.
-
-This file knows the settings; it refuses to touch a folder.
-"""
+"""The [run] section of every subcommand that trains: where it writes, and how often."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self

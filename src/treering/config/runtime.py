@@ -1,7 +1,6 @@
-"""The [runtime] section, the schedule and the prediction of lengths: what `treering train` does with processes.
+"""The [runtime] section, the schedule and the length predictor of `treering train`. Imports no torch.
 
-This file knows the settings; it refuses to start anything, and to import torch. What they say changes how long a run
-takes, never what it learns.
+These settings change how long a run takes, never what it learns.
 """
 
 from typing import Annotated, Literal

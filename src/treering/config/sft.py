@@ -1,7 +1,6 @@
-"""The configuration of `treering sft`: which model, which trajectories, how to train, where to write.
+"""The configuration of `treering sft`: model, trajectories, training and output.
 
-This file knows the settings, their units and which of them contradict each other; it refuses to open any file that a
-setting names, to build anything, and to import torch.
+Loading it opens no file that a setting names, and imports no torch.
 """
 
 from typing import Annotated, Literal, Self

@@ -1,7 +1,4 @@
-"""Types of single settings, shared by every section: paths, counts, fractions, seeds.
-
-This file knows ranges; it refuses to know what a setting means.
-"""
+"""Types of single settings, shared by every section: paths, counts, fractions, seeds."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,1 +1,1 @@
-"""Engines: rollouts of a policy, behind one protocol."""
+"""Engines: sample rollouts of a policy through one protocol."""

@@ -1,7 +1,4 @@
-"""What an engine refuses before it queues anything: requests that it could not tell apart, read or ever finish.
-
-Knows requests and the engine's sizes. Knows nothing of weights, of rows or of what is running.
-"""
+"""Rejects requests before an engine queues them: duplicate keys, unknown token ids, or lengths that can never fit."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -16,29 +13,29 @@ from treering.types import TokenIds
 class Admission:
     """The limits of one engine.
 
-    Example: with 50 slots, a prompt of 2 tokens and max_tokens=49 need 50 and are let in; max_tokens=50 is refused.
+    Example: with 50 slots, a prompt of 2 tokens with max_tokens=49 needs 50 and is accepted; max_tokens=50 is refused.
     """
 
     vocab_size: int
-    """Token ids lie below it."""
+    """Token ids are below it."""
     max_context: int
-    """Positions that the model reads."""
+    """Positions that the model supports."""
     num_slots: int
     """Tokens whose keys and values fit."""
     has_decode: bool
-    """Whether tokens can become text."""
+    """Whether the engine can decode tokens to text."""
 
     def check(self, requests: Sequence[Request], taken: Set[RolloutKey]) -> None:
-        """Refuses a request that can never run, or whose key is `taken` or comes twice.
+        """Checks that every request can run and that its key is unique and not in `taken`.
 
         Raises:
-            InputError: with the rule, for the first such request.
+            InputError: for the first request that fails, with the reason.
         """
         seen = set(taken)
         for request in requests:
             if request.key in seen:
                 raise InputError(
-                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is there already; count samples "
+                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is already in use; count samples "
                     "within a group, and draws of a prompt"
                 )
             seen.add(request.key)
@@ -64,7 +61,7 @@ class Admission:
 
     def _check_length(self, request: Request) -> None:
         num_prompt, max_tokens = request.prompt.size, request.sampling.max_tokens
-        # A prompt's last token is computed by each rollout, and a rollout's last one is never computed.
+        # Each rollout computes the prompt's last token itself, and the last token of a rollout is never computed.
         needed = num_prompt - 1 + max_tokens
         if needed > self.num_slots:
             raise InputError(

@@ -1,7 +1,4 @@
-"""The protocol of engines: what the loop, the scheduler and the runtime may ask of any of them.
-
-Knows requests, rollouts and counts. Knows nothing of models, of devices or of how tokens are drawn.
-"""
+"""The engine protocol: everything that the loop, the scheduler and the runtime use of an engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,14 +9,14 @@ from treering.engine.request import Request, as_requests
 from treering.engine.rollout import Rollout, RolloutKey
 
 WhenRunning = Literal["finish", "abort", "reprefill"]
-"""What a weight update does with running rollouts. finish: the old weights finish them first; they come out of the next
-step. abort: they come out of the next step as they are. reprefill: they go on under the new weights, their keys and
+"""What a weight update does with running rollouts. finish: the old weights finish them first; the next step returns
+them. abort: the next step returns them as they are. reprefill: they continue under the new weights, with their keys and
 values computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts since an engine was made; differences of two of them describe what happened in between.
+    """Counts since the engine was created; subtract two with `since` to measure an interval.
 
     Example: 10 forwards with 8 rows each that gave 240 tokens have `num_rows` 80 and 3.0 tokens per forward.
     """
@@ -27,30 +24,30 @@ class EngineStats:
     num_forwards: int = 0
     """Forward passes of the model."""
     num_rows: int = 0
-    """Rollouts that a forward pass sampled for, summed over forwards."""
+    """Sampled rollouts per forward pass, summed over passes."""
     num_sampled: int = 0
     """Tokens that rollouts gained by sampling."""
     num_prefilled: int = 0
     """Prompt and observed tokens whose keys and values were computed."""
     num_drafted: int = 0
-    """Drafted tokens that were verified, once for each rollout that they were verified for."""
+    """Verified draft tokens, counted once for each rollout that verified them."""
     num_accepted: int = 0
-    """Drafted tokens that agreed with the sampled ones."""
-    num_led: int = 0
-    """Of `num_rows`, those that were sampled from what was computed for another rollout with the same tokens."""
+    """Draft tokens that equalled the sampled ones."""
+    num_duplicate_rows: int = 0
+    """Of `num_rows`, the duplicate rows: those sampled from the logits of another rollout with the same tokens."""
 
     @property
     def tokens_per_forward(self) -> float:
-        """Sampled tokens per rollout and forward pass: 1.0 without drafts; 0.0 before the first."""
+        """Sampled tokens per rollout and forward pass: 1.0 without drafts; 0.0 before the first pass."""
         return self.num_sampled / self.num_rows if self.num_rows else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Share of drafted tokens that were accepted; 0.0 where none was drafted."""
+        """Accepted share of the draft tokens; 0.0 without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
-        """What happened after `earlier`."""
+        """The counts of the time since `earlier`."""
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__slots__})
 
 
@@ -70,13 +67,13 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Requests that were submitted and have not come out of a step."""
+        """Submitted requests whose rollouts no step has returned yet."""
 
     @abstractmethod
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens that each running rollout has, those of `so_far` included; requests that wait are left out.
+        """Tokens of each running rollout, `so_far` included; waiting requests are left out.
 
-        Example: {("q", 0, 3): 17} after 17 tokens of the only one that runs.
+        Example: {("q", 0, 3): 17} after 17 tokens of the only running rollout.
         """
 
     @abstractmethod
@@ -84,30 +81,30 @@ class Engine(ABC):
         """Queues requests, in order.
 
         Raises:
-            InputError: no requests, a key that is already there, or a request that can never fit; none of them is
-                queued then.
+            InputError: no requests, a key that is already in use, or a request that can never fit; then none is
+                queued.
         """
 
     @abstractmethod
     def step(self) -> list[Rollout]:
-        """Advances running rollouts and returns those that finished, tokens of `so_far` included; [] when idle."""
+        """Advances running rollouts and returns the finished ones, tokens of `so_far` included; [] when idle."""
 
     @abstractmethod
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Takes requests out, running or waiting, with what they have; unknown keys are ignored."""
+        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
 
     @abstractmethod
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Takes the trainer's present weights as `version` and drops all keys and values.
+        """Copies the trainer's current weights as `version` and drops all keys and values.
 
         Raises:
-            InputError: a version that is not above the present one.
+            InputError: a version that is not above the current one.
         """
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Submits requests and yields every finished rollout, in the order in which they finish.
+        """Submits requests and yields each rollout when it finishes.
 
-        A caller that stops listening takes its requests out of the engine.
+        Closing the iterator early aborts the remaining requests.
 
         Raises:
             InputError: as `submit` does.

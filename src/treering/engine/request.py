@@ -1,7 +1,4 @@
-"""What an engine is asked for: a prompt, its key, how to sample, and how far an earlier engine had come.
-
-Knows which values fit together. Knows nothing of models, of batches or of when a request runs.
-"""
+"""An engine's request: a prompt, its key, the sampling parameters, and optionally a rollout to continue."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,7 +12,7 @@ from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn, and when a rollout ends.
+    """Sampling parameters and stop conditions.
 
     The distribution is the softmax of the logits over `temperature`, cut to the `top_k` likeliest tokens, then to the
     fewest likeliest tokens whose mass reaches `top_p`, and renormalised.
@@ -25,23 +22,22 @@ class Sampling:
     """
 
     max_tokens: int
-    """Tokens of a rollout at most, those that an environment wrote included."""
+    """Longest rollout in tokens, an environment's included."""
     temperature: float = 1.0
     """Divides the logits; > 0. For the likeliest token always, set top_k=1."""
     top_k: int | None = None
-    """Tokens that can be drawn; None is all."""
+    """Number of tokens to draw from; None is all."""
     top_p: float = 1.0
-    """Mass that can be drawn, in (0, 1]."""
+    """Probability mass to draw from, in (0, 1]."""
     stop_tokens: tuple[int, ...] = ()
-    """Any of these ends a rollout and stays its last token."""
+    """Any of these ends a rollout; it stays in the rollout as the last token."""
     stop_strings: tuple[str, ...] = ()
     """A rollout ends with the token that completes one of these; needs an engine with a tokenizer."""
 
     def __post_init__(self) -> None:
         if not _is_integer(self.max_tokens) or not 1 <= self.max_tokens <= MAX_TOKEN_ID:
             raise ConfigError(
-                f"a rollout has room for at least one token, got max_tokens={self.max_tokens!r}; give a whole number "
-                "above 0"
+                f"max_tokens is at least 1, got max_tokens={self.max_tokens!r}; give a whole number above 0"
             )
         if not _is_number(self.temperature) or not 0 < self.temperature < float("inf"):
             raise ConfigError(
@@ -57,7 +53,7 @@ class Sampling:
         for name in ("stop_tokens", "stop_strings"):
             value = getattr(self, name)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        # A text is a sequence of texts, too: each of its characters would end a rollout.
+        # A str is a sequence of str too: each of its characters would end a rollout.
         if not isinstance(self.stop_strings, tuple) or not all(isinstance(stop, str) for stop in self.stop_strings):
             raise ConfigError(f'stop_strings is a tuple of texts, got {self.stop_strings!r}; write ("END",), for one')
         if "" in self.stop_strings:
@@ -74,9 +70,9 @@ class Sampling:
 class Request:
     """One rollout to sample.
 
-    (prompt_id, draw, sample) keys its noise, with the engine's seed and the position of each token, so it names the
-    rollout: no two requests of an engine may share it at one time. Requests with equal prompts share its keys and
-    values; requests of equal prompt_id and draw are siblings.
+    (prompt_id, draw, sample) is the rollout's key: with the engine's seed and each token's position it determines the
+    noise. Two requests in an engine must not share a key. Requests with equal prompts share the prompt's keys and
+    values; requests with equal prompt_id and draw are siblings.
 
     Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
     """
@@ -84,20 +80,20 @@ class Request:
     prompt_id: PromptId
     """See `PromptId`."""
     prompt: TokenIds
-    """int32 [P], P >= 1; a list of token ids becomes one."""
+    """int32 [P], P >= 1; a list of token ids is converted."""
     sampling: Sampling
-    """How to draw."""
+    """Sampling parameters."""
     draw: int = 0
     """How many times the run has scheduled this prompt before."""
     sample: int = 0
-    """Number of the rollout within its group."""
+    """Index of the rollout within its group."""
     so_far: Rollout | None = None
-    """A rollout of the same key to continue: after an observation, an abort or a move from another engine."""
+    """A rollout of the same key to continue: after an observation, an abort or a migration from another engine."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)
         check_prompt(self.prompt_id, self.prompt)
-        # Engines know a prompt by its tokens for as long as it runs, and callers reuse their buffers.
+        # A copy: engines look prompts up by their tokens while these run, and callers reuse their buffers.
         prompt = self.prompt.astype(np.int32)
         prompt.flags.writeable = False
         object.__setattr__(self, "prompt", prompt)
@@ -110,12 +106,12 @@ class Request:
             )
         if self.so_far is not None and self.so_far.num_tokens >= self.sampling.max_tokens:
             raise InputError(
-                f"a rollout of {self.so_far.num_tokens} tokens has no room to go on below max_tokens="
+                f"a rollout of {self.so_far.num_tokens} tokens has reached max_tokens="
                 f"{self.sampling.max_tokens}; raise max_tokens, or keep the rollout as it is"
             )
 
     def _convert(self, prompt_id: object, prompt: object) -> None:
-        """Numpy's integers to Python's, and a list of token ids to an array."""
+        """Converts numpy integers to Python's, and a list of token ids to an array."""
         if isinstance(prompt_id, np.integer):
             object.__setattr__(self, "prompt_id", int(prompt_id))
         if isinstance(prompt, list | tuple) and all(map(_is_integer, prompt)):
@@ -127,7 +123,7 @@ class Request:
         return (self.prompt_id, self.draw, self.sample)
 
     def unstarted(self) -> Rollout:
-        """What is left of a request that was taken out before it ran: the tokens that it came with."""
+        """The rollout of a request aborted before it ran: only the tokens of `so_far`."""
         if self.so_far is not None:
             return replace(self.so_far, finish_reason="abort")
         return Rollout(
@@ -144,10 +140,10 @@ class Request:
 
 
 def as_requests(requests: Iterable[Request]) -> list[Request]:
-    """Requests as a list, whatever they come in.
+    """Turns an iterable of requests into a list.
 
     Raises:
-        InputError: a single request, or something among them that is none.
+        InputError: a single request, or an element that is not a request.
 
     Example: a generator of two requests gives a list of both.
     """
@@ -164,12 +160,12 @@ def as_requests(requests: Iterable[Request]) -> list[Request]:
 
 
 def check_prompt(prompt_id: object, prompt: object) -> None:
-    """Refuses what names no prompt, or is none.
+    """Checks a prompt id and a prompt.
 
     Raises:
-        InputError: an id that is neither text nor an integer, or a prompt that is no integer array [P] of token ids.
+        InputError: an id that is neither str nor int, or a prompt that is not an integer array [P] of token ids.
 
-    Example: `check_prompt("q1", np.array([5, 6], np.int32))` is fine; [5, 6] and np.array([5.0]) are not prompts.
+    Example: `check_prompt("q1", np.array([5, 6], np.int32))` passes; [5, 6] and np.array([5.0]) are not prompts.
     """
     if type(prompt_id) not in (str, int):
         raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")

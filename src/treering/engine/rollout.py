@@ -1,8 +1,8 @@
-"""A rollout as an engine returns it: tokens, with what is known about each of them.
+"""A rollout as an engine returns it: tokens with their log-probs, loss mask and policy versions.
 
-Knows which arrays fit together and how rollouts are continued. Knows nothing of engines and tasks.
+An environment's tokens have loss mask 0 and log-probs 0.
 
-    R tokens of the rollout, those of an environment included
+    R tokens of the rollout, an environment's included
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from treering.errors import InputError
 from treering.types import LossMask, PromptId, TokenIds
 
 RolloutKey: TypeAlias = tuple[PromptId, int, int]
-"""(prompt_id, draw, sample): with an engine's seed and a token's position, the key of its noise."""
+"""(prompt_id, draw, sample): with the engine's seed and a token's position, the key of its noise."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: somebody asked for it."""
+"""stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: aborted by the caller."""
 
 Logprobs: TypeAlias = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
     "versions": np.dtype(np.int32),
     "loss_mask": np.dtype(bool),
 }
-"""Larger entries first, so that each array is aligned behind the others."""
+"""Widest dtypes first, so that every array is aligned in the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,21 +47,21 @@ class Rollout:
     draw: int
     """How many times the run had scheduled the prompt before."""
     sample: int
-    """Its number within the group."""
+    """Index within the group."""
     tokens: TokenIds
-    """int32 [R], without the prompt; a stop token that ended it is the last one."""
+    """int32 [R], without the prompt; a stop token is the last one."""
     logprobs: Logprobs
-    """float64 [R], of the distribution that was sampled (after temperature, top-k, top-p); 0 where nothing was."""
+    """float64 [R], under the sampled distribution (after temperature, top-k, top-p); 0 for tokens not sampled."""
     policy_logprobs: Logprobs
-    """float64 [R], at the temperature alone; 0 where nothing was sampled."""
+    """float64 [R], after temperature only; 0 for tokens not sampled."""
     loss_mask: LossMask
     """bool [R], True where the policy sampled the token."""
     versions: NDArray[np.int32]
-    """int32 [R], policy version that sampled each token, or that read it."""
+    """int32 [R], policy version that sampled each token, or read it if an environment wrote it."""
     finish_reason: FinishReason
     """Why it ended."""
     reward: float | None = None
-    """What a task gave for it; None until then."""
+    """The task's reward; None until it is computed."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "policy_logprobs", "loss_mask", "versions"):
@@ -72,18 +72,18 @@ class Rollout:
                 )
 
     def __getstate__(self) -> _State:
-        """All arrays as one block: rollouts travel between processes, and five small arrays take longer than the rest.
+        """Packs all arrays into one block: pickling five small arrays dominates sending a rollout between processes.
 
-        Example: a rollout of 22 tokens is 641 bytes, and takes a quarter of the time that its fields would.
+        Example: a rollout of 22 tokens is 641 bytes and takes a quarter of the time of separate fields.
         """
         block = b"".join(np.asarray(getattr(self, name), dtype).tobytes() for name, dtype in _ARRAYS.items())
-        said = (self.prompt_id, self.draw, self.sample, self.finish_reason, self.reward)
-        return (*said, self.num_tokens, bytearray(block))
+        fields = (self.prompt_id, self.draw, self.sample, self.finish_reason, self.reward)
+        return (*fields, self.num_tokens, bytearray(block))
 
     def __setstate__(self, state: _State) -> None:
-        *said, num_tokens, block = state
+        *fields, num_tokens, block = state
         names = ("prompt_id", "draw", "sample", "finish_reason", "reward")
-        for name, value in zip(names, said, strict=True):
+        for name, value in zip(names, fields, strict=True):
             object.__setattr__(self, name, value)
         at = 0
         for name, dtype in _ARRAYS.items():
@@ -101,10 +101,10 @@ class Rollout:
         return int(self.tokens.size)
 
     def observe(self, tokens: TokenIds) -> "Rollout":
-        """The rollout with tokens of an environment behind it, masked out.
+        """Appends an environment's tokens, masked out of the loss.
 
         Raises:
-            InputError: no flat list of integers.
+            InputError: tokens that are not a flat list of integers.
 
         Example: a rollout [7, 8] observing [9] has tokens [7, 8, 9] and loss_mask [1, 1, 0].
         """

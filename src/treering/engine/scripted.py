@@ -1,7 +1,4 @@
-"""An engine that writes what a script says: the protocol in plain Python, and the stand-in of a model in tests.
-
-Knows when requests start, end, wait and are taken out. Knows nothing of models, logits, noise and memory.
-"""
+"""A model-free engine for tests: plain Python that returns scripted tokens through the engine protocol."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +13,7 @@ from treering.errors import ConfigError, InputError
 from treering.types import TokenIds
 
 Script = Callable[[Request], TokenIds | Sequence[int]]
-"""Gives the tokens that come next for a request, after its `so_far`; called once, when the request starts."""
+"""Returns a request's next tokens, after its `so_far`; called once, when the request starts."""
 
 LOGPROB = -1.0
 """Both log-probabilities of every scripted token."""
@@ -25,15 +22,15 @@ LOGPROB = -1.0
 class ScriptedEngine(Engine):
     """Rollouts from a script, one token per running rollout and step.
 
-    A rollout ends at a stop token, at max_tokens or, as with a stop string, where its script ends; an empty script
+    A rollout ends at a stop token, at max_tokens, or at the end of its script (finish reason "stop"); an empty script
     gives a rollout of 0 tokens.
 
-    Example: `ScriptedEngine(lambda request: [7, 8, 9])` asked for max_tokens=2 gives the tokens [7, 8] in two steps,
-    with finish reason "length".
+    Example: `ScriptedEngine(lambda request: [7, 8, 9])` with max_tokens=2 gives the tokens [7, 8] in two steps, with
+    finish reason "length".
     """
 
     def __init__(self, script: Script, *, max_batch: int = 8, version: int = 0) -> None:
-        """`max_batch` rollouts run at one time; `version` is the policy version to begin with."""
+        """Runs at most `max_batch` rollouts at a time; `version` is the initial policy version."""
         if max_batch < 1:
             raise ConfigError(f"an engine runs at least one rollout at a time, got max_batch={max_batch}; raise it")
         self._script = script
@@ -41,7 +38,7 @@ class ScriptedEngine(Engine):
         self._version = version
         self._stats = EngineStats()
         self._waiting: dict[RolloutKey, Request] = {}
-        self._running: dict[RolloutKey, _Row] = {}
+        self._running: dict[RolloutKey, _RunningRequest] = {}
         self._finished: dict[RolloutKey, Rollout] = {}
 
     @property
@@ -56,23 +53,23 @@ class ScriptedEngine(Engine):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were submitted and have not come out of a step."""
+        """Submitted requests whose rollouts no step has returned yet."""
         return len(self._waiting) + len(self._running) + len(self._finished)
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens that each running rollout has, those of `so_far` included; requests that wait are left out."""
+        """Tokens of each running rollout, `so_far` included; waiting requests are left out."""
         return {key: row.num_generated for key, row in self._running.items()}
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, in order.
 
         Raises:
-            InputError: a key that is already there, or stop strings, which need a tokenizer; none of the requests is
-                queued then.
+            InputError: a key that is already in use, or stop strings, which need a tokenizer; then no request is
+                queued.
         """
         queued: dict[RolloutKey, Request] = {}
         for request in requests:
-            if request.key in queued or any(request.key in group for group in self._places):
+            if request.key in queued or any(request.key in group for group in self._by_stage):
                 raise InputError(
                     f"an engine holds one request of a key at a time, got {request.key} twice; count draws and samples"
                 )
@@ -85,21 +82,21 @@ class ScriptedEngine(Engine):
         self._waiting |= queued
 
     def step(self) -> list[Rollout]:
-        """Advances running rollouts by one token and returns those that finished; [] when idle."""
+        """Advances running rollouts by one token and returns the finished ones; [] when idle."""
         self._start()
         self._advance()
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Takes requests out, running or waiting, with what they have; unknown keys are ignored."""
-        return [rollout for key in keys if (rollout := self._take(key)) is not None]
+        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
+        return [rollout for key in keys if (rollout := self._abort_one(key)) is not None]
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Goes on as `version`.
+        """Continues as `version`.
 
         Raises:
-            InputError: a version that is not above the present one.
+            InputError: a version that is not above the current one.
         """
         if version <= self._version:
             raise InputError(f"a version is above the one before, got {version} after {self._version}; count it up")
@@ -116,13 +113,15 @@ class ScriptedEngine(Engine):
         self._version = version
 
     @property
-    def _places(self) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _Row]", dict[RolloutKey, Rollout]]:
+    def _by_stage(
+        self,
+    ) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _RunningRequest]", dict[RolloutKey, Rollout]]:
         return self._waiting, self._running, self._finished
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._max_batch:
             key, request = next(iter(self._waiting.items()))
-            row = _Row(request=request, script=np.array(self._script(request), np.int32))
+            row = _RunningRequest(request=request, script=np.array(self._script(request), np.int32))
             del self._waiting[key]
             self._running[key] = row
             self._count(num_prefilled=row.num_read)
@@ -137,9 +136,9 @@ class ScriptedEngine(Engine):
                 self._finished[key] = row.rollout(row.finish_reason)
                 del self._running[key]
 
-    def _take(self, key: RolloutKey) -> Rollout | None:
+    def _abort_one(self, key: RolloutKey) -> Rollout | None:
         if key in self._waiting:
-            return _Row(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
+            return _RunningRequest(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
         if key in self._running:
             return self._running.pop(key).rollout("abort")
         return self._finished.pop(key, None)
@@ -149,8 +148,8 @@ class ScriptedEngine(Engine):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
-    """A request that has started: its script, and the version of each token written so far."""
+class _RunningRequest:
+    """A running request: its script, and the policy version of each token written so far."""
 
     request: Request
     script: TokenIds
@@ -162,13 +161,13 @@ class _Row:
 
     @property
     def num_read(self) -> int:
-        """Tokens that were there before: the prompt's and those of `so_far`."""
-        return self.request.prompt.size + self._before.num_tokens
+        """Tokens known at the start: the prompt and `so_far`."""
+        return self.request.prompt.size + self._so_far.num_tokens
 
     @property
     def num_generated(self) -> int:
-        """Tokens behind the prompt."""
-        return self._before.num_tokens + self.num_written
+        """Tokens after the prompt."""
+        return self._so_far.num_tokens + self.num_written
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -180,7 +179,7 @@ class _Row:
         return "stop" if self.num_written == self.script.size else None
 
     def rollout(self, finish_reason: FinishReason) -> Rollout:
-        before, num_new = self._before, self.num_written
+        before, num_new = self._so_far, self.num_written
         logprobs = np.full(num_new, LOGPROB)
         return replace(
             before,
@@ -194,7 +193,7 @@ class _Row:
         )
 
     @property
-    def _before(self) -> Rollout:
+    def _so_far(self) -> Rollout:
         if self.request.so_far is not None:
             return self.request.so_far
         prompt_id, draw, sample = self.request.key

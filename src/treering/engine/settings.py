@@ -1,13 +1,10 @@
-"""What an engine's settings must be, asked before anything is made of them.
-
-Knows numbers and types; computes nothing.
-"""
+"""Validates an engine's settings."""
 
 from typing import get_args
 
 import numpy as np
 
-from treering.engine.batch.duplicate_rows import EqualRows
+from treering.engine.batch.duplicate_rows import DuplicateRows
 from treering.engine.protocol import WhenRunning
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
@@ -24,13 +21,13 @@ def check_settings(
     version: object,
     seed: object,
     num_threads: object,
-    equal_rows: object,
+    duplicate_rows: object,
 ) -> None:
-    """The settings of `TorchEngine` that need no model to be judged.
+    """Checks the settings of `TorchEngine` that do not depend on the model.
 
     Raises:
-        ConfigError: a limit below 1 (2 for max_tokens), a negative version, what is no whole number, drafter, source of
-            costs or way to treat equal rows.
+        ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or an
+            invalid drafter, `costs` or `duplicate_rows`.
     """
     _check_integer("max_batch", max_batch, least=1)
     _check_integer("max_tokens", max_tokens, least=2)
@@ -43,17 +40,19 @@ def check_settings(
         raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
     if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
         raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
-    check_equal_rows(equal_rows)
+    check_duplicate_rows(duplicate_rows)
 
 
-def check_equal_rows(equal_rows: object) -> None:
-    """What an engine does with rows that have the same tokens.
+def check_duplicate_rows(duplicate_rows: object) -> None:
+    """Checks the mode for duplicate rows.
 
     Raises:
-        ConfigError: none of the ways there are.
+        ConfigError: an unknown mode.
     """
-    if equal_rows not in get_args(EqualRows):
-        raise ConfigError(f"equal_rows is one of {', '.join(get_args(EqualRows))}, got {equal_rows!r}; choose one")
+    if duplicate_rows not in get_args(DuplicateRows):
+        raise ConfigError(
+            f"duplicate_rows is one of {', '.join(get_args(DuplicateRows))}, got {duplicate_rows!r}; choose one"
+        )
 
 
 def _check_integer(name: str, value: object, *, least: int | None) -> None:
@@ -64,11 +63,11 @@ def _check_integer(name: str, value: object, *, least: int | None) -> None:
 
 
 def check_update(version: int, present: int, when_running: str) -> None:
-    """What `update_weights` is told, for an engine whose weights are of version `present`.
+    """Checks the arguments of `update_weights` for an engine at version `present`.
 
     Raises:
-        InputError: a version that does not rise.
-        ConfigError: an unknown way to treat running rollouts.
+        InputError: a version that is not above `present`.
+        ConfigError: an unknown `when_running`.
     """
     if version <= present:
         raise InputError(f"policy versions rise, and {version} is not above {present}; count every weight update")

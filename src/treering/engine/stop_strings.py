@@ -1,7 +1,4 @@
-"""Stop strings: which of a rollout's new tokens completes one.
-
-Knows how tokens become text by the callable that it is given. Knows nothing of rows.
-"""
+"""Stop strings: finds the new token that completes one."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,15 +14,15 @@ _TOKENS_PER_CHARACTER = 4
 
 
 def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: Decode) -> int | None:
-    """How many of the last `num_new` tokens stay, where one of them completes a stop string, else None.
+    """How many of the last `num_new` tokens to keep if one completes a stop string, else None.
 
     Args:
-        tokens: int32 [R], what the turn has sampled; see `turn_start`.
-        num_new: of these, the tokens that have not been looked at.
+        tokens: int32 [R], the tokens of the current turn; see `turn_start`.
+        num_new: number of tokens at the end that are not checked yet.
         strings: at least one.
         decode: tokens to text.
 
-    Example: with one character a token, "ab;c" whose last 3 tokens are new stays 2 of them long for the string ";".
+    Example: with one character per token, of "ab;c" with 3 new tokens 2 new ones are kept for the string ";".
     """
     window = _TOKENS_PER_CHARACTER * max(len(string) for string in strings)
     for count in range(1, num_new + 1):
@@ -37,12 +34,12 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
 
 
 def turn_start(so_far: Rollout | None) -> int:
-    """Where the turn begins that a request goes on with, in tokens of its rollout.
+    """Index in the rollout of the first token of the turn that a request continues.
 
-    A turn that came to its own end is over, whatever stands behind it. One that was taken out in the middle goes on,
-    so that a string half written before is seen.
+    A turn that stopped is over, so a new one begins after all tokens. An aborted turn continues, so that a stop string
+    that spans the abort is found.
 
-    Example: tokens [7, 8] that an abort left start at 0; [7, 8, 9] where 9 was observed behind a stop start at 3.
+    Example: [7, 8] after an abort gives 0; [7, 8, 9], where 9 was observed after a stop, gives 3.
     """
     if so_far is None:
         return 0

@@ -1,7 +1,6 @@
 """The embedded engine: continuous batching of a Hugging Face model in this process, on CPU or CUDA.
 
-Owns the queue, the table and the order of a step: admit, draft, compute, draw, collect. How tokens are computed, drawn
-and drafted is the business of the files of these names.
+A step admits waiting requests, drafts, runs a forward pass, samples, and returns the finished rollouts.
 """
 
 import time
@@ -13,7 +12,7 @@ from torch import nn
 from treering.engine.admission import Admission
 from treering.engine.backends import Backend, Timing, make_backend
 from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
-from treering.engine.batch.duplicate_rows import EqualRows, leaders_of, resolved
+from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
 from treering.engine.batch.prefill import join, plan_chunks
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
@@ -22,7 +21,7 @@ from treering.engine.decoder.weights import read_weights
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.settings import check_equal_rows, check_settings, check_update
+from treering.engine.settings import check_duplicate_rows, check_settings, check_update
 from treering.engine.speculation.draft_prices import measure_with_prices
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
@@ -34,7 +33,7 @@ from treering.train.loop.compute import num_threads as threads
 
 
 class TorchEngine(Engine):
-    """Samples rollouts of a model that lives in this process.
+    """Samples rollouts of a model in this process.
 
     The engine computes with a snapshot of the weights, taken now and at each `update_weights`. Results do not depend on
     drafter, batch or order (law 5): exactly in float64, up to near-ties in float32, in distribution in bfloat16.
@@ -60,28 +59,28 @@ class TorchEngine(Engine):
         num_threads: int | None = None,
         backend: Backend = "auto",
         costs: Costs = "measured",
-        equal_rows: EqualRows = "auto",
+        duplicate_rows: DuplicateRows = "auto",
     ) -> None:
-        """Reads the weights and makes room.
+        """Copies the weights and allocates the key-value arena.
 
         Args:
             model: a supported Hugging Face causal language model; adapters merged.
             drafter: proposes tokens for speculation; None decodes one token per row and step.
             max_batch: rollouts that run at one time.
-            max_tokens: tokens whose keys and values fit, prompts that rollouts share counted once.
-            max_prefill: prompt and observed tokens per pass at most, so that decoding never waits for a long prompt.
+            max_tokens: tokens whose keys and values fit; prompts that rollouts share count once.
+            max_prefill: most prompt and observed tokens per pass, so that decoding never waits for a long prompt.
             seed: of the noise.
-            version: policy version of the present weights.
+            version: policy version of the current weights.
             decode: tokens to text, for stop strings.
             num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
             backend: see `Backend`.
-            costs: see `Costs`; of no account without a drafter.
-            equal_rows: see `EqualRows`.
+            costs: see `Costs`; not used without a drafter.
+            duplicate_rows: see `DuplicateRows`.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs or `equal_rows`.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs or `duplicate_rows`.
             StateError: the model's logits hold NaN or +inf.
-            UnsupportedError: a model that the engine would not compute exactly, by name.
+            UnsupportedError: a model that the engine would not compute exactly; the message names what differs.
         """
         check_settings(
             drafter=drafter,
@@ -92,7 +91,7 @@ class TorchEngine(Engine):
             version=version,
             seed=seed,
             num_threads=num_threads,
-            equal_rows=equal_rows,
+            duplicate_rows=duplicate_rows,
         )
         self._parts = find_parts(model)
         vocab_size = self._parts.vocab_size
@@ -100,18 +99,18 @@ class TorchEngine(Engine):
         max_context = min(int(limit), max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
         timing: Timing = "allowed" if costs == "measured" else "never"
-        machinery = make_backend(self._weights, max_tokens, backend, timing)
-        self._decoder, self._draw, self._backend = machinery.decoder, machinery.draw, machinery.name
+        backend_parts = make_backend(self._weights, max_tokens, backend, timing)
+        self._decoder, self._sampler, self._backend = backend_parts.decoder, backend_parts.sampler, backend_parts.name
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(
             vocab_size=vocab_size, max_context=max_context, num_slots=max_tokens, has_decode=decode is not None
         )
-        self._table = Table(max_rows=max_batch, arena=machinery.arena, seed=seed)
+        self._table = Table(max_rows=max_batch, allocator=backend_parts.allocator, seed=seed)
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
         self._vocab_size, self._costs = vocab_size, costs
-        self.use_equal_rows(equal_rows)
+        self.use_duplicate_rows(duplicate_rows)
         self.use_drafter(drafter)
         self._decode = decode
         self._max_batch, self._max_tokens, self._max_prefill = max_batch, max_tokens, max_prefill
@@ -137,7 +136,7 @@ class TorchEngine(Engine):
 
     @property
     def backend(self) -> str:
-        """Which decoder runs, and where: "fused on cpu" for instance, or "plain on cuda" and why."""
+        """The decoder and its device: "fused on cpu" for instance, or "plain on cuda" with the reason."""
         return self._backend
 
     def progress(self) -> dict[RolloutKey, int]:
@@ -150,7 +149,7 @@ class TorchEngine(Engine):
         self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
         for request in requests:
             self._unfinished.add(request.key)
-            self._table.prefixes.expect(request.prompt)
+            self._table.prefixes.register(request.prompt)
             self._waiting.append(request)
 
     def step(self) -> list[Rollout]:
@@ -165,13 +164,13 @@ class TorchEngine(Engine):
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.abort`."""
-        gone = set(keys)
-        aborted = [rollout for rollout in self._undelivered if rollout.key in gone]
-        self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in gone]
-        aborted += [self._take_out(row, "abort") for row in self._table.rows_of(gone)]
-        for request in [request for request in self._waiting if request.key in gone]:
+        aborted_keys = set(keys)
+        aborted = [rollout for rollout in self._undelivered if rollout.key in aborted_keys]
+        self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in aborted_keys]
+        aborted += [self._remove_row(row, "abort") for row in self._table.rows_of(aborted_keys)]
+        for request in [request for request in self._waiting if request.key in aborted_keys]:
             self._waiting.remove(request)
-            self._leave(request)
+            self._unregister(request)
             aborted.append(request.unstarted())
         return aborted
 
@@ -184,30 +183,30 @@ class TorchEngine(Engine):
                     self._undelivered += self._advance()
         elif when_running == "abort":
             rows = reversed(range(self._table.num_rows))
-            self._undelivered += [self._take_out(row, "abort") for row in rows]
+            self._undelivered += [self._remove_row(row, "abort") for row in rows]
         self._weights.read(self._parts)
-        self._table.forget_values()
+        self._table.invalidate()
         self._version = version
 
     def use_drafter(self, drafter: Drafter | None) -> None:
-        """Drafts come from another drafter from the next step on, or there are none; no rollout notices."""
+        """Switches to another drafter, or to none, from the next step on; results do not change."""
         self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
 
-    def use_equal_rows(self, equal_rows: EqualRows) -> None:
-        """Rows with the same tokens are computed once or each from the next step on; no rollout notices.
+    def use_duplicate_rows(self, duplicate_rows: DuplicateRows) -> None:
+        """Sets how duplicate rows are computed from the next step on; results do not change.
 
         Raises:
-            ConfigError: an unknown way.
+            ConfigError: an unknown mode.
         """
-        check_equal_rows(equal_rows)
-        self._equal_rows = resolved(equal_rows, self._weights.device.type)
+        check_duplicate_rows(duplicate_rows)
+        self._duplicate_rows = resolve(duplicate_rows, self._weights.device.type)
 
     def measure_costs(self) -> VerifyCosts:
-        """Seconds of a pass by its tokens, and of drafting, here and now; rollouts, counts and noise stay as they are.
+        """Measures the seconds of a pass by its number of tokens, and of drafting; changes no rollout, count or noise.
 
-        It takes some tenths of a second, or some sixty passes where these are slow. The engine measures by itself
-        before its first pass, where `costs` is "measured" and it has a drafter that has no costs yet, and again where
-        passes then take less than half of what was measured.
+        Takes a few tenths of a second, or about sixty passes if these are slow. With costs="measured" and a drafter
+        without costs the engine calls it before its first pass, and again if passes later take less than half of the
+        measured time.
 
         Raises:
             StateError: the model's logits hold NaN or +inf.
@@ -217,54 +216,56 @@ class TorchEngine(Engine):
         with threads(self._num_threads):
             return measure_with_prices(
                 self._decoder,
-                self._draw,
+                self._sampler,
                 num_slots=self._max_tokens,
                 max_batch=self._max_batch,
                 context=min(self._table.typical_context(), self._max_context),
             )
 
     def _advance(self) -> list[Rollout]:
-        """One pass over the running rows."""
+        """Runs one pass over the running rows."""
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
         chunks = plan_chunks(table.prefixes.incomplete(), self._max_prefill)
         if chunks:
-            # A pass writes all keys before any token reads, so rows may already run with the last chunk of a prefix.
+            # A pass writes all keys before any token reads, so rows can run along with the last chunk of their prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
-        leaders = leaders_of(table.columns, table.num_rows, self._equal_rows)
+        leaders = leaders_of(table.columns, table.num_rows, self._duplicate_rows)
         drafts = self._speculation.propose(table, leaders, num_waiting=len(self._waiting))
-        work = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
+        inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         start = time.perf_counter()
-        logits = self._decoder.run(join(work, chunks))
-        drawn = self._draw(logits, work, table.columns, drafts)
+        logits = self._decoder.run(join(inputs, chunks))
+        verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
-            self._speculation.note_pass(work.tokens.size, time.perf_counter() - start)
-        gains = commit_tokens(table.columns, work, self._version, *drawn)
-        if gains.sources.size:
-            self._decoder.move(gains.sources, gains.targets)
-        self._speculation.learn(gains)
-        for name, count in counts_of(work, gains, drafts, num_prefilled).items():
+            self._speculation.note_pass(inputs.tokens.size, time.perf_counter() - start)
+        committed = commit_tokens(table.columns, inputs, self._version, *verified)
+        if committed.sources.size:
+            self._decoder.move(committed.sources, committed.targets)
+        self._speculation.give_feedback(committed)
+        for name, count in counts_of(inputs, committed, drafts, num_prefilled).items():
             self._counts[name] += count
-        return self._collect(work, gains)
+        return self._collect(inputs, committed)
 
-    def _collect(self, work: StepInputs, gains: CommittedTokens) -> list[Rollout]:
-        """Takes out the rows that finished, last one first, so that removing one moves none that is still to come."""
+    def _collect(self, inputs: StepInputs, committed: CommittedTokens) -> list[Rollout]:
+        """Removes the finished rows, last one first: removing a row moves only rows that are already handled."""
         finished = []
-        for index in reversed(range(work.rows.size)):
-            row, finish = int(work.rows[index]), int(gains.finish[index])
-            if self._decode is not None and self._table.cut_at_string(row, int(gains.num_new[index]), self._decode):
+        for index in reversed(range(inputs.rows.size)):
+            row, finish = int(inputs.rows[index]), int(committed.finish[index])
+            if self._decode is not None and self._table.truncate_at_stop(
+                row, int(committed.num_new[index]), self._decode
+            ):
                 finish = STOPPED
             if finish != NOT_FINISHED:
-                finished.append(self._take_out(row, "stop" if finish == STOPPED else "length"))
+                finished.append(self._remove_row(row, "stop" if finish == STOPPED else "length"))
         return finished[::-1]
 
-    def _take_out(self, row: int, reason: FinishReason) -> Rollout:
+    def _remove_row(self, row: int, reason: FinishReason) -> Rollout:
         rollout = self._table.rollout(row, reason)
-        self._leave(self._table.remove(row))
+        self._unregister(self._table.remove(row))
         return rollout
 
-    def _leave(self, request: Request) -> None:
+    def _unregister(self, request: Request) -> None:
         self._unfinished.remove(request.key)
-        self._table.prefixes.release(request.prompt)
+        self._table.prefixes.unregister(request.prompt)

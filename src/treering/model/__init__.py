@@ -1,1 +1,1 @@
-"""Hugging Face models on forests: routing their attention, scoring edges, refusing what would be wrong."""
+"""Hugging Face models on forests: route their attention, score edges, refuse what would not be exact."""

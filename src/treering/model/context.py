@@ -1,8 +1,9 @@
-"""The one place that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
+"""The only place that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
 
-The patch is small and undone on exit: the name of the attention implementation, one hook per layer that hands the layer
-its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a recompute
-by any other attention implementation fails loudly (see `TreeLayout.__torch_function__`) instead of using a wrong mask.
+The patch is small and undone on exit: the name of the attention implementation, one hook per layer that passes the
+layer its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a
+recompute by any other attention implementation fails (see `TreeLayout.__torch_function__`) instead of using a wrong
+mask.
 """
 
 import threading

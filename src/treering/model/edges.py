@@ -1,7 +1,7 @@
-"""Which rows score which edges of a forest, and the results at their packed places.
+"""Which rows score which edges of a forest, and scattering the results to packed indices.
 
-An edge is (parent token -> token): the last token of a segment feeds the first token of *each* child, so rows (parents)
-and edges (children) are counted apart. Knows forests; how a row is scored is `scoring`'s.
+An edge is (parent token -> token): the last token of a segment predicts the first token of *each* child, so rows
+(parents) and edges (children) are counted separately.
 
     N tokens   R rows (parents that are scored)   E edges   C hidden size
 """

@@ -1,13 +1,14 @@
 """Which Hugging Face models can run on a forest, and where their parts are.
 
-A tree step is exact only if every layer treats a token by its own path. So this file lists what is known to do so and
-refuses everything else by name. Knows configurations and module names; computes nothing.
+A tree step is exact only if every layer computes a token from its own path alone. This file lists the models known to
+do so and refuses everything else by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -28,6 +29,9 @@ FAMILIES = (
 )
 """`config.model_type` of the supported families: full and sliding attention, Gated DeltaNet and Mamba-2 layers, RoPE, a
 head that is one matrix."""
+
+RECURRENT_SINCE = (5, 15)
+"""The first transformers whose recurrent layers hand their inputs to `Cache.update_conv_state` and read them back."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _RECURRENT = "linear_attention"
@@ -128,10 +132,20 @@ def _check_family(config: PreTrainedConfig) -> None:
         raise UnsupportedError(
             f"model type {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
         )
+    if config.model_type in _MIXERS and transformers_release() < RECURRENT_SINCE:
+        raise UnsupportedError(
+            f"model type {config.model_type!r} has recurrent layers, which need transformers "
+            f"{'.'.join(map(str, RECURRENT_SINCE))} or newer, got {transformers.__version__}: upgrade transformers"
+        )
     supported = (*_LAYER_TYPES, _RECURRENT) if config.model_type in _MIXERS else _LAYER_TYPES
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in supported:
             raise UnsupportedError(f"layer {index} is {kind!r}: supported are {', '.join(supported)}")
+
+
+def transformers_release() -> tuple[int, ...]:
+    """Major and minor version of the installed transformers."""
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _mixers(layers: Iterable[nn.Module], config: PreTrainedConfig) -> Iterator[nn.Module]:

@@ -1,8 +1,6 @@
-"""The tree forward: a forest in, the log-probability and entropy of every edge out.
+"""The tree forward: takes a forest, returns the log-probability and entropy of every edge.
 
-Knows models, positions and vocabularies; knows no losses.
-
-    N tokens
+N tokens
 """
 
 from contextlib import nullcontext

@@ -1,6 +1,6 @@
-"""Scores from a linear head in chunks of rows, with few logits at one time and one gradient of the weight.
+"""Score rows with a linear head in chunks: few logits at a time, one gradient of the weight.
 
-Logits are computed again in the backward; nothing of size [R, V] and no second [V, C] is ever held.
+Logits are recomputed in the backward; no [R, V] and no second [V, C] tensor is ever held.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """

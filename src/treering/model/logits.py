@@ -1,8 +1,6 @@
-"""Log-probabilities, entropies and their gradients from logits that are at hand.
+"""Log-probabilities, entropies and their gradients from one array of logits.
 
-Formulas on one array of logits; knows nothing of heads, chunks or forests.
-
-    R rows   E scored tokens (each names its row)   V vocabulary
+R rows   E scored tokens (each names its row)   V vocabulary
 """
 
 from typing import Any, Literal

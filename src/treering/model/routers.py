@@ -1,8 +1,6 @@
-"""The routers of a mixture of experts, and what they say of each token in a forward.
+"""Find the routers of a mixture of experts and record what they return in a forward.
 
-Knows where the families keep their routers and what these return. Knows no losses.
-
-    N tokens   E experts   k experts per token
+N tokens   E experts   k experts per token
 """
 
 from collections.abc import Iterator

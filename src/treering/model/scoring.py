@@ -1,8 +1,7 @@
 """Log-probability and entropy of chosen tokens from hidden rows, in bounded memory, with exact gradients.
 
-Three ways compute the same thing: all rows at one time, which saves their logits; a linear head in chunks of rows,
-whose logits are computed again in the backward and whose weight gradient is summed in place; any other head in
-checkpointed chunks. Knows rows and heads; knows nothing of forests.
+Three ways compute the same: all rows at once, which saves their logits; a linear head in chunks of rows, whose logits
+are recomputed in the backward and whose weight gradient is summed in place; any other head in checkpointed chunks.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """

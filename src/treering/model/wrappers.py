@@ -1,7 +1,7 @@
-"""What may stand around a causal language model, in any order: the wrapper of `torch.compile`, and adapters of PEFT.
+"""Unwrap a causal language model: remove the wrapper of `torch.compile` and PEFT adapters, in any order.
 
 `torch.compile(model)` returns a wrapper whose graph is that of the model's own `forward`, which the tree step does not
-call: it calls the decoder, and so compiles that. Knows torch's and PEFT's wrappers; knows no models.
+call: it calls the decoder, so the decoder is compiled instead.
 """
 
 from collections.abc import Callable

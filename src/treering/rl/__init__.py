@@ -1,1 +1,1 @@
-"""Reinforcement learning: tasks and rewards, advantages, and the loop that joins engine and trainer."""
+"""Reinforcement learning: tasks, rewards, advantages, and the loop over engine and trainer."""

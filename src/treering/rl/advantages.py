@@ -1,4 +1,4 @@
-"""Advantages of a group: what each rollout is worth against the others of its prompt. Pure formulas on rewards."""
+"""Group advantages: how much better each rollout is than the others of its prompt. Pure functions of rewards."""
 
 from typing import Literal, get_args
 

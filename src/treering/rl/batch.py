@@ -1,8 +1,6 @@
-"""From groups of rollouts to what one update trains on: forests, masks, advantages, log-probs of the sampling policy.
+"""Turns groups of rollouts into a training batch: forests, masks, advantages and sampling log-probs.
 
-Knows which groups can teach something. Knows nothing of engines, models and optimisers.
-
-    K branches: rollouts of trained groups, groups in order, then rollouts
+Shapes: K branches (rollouts of trained groups, groups in order, then rollouts).
 """
 
 from collections.abc import Sequence

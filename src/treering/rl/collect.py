@@ -1,8 +1,6 @@
-"""Collection: the groups of a step from an engine, turn by turn, with their rewards.
+"""Samples the groups of a step with an engine, turn by turn, and rewards them.
 
-Knows the order of turns and what becomes of rollouts that are empty, over-long or without a reward; what a task says of
-one is `judging`'s. Knows nothing of training. Results depend on prompts and samples, never on the order in which
-rollouts finish.
+Results depend on prompts and samples, never on the order in which rollouts finish.
 """
 
 from collections import Counter
@@ -17,8 +15,8 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.judging import RewardResult, judge
 from treering.rl.tasks.task import Prompt, Task
+from treering.rl.turns import RewardResult, evaluate_turn
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
@@ -126,12 +124,12 @@ def collect(
         while engine.num_unfinished > 0:
             for rollout in engine.step():
                 is_last_turn, prompt = run.note_turn(rollout), run.prompt_of(rollout)
-                verdict = judge(task, prompt, rollout, is_last_turn=is_last_turn, max_tokens=sampling.max_tokens)
-                following = run.take(verdict)
+                result = evaluate_turn(task, prompt, rollout, is_last_turn=is_last_turn, max_tokens=sampling.max_tokens)
+                following = run.take(result)
                 if following is not None:
                     engine.submit([following])
                 elif on_finished is not None:
-                    on_finished(verdict.rollout)
+                    on_finished(result.rollout)
     except BaseException:
         engine.abort([request.key for request in requests])
         raise
@@ -166,7 +164,7 @@ class Collection:
         self._errors: dict[RolloutKey, str] = {}
         self._num_empty = 0
         self._num_overlong = 0
-        self._num_over = 0
+        self._num_finished = 0
         if len(self._prompts) < len(prompts):
             twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
             raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
@@ -184,7 +182,7 @@ class Collection:
     @property
     def num_open(self) -> int:
         """Rollouts that are not over."""
-        return len(self._prompts) * self._group_size - self._num_over
+        return len(self._prompts) * self._group_size - self._num_finished
 
     def requests(self, order: Order = "by_prompt") -> list[Request]:
         """The first turn of every rollout."""
@@ -202,16 +200,16 @@ class Collection:
         self._turns[rollout.key] += 1
         return self._turns[rollout.key] == self._max_turns
 
-    def take(self, verdict: RewardResult) -> Request | None:
+    def take(self, result: RewardResult) -> Request | None:
         """Takes the verdict on a turn; returns the request of the next one, or None where the rollout is over."""
-        rollout = verdict.rollout
-        if verdict.goes_on:
+        rollout = result.rollout
+        if result.goes_on:
             return self._request(rollout.key, so_far=rollout)
-        self._num_over += 1
+        self._num_finished += 1
         self._num_empty += rollout.num_tokens == 0
         self._num_overlong += rollout.finish_reason == "length"
-        if verdict.error is not None:
-            self._errors[rollout.key] = verdict.error
+        if result.error is not None:
+            self._errors[rollout.key] = result.error
         if rollout.reward is not None:
             self._kept[rollout.key] = rollout
         return None

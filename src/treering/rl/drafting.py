@@ -1,7 +1,4 @@
-"""A run's memory of its rollouts: the history, and the drafter that reads it, saved and restored together.
-
-Knows what is remembered of a step. Knows nothing of how drafts are found or verified.
-"""
+"""The history of a run's rollouts and the drafter that reads it, saved and restored together."""
 
 import warnings
 from collections.abc import Mapping

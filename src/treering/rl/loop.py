@@ -1,7 +1,4 @@
-"""The loop of reinforcement learning, one synchronous step at a time: sample, reward, train, hand the weights over.
-
-Owns model, optimiser, engine, policy version and draws. Knows nothing of files, displays or how long a run should be.
-"""
+"""The synchronous RL loop: sample, reward, train, update the engine's weights."""
 
 import time
 from collections.abc import Callable, Mapping

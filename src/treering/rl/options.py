@@ -1,7 +1,4 @@
-"""What a step of reinforcement learning samples, and how it trains on that.
-
-Knows which options fit together. Knows nothing of engines, models and tasks.
-"""
+"""Options of an RL step: what it samples and how it trains."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args

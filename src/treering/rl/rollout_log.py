@@ -1,7 +1,4 @@
-"""The rollouts of a run as trajectory files, one per epoch.
-
-Knows file names and what a resumed run cuts off. Knows nothing of how rollouts came about.
-"""
+"""Writes the rollouts of a run to trajectory files, one per epoch."""
 
 import re
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""What one step of reinforcement learning did, as numbers.
-
-Knows the names under which metrics are logged. Knows nothing of sinks, and nothing here is ever read back by a run.
-"""
+"""The metrics of one RL step, with the names under which they are logged. A run never reads them back."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""The training half of a step: groups of rollouts in, one update of the weights out.
-
-Owns the optimiser. Knows nothing of engines, of versions and of where rollouts come from.
-"""
+"""The training half of an RL step: groups of rollouts in, one optimiser update out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Groups as trajectory records, for files that inspection, benchmarks and other trainers read.
-
-Knows how a rollout with its prompt becomes one trajectory. Knows nothing of files.
-"""
+"""Converts groups to trajectory records, for `treering inspect`, benchmarks and other trainers."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""The runtime: a loop whose rollout workers, rewards and training are processes of one machine."""
+"""The RL loop in several processes on one machine: rollout workers, a reward worker and a trainer."""

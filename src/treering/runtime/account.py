@@ -1,7 +1,4 @@
-"""The account of a run: what became of every rollout that was ever scheduled.
-
-Knows counts and what they must add up to. Knows nothing of processes.
-"""
+"""Counts what happened to every scheduled rollout, so that none is lost or trained twice."""
 
 from dataclasses import dataclass, fields
 
@@ -10,42 +7,42 @@ from treering.errors import StateError
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """Counts of rollouts, of one step or of a run's finished steps; deaths are those of the whole run so far.
+    """Counts of rollouts, of one step or of all finished steps; deaths are counted over the whole run.
 
-    Example: 64 scheduled rollouts of which 40 were trained, 2 had no reward and 22 were of groups with one reward are
-    all accounted for; with 39 trained, one is lost.
+    Example: 64 scheduled rollouts = 40 trained + 2 without a reward + 22 in groups with equal rewards. With 39 trained,
+    one is lost.
     """
 
     scheduled: int = 0
-    """Rollouts that steps asked for."""
+    """Rollouts that the steps requested."""
     sampled: int = 0
-    """Rollouts that workers have sampled to their end; each counts once, turns between do not."""
+    """Rollouts that workers have finished; each counts once, whatever its number of turns."""
     sampled_again: int = 0
-    """Times that a rollout was started again because its worker had died."""
+    """Restarts of a rollout because its worker died."""
     stolen: int = 0
     """Rollouts that started on another worker than planned."""
     moved: int = 0
-    """Times that a running rollout went on at another worker."""
-    judged: int = 0
-    """Rollouts with a final verdict."""
-    judged_again: int = 0
-    """Times that a verdict was asked for again because the judge had died."""
+    """Migrations of a running rollout to another worker."""
+    evaluated: int = 0
+    """Rollouts with a final reward result."""
+    evaluated_again: int = 0
+    """Reward requests sent again because the reward worker died."""
     reward_errors: int = 0
-    """Rollouts left out: their reward or observation raised, took too long, or killed the judge."""
+    """Rollouts left out: their reward or observation raised, timed out, or killed the reward worker."""
     empty: int = 0
     """Rollouts left out: no tokens."""
     without_variance: int = 0
-    """Rollouts left out: all rewards of their group are equal, so they teach nothing."""
+    """Rollouts left out: all rewards of their group are equal, so their advantages are zero."""
     trained: int = 0
-    """Rollouts that an update saw, once each."""
+    """Rollouts used by an update."""
     steps_trained_again: int = 0
-    """Steps that a new trainer did once more to get to the weights of the one that died."""
+    """Steps replayed by a new trainer to restore the weights of the one that died."""
     worker_deaths: int = 0
     """Rollout workers that died."""
-    judge_deaths: int = 0
-    """Judges that died of themselves."""
-    judges_stopped: int = 0
-    """Judges that were ended because a reward took too long."""
+    reward_worker_deaths: int = 0
+    """Reward workers that died by themselves."""
+    reward_workers_stopped: int = 0
+    """Reward workers that were killed because a reward timed out."""
     trainer_deaths: int = 0
     """Trainers that died."""
 
@@ -55,20 +52,20 @@ class Account:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
+        """The counts, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check(self, step: int) -> None:
-        """Sees that every rollout of a finished step is trained once, or left out for a counted reason.
+        """Checks that every rollout of a finished step was trained once, or left out for a counted reason.
 
         Raises:
-            StateError: they do not add up, which is a bug of ours.
+            StateError: the counts do not add up, which is a bug in Treering.
         """
         left_out = self.reward_errors + self.empty + self.without_variance
-        if self.scheduled == self.sampled == self.judged == self.trained + left_out:
+        if self.scheduled == self.sampled == self.evaluated == self.trained + left_out:
             return
         raise StateError(
             f"every rollout of a step is trained once or left out for a reason, and step {step} scheduled "
-            f"{self.scheduled}, sampled {self.sampled}, judged {self.judged}, trained {self.trained} and left out "
-            f"{left_out}; please report this, and start again from the last checkpoint"
+            f"{self.scheduled}, sampled {self.sampled}, evaluated {self.evaluated}, trained {self.trained} and left "
+            f"out {left_out}; please report this, and start again from the last checkpoint"
         )

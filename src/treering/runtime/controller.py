@@ -1,8 +1,4 @@
-"""The processes of a run at work: events in, and the next thing that each can do.
-
-Knows which steps are open and which weights are there. Knows nothing of checkpoints, of reports and of when a step is
-opened.
-"""
+"""The event loop of a run: receives messages from the child processes and sends each its next work."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,182 +6,189 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.rl.judging import RewardResult
-from treering.runtime.ipc.messages import Case, TrainedStep
+from treering.rl.turns import RewardResult
+from treering.runtime.ipc.messages import RewardRequest, TrainedStep
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.weight_ring import WeightRing
 from treering.runtime.pools.reward_client import RewardClient
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.pools.trainer_client import TrainerClient
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.open_step import OpenStep
 from treering.schedule.measured_latency import PassTimes
 
-_LISTEN_S = 1.0
-"""Longest wait for a message; deaths that close no pipe are seen after it."""
+_POLL_S = 1.0
+"""Longest wait for a message: a death that closes no pipe is noticed after this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Finished:
-    """A step that is sampled, judged and trained.
+class FinishedStep:
+    """A step that is sampled, rewarded and trained.
 
     Attributes:
-        run: its rollouts.
-        done: its training.
-        label: policy version that sampled it.
-        trainer_wait_s: in which the trainer had nothing to train before it.
-        bubble: share of the workers' time since the step before in which they sampled nothing.
-        times: of passes and loads since the step before, and of its update.
+        open_step: its rollouts.
+        done: the trainer's report.
+        policy_version: the version that sampled it.
+        trainer_wait_s: how long the trainer was idle before it.
+        bubble: idle fraction of the workers' time since the previous step.
+        times: of forward passes and weight loads since the previous step, and of its update.
     """
 
-    run: StepRun
+    open_step: OpenStep
     done: TrainedStep
-    label: int
+    policy_version: int
     trainer_wait_s: float
     bubble: float
     times: PassTimes
 
 
 class Controller:
-    """Rollout workers, judge and trainer of one run.
+    """Runs the rollout workers, the reward worker and the trainer of one run.
 
-    Example: with the steps 4 and 5 open, `finish(4, print)` returns once 4 is trained, and 5 is sampled all the while.
+    Example: with the steps 4 and 5 open, `finish(4, print)` returns once 4 is trained; 5 is sampled meanwhile.
     """
 
     def __init__(
         self,
-        fleet: RolloutPool,
-        court: RewardClient,
-        workshop: TrainerClient,
+        rollout_pool: RolloutPool,
+        reward_client: RewardClient,
+        trainer_client: TrainerClient,
         ring: WeightRing,
         *,
-        labels: Mapping[int, int],
-        on_over: Callable[[Rollout], bool] | None,
+        policy_versions: Mapping[int, int],
+        on_finished: Callable[[Rollout], bool] | None,
     ) -> None:
-        """Takes processes that have been started.
+        """Takes clients whose processes are started.
 
         Args:
-            fleet: rollout workers.
-            court: the judge.
-            workshop: the trainer.
-            ring: of weights.
-            labels: version -> updates behind it, of those that the ring has.
-            on_over: takes each rollout that is over; whether workers find something new in the history since.
+            rollout_pool: the rollout workers.
+            reward_client: the reward worker.
+            trainer_client: the trainer.
+            ring: the weights.
+            policy_versions: step -> policy version after it, of the weights in the ring.
+            on_finished: called with each finished rollout; returns whether the workers must refresh their history.
         """
-        self._fleet = fleet
-        self._court = court
-        self.workshop = workshop
+        self._rollout_pool = rollout_pool
+        self._reward_client = reward_client
+        self.trainer_client = trainer_client
         self.ring = ring
-        self.labels = dict(labels)
-        self._on_over = on_over
-        self._runs: dict[int, StepRun] = {}
-        self._judged_for: dict[RolloutKey, StepRun] = {}
+        self.policy_versions = dict(policy_versions)
+        self._on_finished = on_finished
+        self._open_steps: dict[int, OpenStep] = {}
+        self._pending_rewards: dict[RolloutKey, OpenStep] = {}
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     @property
-    def seats(self) -> list[ChildProcess]:
-        """Where the processes sit."""
-        return [*self._fleet.seats, self._court.seat, self.workshop.seat]
+    def children(self) -> list[ChildProcess]:
+        """All child processes."""
+        return [*self._rollout_pool.children, self._reward_client.child, self.trainer_client.child]
 
     @property
     def last_open(self) -> int:
-        """The latest step that is being sampled; 0 where there is none."""
-        return max(self._runs, default=0)
+        """The latest step that is being sampled; 0 if none is."""
+        return max(self._open_steps, default=0)
 
     def wait_until_ready(self) -> None:
-        """Returns when every process has built its part, and counts time from then on.
+        """Waits until every process has built its model or task, and starts the clock.
 
         Raises:
-            StateError, Exception: as `finish`.
+            StateError, Exception: see `finish`.
         """
-        while not all(seat.is_ready for seat in self.seats):
-            self._listen()
+        while not all(child.is_ready for child in self.children):
+            self._receive()
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
-    def open(self, run: StepRun) -> None:
-        """Begins to sample a step, the one behind the latest."""
-        self._runs[run.step] = run
+    def open(self, open_step: OpenStep) -> None:
+        """Starts sampling the next step."""
+        self._open_steps[open_step.step] = open_step
 
     def dispatch(self) -> None:
-        """Gives everybody what they can do now."""
-        self._fleet.dispatch(self._runs, self.labels)
-        self._court.dispatch()
+        """Sends every process the work that it can start now."""
+        self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
+        self._reward_client.dispatch()
 
-    def finish(self, step: int, on_sampled: Callable[[StepRun], None]) -> Finished:
-        """Works until a step is trained, the first one that is open.
+    def finish(self, step: int, on_sampled: Callable[[OpenStep], None]) -> FinishedStep:
+        """Runs until the earliest open step is trained.
 
         Args:
             step: its number.
-            on_sampled: takes the step when its training begins; what it does costs the trainer no time.
+            on_sampled: called with the step while it is trained, so that the trainer does not wait for it.
 
         Raises:
-            StateError: a process dies again and again.
-            Exception: the error that ended a process.
+            StateError: a process dies repeatedly.
+            Exception: the error that a child process raised.
         """
-        run, sent_s = self._runs[step], None
+        open_step, sent_s = self._open_steps[step], None
         while True:
             self.dispatch()
-            if sent_s is None and run.is_whole:
-                self.workshop.train(step, run.collection.result().groups)
+            if sent_s is None and open_step.is_complete:
+                self.trainer_client.train(step, open_step.collection.result().groups)
                 sent_s = time.perf_counter()
-                on_sampled(run)
-            done = self._listen()
+                on_sampled(open_step)
+            done = self._receive()
             if done is not None:
                 assert sent_s is not None, "a step is trained after it was sent"
-                return self._finished(run, done, sent_s)
+                return self._finished(open_step, done, sent_s)
 
-    def announce(self, version: int, label: int) -> None:
-        """Tells that the ring has a version, and forgets the one whose place it has taken."""
-        self.labels[version] = label
-        self.labels = {
-            known: updates for known, updates in self.labels.items() if known > version - self.ring.num_slots
+    def announce(self, version: int, policy_version: int) -> None:
+        """Makes new weights available to the workers; those whose slot they overwrote are forgotten."""
+        self.policy_versions[version] = policy_version
+        self.policy_versions = {
+            known: updates for known, updates in self.policy_versions.items() if known > version - self.ring.num_slots
         }
 
     def close(self) -> None:
-        """Ends all processes."""
-        self._fleet.close()
-        self._court.close()
-        self.workshop.close()
+        """Stops all processes."""
+        self._rollout_pool.close()
+        self._reward_client.close()
+        self.trainer_client.close()
         self.ring.close()
 
-    def _listen(self) -> TrainedStep | None:
-        """Waits for something to happen and takes it in; the trained step, if that was it."""
-        parts = (self._fleet, self._court, self.workshop)
-        left_s = self._court.seconds_left()
+    def _receive(self) -> TrainedStep | None:
+        """Waits for messages and handles them; returns the trained step if there is one."""
+        parts = (self._rollout_pool, self._reward_client, self.trainer_client)
+        left_s = self._reward_client.seconds_left()
         connections = [each for part in parts for each in part.connections()]
-        wait(connections, _LISTEN_S if left_s is None else min(_LISTEN_S, left_s))
-        for run, case in self._fleet.receive(self._runs):
-            self._judge(run, case)
-        for judged in [*self._court.receive(), *self._court.check_time()]:
-            self._take(self._judged_for.pop(judged.key), judged.key, judged.verdict)
-        return self.workshop.receive()
+        wait(connections, _POLL_S if left_s is None else min(_POLL_S, left_s))
+        for open_step, request in self._rollout_pool.receive(self._open_steps):
+            self._request_reward(open_step, request)
+        for reply in [*self._reward_client.receive(), *self._reward_client.check_time()]:
+            self._take(self._pending_rewards.pop(reply.key), reply.key, reply.result)
+        return self.trainer_client.receive()
 
-    def _judge(self, run: StepRun, case: Case) -> None:
-        rollout = case.rollout
+    def _request_reward(self, open_step: OpenStep, request: RewardRequest) -> None:
+        rollout = request.rollout
         if rollout.num_tokens == 0:
-            # Nothing to ask anybody about.
-            self._take(run, rollout.key, RewardResult(rollout=rollout))
+            # An empty rollout needs no reward.
+            self._take(open_step, rollout.key, RewardResult(rollout=rollout))
             return
-        self._judged_for[rollout.key] = run
-        self._court.add(case)
+        self._pending_rewards[rollout.key] = open_step
+        self._reward_client.add(request)
 
-    def _take(self, run: StepRun, key: RolloutKey, verdict: RewardResult) -> None:
-        following = run.collection.take(verdict)
-        self._fleet.note_judged(run, key, following)
+    def _take(self, open_step: OpenStep, key: RolloutKey, result: RewardResult) -> None:
+        following = open_step.collection.take(result)
+        self._rollout_pool.note_reward(open_step, key, following)
         if following is not None:
             return
-        run.note_over(verdict.rollout)
-        if self._on_over is not None and self._on_over(verdict.rollout):
-            self._fleet.refresh()
+        open_step.note_finished(result.rollout)
+        if self._on_finished is not None and self._on_finished(result.rollout):
+            self._rollout_pool.refresh()
 
-    def _finished(self, run: StepRun, done: TrainedStep, sent_s: float) -> Finished:
-        del self._runs[run.step]
+    def _finished(self, open_step: OpenStep, done: TrainedStep, sent_s: float) -> FinishedStep:
+        del self._open_steps[open_step.step]
         now = time.perf_counter()
-        elapsed_s, busy_s = now - self._step_since_s, self._fleet.busy_s
+        elapsed_s, busy_s = now - self._step_since_s, self._rollout_pool.busy_s
         wait_s = sent_s - self._idle_since_s
         self._idle_since_s = self._step_since_s = now
-        self._fleet.busy_s = 0.0
-        bubble = max(0.0, 1.0 - busy_s / (elapsed_s * self._fleet.num_workers))
-        times, self._fleet.times = self._fleet.times, PassTimes()
+        self._rollout_pool.busy_s = 0.0
+        bubble = max(0.0, 1.0 - busy_s / (elapsed_s * self._rollout_pool.num_workers))
+        times, self._rollout_pool.times = self._rollout_pool.times, PassTimes()
         times.note_training(done.train_s + done.update_s)
-        label = self.labels[run.version]
-        return Finished(run=run, done=done, label=label, trainer_wait_s=wait_s, bubble=bubble, times=times)
+        policy_version = self.policy_versions[open_step.version]
+        return FinishedStep(
+            open_step=open_step,
+            done=done,
+            policy_version=policy_version,
+            trainer_wait_s=wait_s,
+            bubble=bubble,
+            times=times,
+        )

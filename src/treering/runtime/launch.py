@@ -1,7 +1,4 @@
-"""Starting a run's processes: weights into shared memory, and every child with its settings.
-
-Knows what each child needs. Knows nothing of what happens afterwards.
-"""
+"""Starts the processes of a run: writes the weights to shared memory and sends each child its settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller
-from treering.runtime.ipc.messages import JudgeSettings, TrainerSettings, WorkerSettings
+from treering.runtime.ipc.messages import RewardSettings, TrainerSettings, WorkerSettings
 from treering.runtime.ipc.process import start_method
 from treering.runtime.ipc.recipe import Recipe
 from treering.runtime.ipc.weight_ring import BASE, WeightRing
@@ -28,77 +25,78 @@ from treering.train.loop.optim import OptimOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Blueprint:
-    """What the processes of a run have in common, whenever they are started."""
+class RunSpec:
+    """The settings of a run's processes."""
 
     recipe: Recipe
     optim: OptimOptions
     options: RlOptions
     cluster: Cluster
     max_tokens: int
-    """Of a rollout."""
+    """Of a rollout, at most."""
     history: Path | None
-    """Folder that workers draft from."""
+    """Folder of the history that workers draft from."""
     drafts: DraftOptions
     time_limit_s: float
-    """For one reward or observation."""
+    """Of one reward or observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Beginning:
-    """Where a run begins or goes on; the weights are those of a model beside it."""
+class StartState:
+    """Where a run starts or resumes; the weights are passed separately, as a model."""
 
     step: int = 0
-    """Steps behind the weights."""
-    label: int = 0
-    """Updates behind them."""
+    """Steps done."""
+    policy_version: int = 0
+    """Updates done."""
     optimizer: Mapping[str, Any] | None = None
-    """Its state; None is a new one."""
+    """The optimiser's state; None starts a new one."""
     past: tuple[Mapping[str, Any], ...] = ()
-    """Earlier weights that the next steps are sampled with: each its "step", "label" and "weights" by name."""
+    """Earlier weights that the next steps are sampled with: "step", "policy_version" and "weights" by name."""
 
 
 def start_controller(
-    blueprint: Blueprint,
-    beginning: Beginning,
+    spec: RunSpec,
+    start_state: StartState,
     model: nn.Module,
     *,
     account: Account,
-    on_over: Callable[[Rollout], bool] | None,
+    on_finished: Callable[[Rollout], bool] | None,
 ) -> Controller:
-    """Starts every process; `Controller.wait_until_ready` says when all are there, and what is wrong with them.
+    """Starts every process. `Controller.wait_until_ready` waits for them and raises their errors.
 
     Args:
-        blueprint: the run.
-        beginning: where it begins.
-        model: has its weights, and gets those of each finished step by the caller.
-        account: takes deaths.
-        on_over: see `Controller`.
+        spec: the run.
+        start_state: where it starts.
+        model: its weights; the caller updates them after each finished step.
+        account: counts deaths.
+        on_finished: see `Controller`.
     """
-    num_slots, step = blueprint.cluster.staleness + 2, beginning.step
+    num_slots, step = spec.cluster.staleness + 2, start_state.step
     ring = WeightRing(model, num_slots)
-    for past in beginning.past:
+    for past in start_state.past:
         ring.put(past["step"], past["weights"])
     ring.write(step, model)
     ring.write(step, model, BASE)
-    context = start_method(blueprint.recipe)
+    context = start_method(spec.recipe)
     trainer = TrainerSettings(
-        recipe=blueprint.recipe,
+        recipe=spec.recipe,
         num_slots=num_slots,
-        optim=blueprint.optim,
-        options=blueprint.options,
+        optim=spec.optim,
+        options=spec.options,
         version=step,
-        state=packed(beginning.optimizer),
+        state=packed(start_state.optimizer),
     )
-    worker = WorkerSettings(
-        recipe=blueprint.recipe, num_slots=num_slots, history=blueprint.history, drafts=blueprint.drafts
-    )
-    judge = JudgeSettings(recipe=blueprint.recipe, max_tokens=blueprint.max_tokens)
+    worker = WorkerSettings(recipe=spec.recipe, num_slots=num_slots, history=spec.history, drafts=spec.drafts)
+    reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
-        RolloutPool(worker, ring.memory, context, num_workers=blueprint.cluster.num_workers, account=account),
-        RewardClient(judge, ring.memory, context, time_limit_s=blueprint.time_limit_s, account=account),
+        RolloutPool(worker, ring.memory, context, num_workers=spec.cluster.num_workers, account=account),
+        RewardClient(reward, ring.memory, context, time_limit_s=spec.time_limit_s, account=account),
         TrainerClient(trainer, ring, context, model=model, account=account),
         ring,
-        labels={step: beginning.label, **{past["step"]: past["label"] for past in beginning.past}},
-        on_over=on_over,
+        policy_versions={
+            step: start_state.policy_version,
+            **{past["step"]: past["policy_version"] for past in start_state.past},
+        },
+        on_finished=on_finished,
     )

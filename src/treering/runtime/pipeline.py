@@ -1,8 +1,7 @@
-"""The pipelined loop of reinforcement learning: its steps overlap, and their results are those of one after another.
+"""The pipelined RL loop: steps overlap, with the same results as running them one after another.
 
-Knows steps, versions, checkpoints and reports; everything that takes time happens in processes. Step k is sampled
-wholly by the weights after step k - 1 - staleness, whatever the clock says, so nothing that is timed, stolen or killed
-changes a rollout (law 6).
+All slow work happens in child processes. Step k is sampled entirely with the weights after step k - 1 - staleness, so
+timing, stealing and crashes never change a rollout (law 6).
 """
 
 import time
@@ -20,9 +19,9 @@ from treering.rl.options import RlOptions
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
-from treering.runtime.controller import Controller, Finished
+from treering.runtime.controller import Controller, FinishedStep
 from treering.runtime.ipc.recipe import Recipe
-from treering.runtime.launch import Beginning, Blueprint, start_controller
+from treering.runtime.launch import RunSpec, StartState, start_controller
 from treering.runtime.reports import report_of
 from treering.runtime.run_state import RunState
 from treering.runtime.workers.trainer_worker import unpacked
@@ -37,10 +36,10 @@ from treering.train.loop.resumable import Resumable
 
 
 class PipelineLoop(Resumable[RlStepReport]):
-    """An `RlLoop` in processes: rollout workers, one judge for rewards, one trainer, and this process as controller.
+    """An `RlLoop` in several processes: rollout workers, a reward worker, a trainer, and this process as controller.
 
-    Processes start with the first step and sample the steps behind it while it is trained, also between calls. A
-    process that dies is replaced, and costs time only. At staleness 0 the steps are those of `RlLoop`.
+    The processes start with the first step. They sample later steps while it is trained, and between calls. A process
+    that dies is replaced, which costs only time. At staleness 0 the steps equal those of `RlLoop`.
 
     Example:
         >>> with PipelineLoop(model, task, recipe, optim=optim, options=options, num_steps=100, cluster=cluster,
@@ -67,22 +66,22 @@ class PipelineLoop(Resumable[RlStepReport]):
         """Starts nothing yet.
 
         Args:
-            model: has the weights to begin with, and those of the latest step after each.
-            task: prompts; rewards are asked of the recipe's task.
-            recipe: builds model, task and engines in other processes.
+            model: the initial weights; it gets the new weights after every step.
+            task: the prompts; rewards come from the recipe's task.
+            recipe: builds model, task and engines in the child processes.
             optim: the optimiser.
-            options: of the steps, as `RlLoop` has them.
-            num_steps: of the whole run: nothing is sampled for steps beyond.
-            cluster: workers, and the staleness; its slots, and its times until some are measured, are for policies.
-            policy: a new one.
-            predictor: a new one.
-            drafting: memory of earlier rollouts, in a folder that workers read; None samples without speculation.
-            reward_time_limit_s: for one reward or observation; a rollout that takes longer is left out.
+            options: of the steps, as for `RlLoop`.
+            num_steps: of the whole run; no later step is sampled.
+            cluster: workers and staleness; policies also read its slots, and its latency until one is measured.
+            policy: an unused scheduling policy.
+            predictor: an unused length predictor.
+            drafting: history of earlier rollouts, in a folder that workers read; None disables speculation.
+            reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
 
         Raises:
             InputError: no prompt, or two prompts of one id.
-            ConfigError: a drafting without a folder, or a time limit that is none.
-            UnsupportedError: router losses of a model without routers.
+            ConfigError: drafting without a folder, or a time limit that is not positive.
+            UnsupportedError: router losses for a model without routers.
         """
         if drafting is not None and drafting.folder is None:
             raise ConfigError("workers read the history in its folder, and this drafting has none; give it a folder")
@@ -90,104 +89,110 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
         check_routers(model, options.router_losses)
         self.model = model
-        self._course = RunState(task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor)
+        self._run_state = RunState(
+            task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor
+        )
         self._drafting = drafting
-        self._blueprint = Blueprint(
+        self._spec = RunSpec(
             recipe=recipe,
             optim=optim,
             options=options,
             cluster=cluster,
-            max_tokens=self._course.max_tokens,
+            max_tokens=self._run_state.max_tokens,
             history=None if drafting is None else drafting.folder,
             drafts=DraftOptions() if drafting is None else drafting.options,
             time_limit_s=reward_time_limit_s,
         )
         self._latest: list[Trajectory] = []
-        self._beginning = Beginning()
-        self._crew: Controller | None = None
+        self._start_state = StartState()
+        self._controller: Controller | None = None
         self._is_closed = False
 
     @property
     def num_steps_done(self) -> int:
-        """Steps since the start of the run, resumed ones included; those that trained nothing count too."""
-        return self._course.num_steps_done
+        """Steps since the start of the run, also those before a resume and those that trained nothing."""
+        return self._run_state.num_steps_done
 
     @property
     def version(self) -> int:
         """Policy version of the weights: updates since the start of the run."""
-        return self._course.version
+        return self._run_state.version
 
     @property
     def account(self) -> Account:
-        """What became of every rollout of the run's finished steps."""
-        return self._course.account
+        """What happened to every rollout of the finished steps."""
+        return self._run_state.account
 
     @property
     def measured(self) -> Latency | None:
-        """The latency of passes as they were, which policies are told; None where that is still the cluster's."""
-        return self._course.measured
+        """The measured latency that policies plan with; None while they use the cluster's."""
+        return self._run_state.measured
 
     @property
     def latest(self) -> list[Trajectory]:
-        """The rollouts of this process's latest step as trajectories with advantages; none before it."""
+        """The rollouts of the latest step as trajectories with advantages; empty before the first."""
         return self._latest
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of those that live; none before the first step."""
-        seats = [] if self._crew is None else self._crew.seats
-        return {seat.name: seat.pid for seat in seats if seat.pid is not None}
+        """Process ids of the running children, by name; empty before the first step."""
+        children = [] if self._controller is None else self._controller.children
+        return {child.name: child.pid for child in children if child.pid is not None}
 
     def step(self) -> RlStepReport:
-        """Works until the next step is trained; later ones go on being sampled.
+        """Runs until the next step is trained, while later steps are sampled.
 
-        An error ends all processes: go on with a new loop, from the latest checkpoint.
+        An error stops all processes: continue with a new loop, from the latest checkpoint.
 
         Raises:
             InputError: a prompt that an engine cannot hold.
-            StateError: gradients that are not finite, a process that dies again and again, or a loop that is over.
+            StateError: gradients that are not finite, a process that dies repeatedly, or a closed loop.
         """
-        self._course.check_not_over()
+        self._run_state.check_not_finished()
         try:
-            crew = self._started()
+            controller = self._started()
             started_s = time.perf_counter()
-            self._open_steps(crew)
-            finished = crew.finish(self._course.num_steps_done + 1, self._course.note_sampled)
-            self._take_over(crew, finished)
-            # Workers have something to do until the next call.
-            self._open_steps(crew)
-            crew.dispatch()
+            self._open_steps(controller)
+            finished = controller.finish(self._run_state.num_steps_done + 1, self._run_state.note_sampled)
+            self._complete_step(controller, finished)
+            # Keeps the workers busy until the next call.
+            self._open_steps(controller)
+            controller.dispatch()
         except BaseException:
             self.close()
             raise
-        return report_of(finished, epoch=self._course.epoch, step_s=time.perf_counter() - started_s)
+        return report_of(finished, epoch=self._run_state.epoch, step_s=time.perf_counter() - started_s)
 
     def state(self) -> dict[str, Any]:
-        """What `RlLoop.state` has, and the weights of the steps before that the next ones are sampled with.
+        """As `RlLoop.state`, plus the earlier weights that the next steps are sampled with.
 
-        Rollouts that are under way are no part of it: a run that goes on from here samples them again. What drafters
-        have learnt is none either; each worker has its own, and learns it anew. Torch's random state becomes the
-        trainer's.
+        Unfinished rollouts are not saved: a resumed run samples them again. Neither is the drafters' feedback, because
+        each worker has its own drafter. Sets torch's random state to the trainer's.
         """
         try:
-            crew = self._started()
-            saved = unpacked(crew.workshop.fetch())
+            controller = self._started()
+            saved = unpacked(controller.trainer_client.fetch())
         except BaseException:
             self.close()
             raise
         set_random_state(saved["random"])
-        past = [{"step": k, "label": crew.labels[k], "weights": crew.ring.tensors(k)} for k in self._course.past]
-        return {**self._course.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
+        past = [
+            {"step": k, "policy_version": controller.policy_versions[k], "weights": controller.ring.tensors(k)}
+            for k in self._run_state.past
+        ]
+        return {**self._run_state.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`, also one of an `RlLoop`; new processes start with the next step.
+        """Resumes from a `state`, also one of an `RlLoop`; new processes start with the next step.
 
         Raises:
-            StateError: a state that lacks weights which the next steps are sampled with.
+            StateError: see `RunState.load_state`.
         """
         self._end_processes()
-        past, optimizer = self._course.load_state(state), state["optimizer"]
-        self._beginning = Beginning(step=self.num_steps_done, label=self.version, optimizer=optimizer, past=past)
+        past, optimizer = self._run_state.load_state(state), state["optimizer"]
+        self._start_state = StartState(
+            step=self.num_steps_done, policy_version=self.version, optimizer=optimizer, past=past
+        )
 
     def save_hints(self, file: Path) -> None:
         """Writes the history, if there is one."""
@@ -195,12 +200,12 @@ class PipelineLoop(Resumable[RlStepReport]):
             self._drafting.save(file)
 
     def load_hints(self, file: Path) -> None:
-        """Takes the history of a file; a missing or damaged one costs a warning, and speed."""
+        """Loads the history; a missing or damaged file is a warning, and costs speed."""
         if self._drafting is not None:
             self._drafting.load(file)
 
     def close(self) -> None:
-        """Ends all processes; weights, account and latest rollouts stay."""
+        """Stops all processes; weights, account and latest rollouts stay."""
         self._end_processes()
         self._is_closed = True
         if self._drafting is not None:
@@ -214,39 +219,39 @@ class PipelineLoop(Resumable[RlStepReport]):
 
     def _started(self) -> Controller:
         if self._is_closed:
-            raise StateError("a loop that was closed, or has failed, is over; make a new one from its last checkpoint")
-        if self._crew is None:
-            on_over = None if self._drafting is None else self._remember
-            self._crew = start_controller(
-                self._blueprint, self._beginning, self.model, account=self.account, on_over=on_over
+            raise StateError("a loop that was closed or has failed is over; make a new one from its last checkpoint")
+        if self._controller is None:
+            on_finished = None if self._drafting is None else self._remember
+            self._controller = start_controller(
+                self._spec, self._start_state, self.model, account=self.account, on_finished=on_finished
             )
-            self._beginning = Beginning()
-            # Plans are made while the processes import.
-            self._open_steps(self._crew)
-            self._crew.wait_until_ready()
-        return self._crew
+            self._start_state = StartState()
+            # Planning overlaps with the imports of the child processes.
+            self._open_steps(self._controller)
+            self._controller.wait_until_ready()
+        return self._controller
 
-    def _open_steps(self, crew: Controller) -> None:
-        for run in self._course.steps_to_open(crew.last_open):
-            crew.open(run)
+    def _open_steps(self, controller: Controller) -> None:
+        for open_step in self._run_state.steps_to_open(controller.last_open):
+            controller.open(open_step)
 
-    def _take_over(self, crew: Controller, finished: Finished) -> None:
-        """Makes a trained step the latest one: in the account, in what is learnt, in the weights here and elsewhere."""
-        self._latest = self._course.take_over(finished)
-        crew.ring.read(self.num_steps_done, self.model)
+    def _complete_step(self, controller: Controller, finished: FinishedStep) -> None:
+        """Makes a trained step the latest one: account, history, and the weights here and in the workers."""
+        self._latest = self._run_state.complete_step(finished)
+        controller.ring.read(self.num_steps_done, self.model)
         if self._drafting is not None:
             self._drafting.publish()
-        crew.announce(self.num_steps_done, self.version)
-        crew.workshop.tidy()
+        controller.announce(self.num_steps_done, self.version)
+        controller.trainer_client.compact()
 
     def _remember(self, rollout: Rollout) -> bool:
-        """Adds a rollout to the history; whether it was published."""
+        """Adds a rollout to the history; returns whether that published a new index."""
         assert self._drafting is not None
         before = self._drafting.store.snapshot
         self._drafting.add(rollout)
         return self._drafting.store.snapshot is not before
 
     def _end_processes(self) -> None:
-        if self._crew is not None:
-            self._crew.close()
-        self._crew = None
+        if self._controller is not None:
+            self._controller.close()
+        self._controller = None

@@ -1,7 +1,4 @@
-"""How far a run is: steps done and open, their plans, the version of the weights, and the account.
-
-Knows steps and records. Knows nothing of processes, of weights themselves and of history.
-"""
+"""The progress of a run: steps done and open, their plans, the policy version and the account."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,12 +9,12 @@ from treering.rl.options import RlOptions
 from treering.rl.tasks.task import Task
 from treering.rl.trajectories import as_trajectories
 from treering.runtime.account import Account
-from treering.runtime.controller import Finished
-from treering.runtime.reports import settled
-from treering.runtime.step.agenda import Agenda
+from treering.runtime.controller import FinishedStep
+from treering.runtime.reports import settle_account
 from treering.runtime.step.migration import prices_of
+from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import Planner
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.prompt_schedule import PromptSchedule
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
 from treering.schedule.policy import Policy
@@ -25,10 +22,10 @@ from treering.schedule.predict.lengths import LengthPredictor
 
 
 class RunState:
-    """The steps of a run, one after another.
+    """The steps of a run, in order.
 
-    Example: at staleness 1 `steps_to_open(0)` gives the steps 1 and 2. Once 1 is sampled the third is planned, and when
-    1 is taken over, `steps_to_open(2)` gives it.
+    Example: at staleness 1 `steps_to_open(0)` yields the steps 1 and 2. Step 3 is planned once step 1 is sampled,
+    and `steps_to_open(2)` yields it once step 1 is complete.
     """
 
     def __init__(
@@ -41,12 +38,12 @@ class RunState:
         policy: Policy,
         predictor: LengthPredictor,
     ) -> None:
-        """Begins before the first step.
+        """Starts before the first step.
 
         Raises:
             InputError: no prompt, or two prompts of one id.
         """
-        self._agenda = Agenda(task, options)
+        self._prompt_schedule = PromptSchedule(task, options)
         self.account = Account()
         self.version = 0
         self._num_steps, self._cluster = num_steps, cluster
@@ -55,25 +52,25 @@ class RunState:
             predictor,
             cluster,
             prompt_ids=[prompt.prompt_id for prompt in task.prompts],
-            prompts_of=self._agenda.plan.tasks_of,
+            prompts_of=self._prompt_schedule.plan.tasks_of,
             group_size=options.group_size,
             num_steps=num_steps,
         )
 
     @property
     def num_steps_done(self) -> int:
-        """Steps since the start of the run."""
-        return self._agenda.num_steps_done
+        """Steps done since the start of the run."""
+        return self._prompt_schedule.num_steps_done
 
     @property
     def epoch(self) -> int:
-        """Of the latest step."""
-        return self._agenda.plan.epoch_of(self.num_steps_done)
+        """Epoch of the latest step."""
+        return self._prompt_schedule.plan.epoch_of(self.num_steps_done)
 
     @property
     def max_tokens(self) -> int:
-        """Of a rollout."""
-        return self._agenda.sampling.max_tokens
+        """Tokens of a rollout, at most."""
+        return self._prompt_schedule.sampling.max_tokens
 
     @property
     def measured(self) -> Latency | None:
@@ -82,30 +79,30 @@ class RunState:
 
     @property
     def past(self) -> range:
-        """Steps before the latest one whose weights the next ones are sampled with."""
+        """Earlier steps whose weights the next steps are sampled with."""
         return self._past(self.num_steps_done)
 
-    def check_not_over(self) -> None:
-        """Sees that there is a step left.
+    def check_not_finished(self) -> None:
+        """Checks that a step is left.
 
         Raises:
-            StateError: all are done.
+            StateError: all steps are done.
         """
         if self.num_steps_done >= self._num_steps:
             raise StateError(
-                f"a pipeline knows its end when it begins, and all {self._num_steps} steps are done; make a new loop "
+                f"a pipeline runs a fixed number of steps, and all {self._num_steps} steps are done; make a new loop "
                 "with more steps, and load this one's state"
             )
 
-    def steps_to_open(self, last_open: int) -> Iterator[StepRun]:
-        """What may be sampled now beside the steps that are; each is planned when the same ones are done as ever."""
+    def steps_to_open(self, last_open: int) -> Iterator[OpenStep]:
+        """Steps that may start now. Each is planned after the same earlier steps in every run."""
         last = min(self._num_steps, self.num_steps_done + 1 + self._cluster.staleness)
         for step in range(max(last_open, self.num_steps_done) + 1, last + 1):
-            collection = self._agenda.collection(step)
+            collection = self._prompt_schedule.collection(step)
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
             cluster = self._planner.cluster
-            yield StepRun(
+            yield OpenStep(
                 plan,
                 collection,
                 version=version,
@@ -114,43 +111,44 @@ class RunState:
                 prices=prices_of(cluster) if cluster.rebalancing == "running" else None,
             )
 
-    def note_sampled(self, run: StepRun) -> None:
-        """Takes what a step's rollouts came to be; while it is trained, plans the first step that may know of it."""
-        self._planner.tell(run.step, run.lengths)
-        following = run.step + 1 + self._cluster.staleness
+    def note_sampled(self, open_step: OpenStep) -> None:
+        """Records the lengths of a sampled step and, while it trains, plans the first step that may use them."""
+        self._planner.tell(open_step.step, open_step.lengths)
+        following = open_step.step + 1 + self._cluster.staleness
         if following <= self._num_steps:
             self._planner.plan(following)
 
-    def take_over(self, finished: Finished) -> list[Trajectory]:
-        """Makes a trained step the latest one, and gives its rollouts with advantages."""
-        run, trained = finished.run, finished.done.trained
-        self.account.add(settled(finished))
-        self._agenda.note_done(run.step)
+    def complete_step(self, finished: FinishedStep) -> list[Trajectory]:
+        """Makes a trained step the latest one; returns its rollouts with advantages."""
+        open_step, trained = finished.open_step, finished.done.trained
+        self.account.add(settle_account(finished))
+        self._prompt_schedule.note_done(open_step.step)
         self._planner.note_times(finished.times)
         self.version += trained.update is not None
         return as_trajectories(
-            run.collection.result().groups,
+            open_step.collection.result().groups,
             epoch=self.epoch,
-            step=run.step,
+            step=open_step.step,
             advantages=trained.group_advantages,
         )
 
     def state(self) -> dict[str, Any]:
-        """What goes on with the run: steps, version, draws, plans and account."""
+        """Steps, version, draws, plans and account, for a checkpoint."""
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
-            "draws": dict(self._agenda.draws),
+            "draws": dict(self._prompt_schedule.draws),
             "planner": self._planner.state(),
             "account": self.account.as_dict(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """Goes on from a `state`, also one of an `RlLoop`, and gives those of its past weights that are needed.
+        """Resumes from a `state`, also one of an `RlLoop`; returns the past weights that the next steps need.
 
         Raises:
-            StateError: a state that lacks weights which the next steps are sampled with.
+            StateError: weights that the next steps need are missing, or an earlier version wrote the state.
         """
+        _check_format(state)
         step = state["num_steps_done"]
         needed = set(self._past(step))
         past = tuple(each for each in state.get("past", []) if each["step"] in needed)
@@ -161,7 +159,7 @@ class RunState:
                 f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
-        self._agenda.go_to(step, state["draws"])
+        self._prompt_schedule.go_to(step, state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
             self._planner.load_state(state["planner"])
@@ -169,3 +167,13 @@ class RunState:
 
     def _past(self, step: int) -> range:
         return range(max(0, step - self._cluster.staleness), step)
+
+
+def _check_format(state: Mapping[str, Any]) -> None:
+    """Refuses the checkpoints of earlier versions, whose records have other names."""
+    known = Account().as_dict().keys() >= state.get("account", {}).keys()
+    if not known or any("policy_version" not in each for each in state.get("past", [])):
+        raise StateError(
+            "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "
+            "one; start a new run, or install that version"
+        )

@@ -1,1 +1,1 @@
-"""Training on forests: objectives as functions of per-branch values, the exact tree step, the loop around it."""
+"""Train on forests: objectives on per-branch values, the exact tree step, and the training loop."""

@@ -1,4 +1,4 @@
-"""Sums over the branches that flat entries belong to: what losses of whole sequences are made of.
+"""Sum flat entries over their branches, for losses of whole sequences.
 
 F flat entries, one branch after another   B branches
 """

@@ -1,6 +1,6 @@
-"""What callers hand over per branch, as arrays per entry: masks, advantages, old log-probabilities.
+"""Turn per-branch arguments (masks, advantages, old log-probabilities) into arrays per entry.
 
-Accepts lists, arrays and tensors; says which branch and token is wrong. Knows nothing of losses.
+Accepts lists, arrays and tensors; errors name the wrong branch and token.
 
     K branches, forests in order, then sequences   F flat entries: their tokens, branches one after another
 """

@@ -1,7 +1,6 @@
-"""The cost model of one model on one device, fitted to timed tree steps, once, and kept in a file.
+"""Fit the planner's cost model to timed tree steps of one model on one device, and cache it in a file.
 
-The only place where the planner's costs meet a clock: planning itself reads none. A run that must be repeatable keeps
-the file with its checkpoints.
+Planning itself reads no clock. A run that must be repeatable keeps the file with its checkpoints.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Loss weights: mask, sharing convention and normaliser folded into one number per (branch, token).
 
-Everything a loss is multiplied or divided by is decided here, over the whole optimizer batch, before any forward: so
-micro-batches and their number change nothing. Knows no models and no losses.
+Every factor and divisor of a loss is computed here, over the whole optimizer batch, before any forward, so the number
+of micro-batches does not change the loss.
 
     K branches   F flat entries: every token of every branch, branches one after another   T trees
 """

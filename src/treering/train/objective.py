@@ -1,6 +1,6 @@
-"""What a loss is: per-branch data and one pure function from the values of trained entries to their terms.
+"""The interface of a loss: per-branch data, and one pure function from the values of trained entries to terms.
 
-Knows neither forests, models nor micro-batches; denominators live in `weights`, and the losses in the files beside.
+Denominators are in `loss_weights`; the losses are in `objectives`.
 
     K branches, numbered through all forests in order   F flat entries: trained tokens of branches, one branch after
     another   P pairs of branches

@@ -1,6 +1,5 @@
-"""Small recordings on file, a rival that needs no process, and the rows of a report: for `treering bench draft`."""
+"""Small recordings on file, a rival without a process, and the rows of a report, for `python -m benchmarks draft`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,6 @@ def rival(monkeypatch: pytest.MonkeyPatch, rates: list[tuple[float, float]]) -> 
     given = [dict.fromkeys(RATES, 1.0) | row | {"config": {"number": i}} for i, row in enumerate(rows)]
     monkeypatch.setattr(draft_arctic, "is_installed", lambda: True)
     monkeypatch.setattr(draft_arctic, "replay_arctic", lambda *_: given)
-
-
-def costs_file(folder: Path, seconds: list[float]) -> Path:
-    """Of passes of one and of a thousand tokens."""
-    file = folder / "costs.json"
-    file.write_text(json.dumps({"num_tokens": [1, 1000], "seconds": seconds}))
-    return file
 
 
 def rows_of(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-from benchmarks.draft.recording import Recording, record
+from benchmarks.draft.recording import record
 
+from treering.analysis.recording import Recorded
 from treering.data import Trajectory, render
 
 
@@ -13,7 +14,7 @@ def recording(
     *,
     epochs: Sequence[int] | None = None,
     rewards: Sequence[float] | None = None,
-) -> Recording:
+) -> Recorded:
     """A recording of (task, tokens, mask as zeros and ones)."""
     given = [
         Trajectory(
@@ -25,4 +26,4 @@ def recording(
         )
         for i, (task, tokens, mask) in enumerate(rollouts)
     ]
-    return record(given, render(given))
+    return record(given, render(given))[0]

@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 from benchmarks.draft.drafters.baselines import Naive, Ngram, Rhyme, joined
 from benchmarks.draft.drafters.search import favourite_path, occurrences
-from benchmarks.draft.recording import Recording
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks.draft.recordings import recording
+from treering.analysis.recording import Recorded
 
 TEXTS = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=12), min_size=1, max_size=4)
 
@@ -18,7 +18,7 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def with_history(*responses: list[int], rewards: list[float] | None = None, prompt: int = 1) -> Recording:
+def with_history(*responses: list[int], rewards: list[float] | None = None, prompt: int = 1) -> Recorded:
     rollouts = [("a", [*([1] * prompt), *own], "0" * prompt + "1" * len(own)) for own in responses]
     return recording(rollouts, rewards=rewards)
 
@@ -63,19 +63,18 @@ def test_a_path_ends_before_its_share_falls_too_low() -> None:
 
 
 def test_ngram_takes_the_first_place_of_the_longest_end_of_its_own_context() -> None:
-    ngram = Ngram(None)
+    ngram = Ngram()
     assert ngram.propose(ints(1, 2, 3, 1, 2, 4, 1, 2)).tolist() == [3, 1, 2, 4, 1, 2]
     assert ngram.propose(ints(2, 3, 4, 3, 4)).tolist() == [3, 4]
     assert ngram.propose(ints(5, 3, 4, 9, 5, 3, 6, 4, 5, 3)).tolist()[:2] == [4, 9]
     assert ngram.propose(ints(1, 1)).tolist() == []  # one token is too short a match
     assert ngram.propose(ints(3, 1, 2)).tolist() == ngram.propose(ints()).tolist() == []
     assert ngram.propose(np.tile(ints(1, 2), 20)).size == 16
-    assert Ngram(3).propose(np.tile(ints(1, 2), 20)).size == 3
 
 
 def test_naive_takes_the_most_frequent_path_in_history_and_context() -> None:
     found = with_history([5, 6, 7], [5, 6, 8, 9], [5, 6, 8, 9])
-    naive = Naive(None)
+    naive = Naive("frequency")
     naive.start(found, np.arange(3))
     assert naive.propose(ints(5, 6)).tolist() == [8, 9]
     assert naive.propose(ints(6, 7, 4, 6, 7)).tolist() == [4, 6, 7]
@@ -87,10 +86,19 @@ def test_naive_takes_the_most_frequent_path_in_history_and_context() -> None:
     assert naive.propose(ints(22)).tolist() == list(range(23, 31))
 
 
+def test_naive_takes_the_branch_of_the_greatest_rewards_or_of_the_newest_generation() -> None:
+    responses = [("a", [1, 5, 6, last], "0111") for last in (7, 8, 8, 9)]
+    found = recording(responses, epochs=[0, 0, 0, 1], rewards=[1.0, 0.25, 0.25, 0.0])
+    for priority, expected in (("frequency", [8]), ("reward", [7]), ("recency", [9])):
+        naive = Naive(priority)  # type: ignore[arg-type]
+        naive.start(found, np.arange(4))
+        assert naive.propose(ints(5, 6)).tolist() == expected
+
+
 def test_the_papers_match_is_of_three_to_seven_tokens_and_prefers_reward() -> None:
     found = with_history([2, 3, 4, 5], [2, 3, 4, 6], [2, 3, 4, 6], rewards=[1.0, 0.25, 0.25])
     for priority, expected in (("reward", [5]), ("frequency", [6])):
-        paper = Rhyme("paper", priority, None)  # type: ignore[arg-type]
+        paper = Rhyme("paper", priority)  # type: ignore[arg-type]
         paper.start(found, np.arange(3))
         assert paper.propose(ints(2, 3, 4)).tolist() == expected
         assert paper.propose(ints(9, 3, 4)).tolist() == []
@@ -101,7 +109,7 @@ def test_the_papers_match_is_of_three_to_seven_tokens_and_prefers_reward() -> No
 
 
 def test_the_papers_window_grows_by_two_up_to_32_and_falls_back_to_two() -> None:
-    paper = Rhyme("paper", "frequency", None)
+    paper = Rhyme("paper", "frequency")
     found = with_history([2, 3, 4, *range(10, 90)])
     paper.start(found, np.arange(1))
     sizes = []
@@ -119,7 +127,7 @@ def test_the_papers_window_grows_by_two_up_to_32_and_falls_back_to_two() -> None
 
 
 def test_the_released_window_doubles_up_to_16_and_halves_also_after_a_short_draft() -> None:
-    released = Rhyme("released", "frequency", None)
+    released = Rhyme("released", "frequency")
     found = with_history([2, 3, 4, 5, *range(10, 90)])
     released.start(found, np.arange(1))
     sizes = []
@@ -144,7 +152,7 @@ def test_the_released_tree_knows_the_prompt_and_its_last_five_tokens_before_a_re
         ("paper", [1, 2, 3, 4, 5, 6], []),
         ("paper", [1, 2, 3, 4], []),
     ):
-        drafter = Rhyme(version, "frequency", None)  # type: ignore[arg-type]
+        drafter = Rhyme(version, "frequency")  # type: ignore[arg-type]
         drafter.start(found, np.arange(1))
         assert drafter.propose(ints(*context)).tolist() == expected
         # Markers before, between and behind: the prompt of 6 and 5 + 2 tokens, or 2.
@@ -155,7 +163,7 @@ def test_the_released_tree_has_a_tasks_prompt_once_however_many_responses_it_has
     # Its prompt goes on with 5 once, its responses with 9 twice: by frequency that is 2 of 3 places.
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 8, 8]
     found = recording([("a", [*prompt, 1, 2, 3, 4, last], "0" * 10 + "1" * 5) for last in (5, 9, 9)])
-    drafter = Rhyme("released", "frequency", None)
+    drafter = Rhyme("released", "frequency")
     drafter.start(found, np.arange(1, 3))
     assert drafter.propose(ints(1, 2, 3, 4)).tolist() == [9]
     assert drafter.num_bytes == 4 * (1 + 11 + 2 * 11)
@@ -164,13 +172,3 @@ def test_the_released_tree_has_a_tasks_prompt_once_however_many_responses_it_has
     assert drafter.num_bytes == 4 * (1 + 2 * 3 + 4 * 4)
     drafter.start(two_tasks, np.arange(0))
     assert drafter.propose(ints(1, 2, 3, 4)).tolist() == []
-
-
-def test_max_draft_caps_every_window() -> None:
-    for version in ("paper", "released"):
-        drafter = Rhyme(version, "frequency", 3)  # type: ignore[arg-type]
-        drafter.start(with_history([2, 3, 4, 5, *range(10, 90)]), np.arange(1))
-        for _ in range(5):
-            size = drafter.propose(ints(2, 3, 4, 5)).size
-            drafter.observe(size, size, False)
-        assert size == 3

@@ -76,4 +76,3 @@ def test_the_best_rival_is_arctics_row_with_the_most_tokens_per_step_on_the_same
     assert best_rival(rows, "siblings") == rows[3]
     assert best_rival(rows, "earlier") is None
     assert [ratio(row, rows) for row in rows] == [{}] * 4 + [{"ratio_to_best_arctic": 1.2}, {}]
-    assert ratio(rows[4] | {"control": "true_age"}, rows) == {}

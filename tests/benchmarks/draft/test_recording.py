@@ -9,18 +9,9 @@ from treering.data import Message, Trajectory, render, write_trajectories
 from treering.errors import InputError
 
 
-def test_every_place_knows_where_its_run_ends_and_where_the_next_one_begins() -> None:
-    found = recording([("a", [5, 6, 7, 8, 9, 4], "001101"), ("b", [1, 2], "10")])
-    assert found.starts.tolist() == [2, 6]
-    assert found.run_ends.tolist() == [0, 1, 4, 4, 4, 6, 7, 7]
-    assert found.nexts.tolist() == [2, 2, 2, 3, 5, 5, 6, 8, 8]
-    assert found.response(0).tolist() == [7, 8, 9, 4]
-    assert found.num_sampled == 4
-
-
 def test_tasks_are_numbered_as_they_appear_and_what_nobody_sampled_is_left_out() -> None:
     found = recording([("b", [1, 2], "01"), ("x", [1, 2], "00"), ("a", [3], "1"), ("b", [4], "1")])
-    assert found.tasks.tolist() == [0, 1, 0]
+    assert found.prompts.tolist() == [0, 1, 0]
     assert found.tokens.tolist() == [1, 2, 3, 4]
     with pytest.raises(InputError, match="none of 1 rollouts has any"):
         recording([("a", [1], "0")])
@@ -28,8 +19,8 @@ def test_tasks_are_numbered_as_they_appear_and_what_nobody_sampled_is_left_out()
 
 def test_a_generation_is_the_epoch_where_all_have_one() -> None:
     rollouts = [("a", [1], "1"), ("a", [2], "1")]
-    assert recording(rollouts, epochs=[3, 5]).generations.tolist() == [3, 5]
-    assert recording(rollouts).generations.tolist() == [0, 0]
+    assert recording(rollouts, epochs=[3, 5]).epochs.tolist() == [3, 5]
+    assert recording(rollouts).epochs.tolist() == [0, 0]
 
 
 def test_what_only_some_rollouts_have_is_said_and_tells_no_generations_apart() -> None:
@@ -47,10 +38,10 @@ def test_what_only_some_rollouts_have_is_said_and_tells_no_generations_apart() -
             Trajectory(task_id="a", tokens=np.array([i], np.int32), **{name: own[i] for name, own in given.items()})  # type: ignore[arg-type]
             for i in range(4)
         ]
-        found = record(rollouts, render(rollouts))
-        assert found.generations.tolist() == generations
-        assert [gap.split(", so ")[0] for gap in found.gaps] == missing
-        assert all(gap.endswith(": give all of them one") for gap in found.gaps)
+        found, gaps = record(rollouts, render(rollouts))
+        assert found.epochs.tolist() == generations
+        assert [gap.split(", so ")[0] for gap in gaps] == missing
+        assert all(gap.endswith(": give all of them one") for gap in gaps)
 
 
 def test_a_file_of_steps_has_steps_as_generations_and_unknown_rewards(tmp_path: Path) -> None:
@@ -60,8 +51,8 @@ def test_a_file_of_steps_has_steps_as_generations_and_unknown_rewards(tmp_path: 
         Trajectory(task_id="a", tokens=np.array([6], np.int32), step=9),
     ]
     write_trajectories(file, given)
-    found = read_recording(file, None)
-    assert found.generations.tolist() == [7, 9]
+    found, _ = read_recording(file, None)
+    assert found.epochs.tolist() == [7, 9]
     assert found.rewards[0] == 0.5
     assert np.isnan(found.rewards[1])
 
@@ -72,13 +63,13 @@ def test_a_limit_takes_whole_tasks_by_a_seed_until_it_is_reached(tmp_path: Path)
     given = [Trajectory(task_id=task, tokens=np.full(1 + i % 7, i, np.int32)) for i, task in enumerate(tasks)]
     write_trajectories(file, given)
     sizes = {task: sum(own.tokens.size for own in given if own.task_id == task) for task in tasks}
-    rollouts = {limit: set(read_recording(file, None, limit).tokens.tolist()) for limit in (1, 40, 80, 1000)}
+    rollouts = {limit: set(read_recording(file, None, limit)[0].tokens.tolist()) for limit in (1, 40, 80, 1000)}
     for limit, taken in rollouts.items():
-        found = read_recording(file, None, limit)
+        found, notes = read_recording(file, None, limit)
         names = {tasks[i] for i in taken}
         assert taken == {i for i, task in enumerate(tasks) if task in names}
         assert found.tokens.tolist() == [token for own in given if own.task_id in names for token in own.tokens]
-        assert found.num_tasks_left_out == 10 - len(names)
+        assert notes[:1] == [] if len(names) == 10 else notes[0].startswith(f"{10 - len(names)} tasks were left out")
         total = sum(sizes[name] for name in names)
         # Without one of them it is not reached.
         assert total >= min(limit, sum(sizes.values()))

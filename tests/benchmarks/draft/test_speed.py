@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks.draft import speed as draft_speed
-
-from treering.history.types import Drafts
 
 SMALL = {"NUM_PROMPTS": 2, "NUM_ROWS": 4, "NUM_TOKENS": 400, "PROMPT_SIZE": 8, "NUM_NODES": 50, "NUM_WARM": 1}
 
@@ -30,19 +27,6 @@ def test_samples_of_a_prompt_part_and_meet_again_and_those_of_others_differ() ->
 
 
 @pytest.mark.usefixtures("small")
-def test_a_draft_is_followed_as_far_as_the_rollout_goes_that_way() -> None:
-    rows = draft_speed.rows_of([np.array([5, 6, 7, *range(100, 497)], np.int32)] * 4)
-    drafts = Drafts(
-        tokens=np.array([9, 5, 6, 8, 7], np.int32),
-        offsets=np.array([0, 5, 5, 5, 5]),
-        parents=np.array([-1, -1, 1, 1, 2], np.int32),
-        acceptance=np.full(5, 0.5, np.float32),
-    )
-    assert draft_speed._walk(rows, 0, drafts) == (3, 4)
-    assert draft_speed._walk(rows, 1, drafts) == (0, -1)
-
-
-@pytest.mark.usefixtures("small")
 def test_every_figure_is_measured_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,5 +40,3 @@ def test_every_figure_is_measured_and_written(
     assert 0 < report["propose_us_per_row_p50"] <= report["propose_us_per_row_p95"]
     assert report["build_tokens_per_s"] > 0
     assert 8 <= report["bytes_per_token"] < 12
-    assert report["two_threads"] > 0
-    assert report["two_threads_of_loops"] > 0

@@ -2,16 +2,19 @@ from itertools import groupby
 
 import numpy as np
 from benchmarks.draft.drafters.waves import NEVER, generations_later, in_waves
-from benchmarks.draft.recording import Recording
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks.draft.recordings import recording
+from treering.analysis.recording import Recorded
 
-ROLLOUTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), min_size=1, max_size=20)
+ROLLOUTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), min_size=1, max_size=20).map(
+    # A recording has its epochs in order.
+    lambda rollouts: sorted(rollouts, key=lambda rollout: rollout[1])
+)
 
 
-def of(rollouts: list[tuple[str, int]]) -> Recording:
+def of(rollouts: list[tuple[str, int]]) -> Recorded:
     return recording([(task, [1], "1") for task, _ in rollouts], epochs=[epoch for _, epoch in rollouts])
 
 

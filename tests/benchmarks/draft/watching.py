@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 from benchmarks.draft.drafters.ours import replay_rows
 from benchmarks.draft.histories import Plan
-from benchmarks.draft.recording import Recording
-from benchmarks.draft.replay import Tally
+from benchmarks.draft.replay import Row
 from numpy.typing import NDArray
 
 from tests.benchmarks.draft.recordings import recording
 from treering import Drafter, HistoryStore
+from treering.analysis.recording import Recorded
 from treering.history.types import DraftRows, Drafts
 
 
-def random_recording(num_rollouts: int, *, given: bool = True) -> Recording:
+def random_recording(num_rollouts: int, *, given: bool = True) -> Recorded:
     generator = np.random.default_rng(0)
     rollouts = []
     for i in range(num_rollouts):
@@ -58,15 +58,14 @@ def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
     return [] if node < 0 else [*path_to(parents[node], tokens, parents), tokens[node]]
 
 
-def watch(found: Recording, plan: Plan, num_lanes: int) -> tuple[dict[int, list[tuple[int, int]]], Tally]:
-    """For every rollout its steps as (context tokens, accepted), and the tally."""
+def watch(found: Recorded, plan: Plan, num_rows: int) -> tuple[dict[int, list[tuple[int, int]]], Row]:
+    """For every rollout its steps as (context tokens, accepted), and the row of the report."""
     log: list[Any] = []
-    tally = replay_rows(found, plan, lambda store: Watcher(store, log), lambda done: None, num_lanes)
+    row = replay_rows(found, plan, lambda store: Watcher(store, log), lambda done: None)
     steps: dict[int, list[tuple[int, int]]] = {}
-    for numbers, contexts, starts, drafts, accepted, leaves in log:
-        assert len(numbers) <= num_lanes
-        for b, number in enumerate(numbers):
-            rollout = int(plan.order[number])
+    for rollouts, contexts, starts, drafts, accepted, leaves in log:
+        assert len(rollouts) <= num_rows
+        for b, rollout in enumerate(rollouts):
             tokens = found.tokens[found.offsets[rollout] : found.offsets[rollout + 1]].tolist()
             size = len(contexts[b])
             assert contexts[b] == tokens[:size]
@@ -76,4 +75,4 @@ def watch(found: Recording, plan: Plan, num_lanes: int) -> tuple[dict[int, list[
             assert path == tokens[size : size + accepted[b]]
             assert size + accepted[b] <= found.run_ends[found.offsets[rollout] + size] - found.offsets[rollout]
             steps.setdefault(rollout, []).append((size, accepted[b]))
-    return steps, tally
+    return steps, row

@@ -1,33 +1,28 @@
 """The engine benchmark: its baseline is what it says, every side samples what it is timed for, its report adds up."""
 
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
-import benchmarks.engine.bench
 import numpy as np
 import pytest
 import torch
-from benchmarks.draft.costs import read_costs
 from benchmarks.engine import controls as engine_controls
 from benchmarks.engine import drafting as engine_drafting
 from benchmarks.engine import flips as engine_flips
+from benchmarks.engine import runs as engine_runs
 from benchmarks.engine import speed as engine_speed
-from benchmarks.engine.cases import SHAPE, Policy, build_model, random_prompts
+from benchmarks.engine.cases import SHAPE, Policy, random_prompts
 from benchmarks.engine.controls import measure_controls, paired_ratios
-from benchmarks.engine.costs import measure_costs
-from benchmarks.engine.drafting import DraftingSide, _name, measure_drafting, remember
+from benchmarks.engine.drafting import DraftingSide, measure_drafting, remember
 from benchmarks.engine.flips import compare, measure_flips
 from benchmarks.engine.generate import CACHES, generate
-from benchmarks.engine.runs import count_differing, first_difference, run_all, wall_medians
-from benchmarks.engine.speed import Setting, measure_speed
+from benchmarks.engine.runs import count_differing, fastest, first_difference, run_all
+from benchmarks.engine.speed import measure_speed
+from benchmarks.tree.cases import build_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.benchmarks.tree.trajectories import TINY
-from treering.engine.request import Request, Sampling
+from treering.engine.request import Request
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
@@ -38,7 +33,7 @@ NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 3, 2, 16
 
 def tiny_model(*, certainty: float = 1.0) -> PreTrainedModel:
     """Its own vocabulary is that of the sums; the higher the certainty, the more its rollouts resemble one another."""
-    model = build_model(replace(TINY, num_layers=2, vocab_size=ChainedSums(1).vocab_size))
+    model = build_model(shape=replace(TINY, num_layers=2, vocab_size=ChainedSums(1).vocab_size)).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(certainty)
         # As they are drawn, layers add next to nothing, and it would not matter what a token sees.
@@ -76,7 +71,7 @@ def tokens_of(*values: int) -> np.ndarray:
 
 
 def test_the_compared_model_has_one_to_two_million_parameters() -> None:
-    assert 1e6 < build_model(SHAPE).num_parameters() < 2e6
+    assert 1e6 < build_model(shape=SHAPE).num_parameters() < 2e6
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -142,87 +137,63 @@ def test_generate_draws_the_same_in_every_call_and_leaves_the_random_state_alone
     ]
 
 
-def test_speeds_add_up_and_each_side_is_judged_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_belong_to_the_fastest_setting_of_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {("dynamic", 1): 4.0, ("static", 1): 3.0, ("dynamic", 2): 2.0, ("static", 2): 5.0}
+    seconds |= {("engine", 1): 0.5, ("engine", 2): 1.0}
     monkeypatch.setattr(engine_speed, "thread_counts", lambda: [1, 2])
-    words: list[str] = []
-    results = measure_speed(
-        build_model(), num_runs=1, on_progress=words.append, batch_sizes=(1, 3), prompt_length=4, response_length=5
+    monkeypatch.setattr(
+        engine_runs,
+        "interleaved_seconds",
+        lambda steps, *_: {f"{name} {count}": [value] for (name, count), value in seconds.items()},
     )
-    assert [(result.batch_size, result.num_tokens) for result in results] == [(1, 5), (3, 15)]
-    for result in results:
-        assert {(speed.setting.side, speed.setting.num_threads, speed.setting.cache) for speed in result.speeds} == {
-            *((("generate"), count, cache) for count in (1, 2) for cache in CACHES),
-            *(("engine", count, None) for count in (1, 2)),
-        }
-        assert len({speed.setting.name for speed in result.speeds}) == 6
-        for best in (result.generate, result.engine):
-            side = [speed.tokens_per_s for speed in result.speeds if speed.setting.side == best.setting.side]
-            assert best.tokens_per_s == max(side) > 0
-        assert (result.generate.setting.side, result.engine.setting.side) == ("generate", "engine")
-        assert result.ratio == pytest.approx(result.engine.tokens_per_s / result.generate.tokens_per_s)
-    assert "plain decoding, batch 3: run 1 of 1" in words
-
-
-def test_seconds_belong_to_the_setting_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_speed, "thread_counts", lambda: [1, 2])
-    expected = {setting: 0.5 + place for place, setting in enumerate(engine_speed.settings())}
-    seconds = {setting.name: value for setting, value in expected.items()}
-    monkeypatch.setattr(engine_speed, "wall_medians", lambda ways, *_: {name: seconds[name] for name in ways})
     (result,) = measure_speed(
-        build_model(), num_runs=1, on_progress=lambda _: None, batch_sizes=(2,), prompt_length=3, response_length=4
+        build_model(shape=SHAPE), num_runs=1, on_progress=lambda _: None, batch_sizes=(2,), response_length=4
     )
-    assert {speed.setting: speed.tokens_per_s for speed in result.speeds} == {
-        setting: pytest.approx(8 / value) for setting, value in expected.items()
+    assert result == {
+        "batch_size": 2,
+        "num_tokens": 8,
+        "generate": {"setting": {"side": "generate", "num_threads": 2, "cache": "dynamic"}, "tokens_per_s": 4.0},
+        "engine": {"setting": {"side": "engine", "num_threads": 1, "cache": None}, "tokens_per_s": 16.0},
+        "ratio": 4.0,
     }
-    assert result.generate.setting == Setting(side="generate", num_threads=1, cache="dynamic")
-    assert result.engine.setting == Setting(side="engine", num_threads=1)
 
 
-def test_each_setting_runs_on_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, set[int]] = {"generate": set(), "engine": set()}
+def test_ways_take_turns_each_on_its_own_threads() -> None:
+    ran: list[tuple[str, int]] = []
 
-    def watch(model: PreTrainedModel, *_: object, **given: int) -> list[np.ndarray]:
-        seen["generate"].add(torch.get_num_threads())
-        return [np.zeros(2, np.int32)]
+    def way(name: str) -> None:
+        ran.append((name, torch.get_num_threads()))
 
-    class Watched(TorchEngine):
-        def _advance(self) -> list:
-            seen["engine"].add(torch.get_num_threads())
-            return super()._advance()
-
-    before = torch.get_num_threads()
-    monkeypatch.setattr(engine_speed, "thread_counts", lambda: [1, 3])
-    monkeypatch.setattr(engine_speed, "generate", watch)
-    monkeypatch.setattr(engine_speed, "TorchEngine", Watched)
-    measure_speed(
-        build_model(), num_runs=1, on_progress=lambda _: None, batch_sizes=(1,), prompt_length=2, response_length=2
-    )
-    assert seen == {"generate": {1, 3}, "engine": {1, 3}}
+    before, told = torch.get_num_threads(), list[tuple[int, int]]()
+    ways = {(name, count): partial(way, name) for name in "ab" for count in (1, 3)}
+    best = fastest(ways, 2, lambda *numbers: told.append(numbers))
+    assert (ran, told) == ([*ways] * 2, [(1, 2), (2, 2)])
+    assert {name: len(found.seconds) for name, found in best.items()} == {"a": 2, "b": 2}
     assert torch.get_num_threads() == before
+    with pytest.raises(InputError, match="at least one run, got 0"):
+        fastest(ways, 0, lambda *numbers: None)
 
 
 def test_drafting_adds_up_and_counts_what_the_rollouts_say() -> None:
     policy = tiny_policy()
-    results = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(1, 4), control_batch_size=4)
+    results = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(1, 4))
     rollouts = run_all(TorchEngine(policy.model), policy.requests(draw=1))
     assert [result.batch_size for result in results] == [1, 4]
-    assert [set(result.controls) for result in results] == [set(), {"another", "none"}]
     for result in results:
         assert result.num_rollouts == len(rollouts) == NUM_PROMPTS * GROUP_SIZE
         assert result.num_tokens == sum(tokens.size for tokens in rollouts.values())
         assert result.plain_tokens_per_forward == 1.0
         assert min(result.generate_tokens_per_s, result.plain_tokens_per_s) > 0
-        for drafted in (result.drafting, *result.controls.values()):
-            assert drafted.ratio == pytest.approx(drafted.tokens_per_s / result.plain_tokens_per_s)
-            assert drafted.ratio_to_each == pytest.approx(drafted.tokens_per_s / result.each_tokens_per_s)
-            # A forward gives accepted drafts and one token more, but for a rollout that ends with a draft.
-            accepted = drafted.acceptance * drafted.drafted_per_forward
-            num_forwards = result.num_tokens / drafted.tokens_per_forward
-            missing = (1 + accepted - drafted.tokens_per_forward) * num_forwards
-            assert -1e-9 < missing < result.num_rollouts + 1e-9
-            assert drafted.num_differing == 0
-        assert result.drafting.tokens_per_forward > 1.5
-    assert results[1].controls["none"].tokens_per_forward < results[1].drafting.tokens_per_forward
+        drafted = result.drafting
+        assert drafted.ratio == pytest.approx(drafted.tokens_per_s / result.plain_tokens_per_s)
+        assert drafted.ratio_to_each == pytest.approx(drafted.tokens_per_s / result.each_tokens_per_s)
+        # A forward gives accepted drafts and one token more, but for a rollout that ends with a draft.
+        accepted = drafted.acceptance * drafted.drafted_per_forward
+        num_forwards = result.num_tokens / drafted.tokens_per_forward
+        missing = (1 + accepted - drafted.tokens_per_forward) * num_forwards
+        assert -1e-9 < missing < result.num_rollouts + 1e-9
+        assert drafted.num_differing == 0
+        assert drafted.tokens_per_forward > 1.5
 
 
 def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,72 +207,9 @@ def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyP
     assert result.drafting.num_differing == 1
 
 
-def test_tokens_per_second_are_each_sides_own_tokens_over_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = tiny_policy(certainty=1.0)
-    seconds = {"generate": 2.0, "plain": 3.0, "each": 3.6, "own": 0.5, "another": 4.0, "none": 8.0}
-    # The fastest and the slowest round of each are no match, as they are on a machine that others use.
-    rounds = {name: [value, 9 * value, value / 9] for name, value in seconds.items()}
-    monkeypatch.setattr(
-        engine_drafting, "wall_rounds", lambda ways, *_: {way: rounds[way.split(",")[0]] for way in ways}
-    )
-    (result,) = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,), control_batch_size=2)
-    prompts = [request.prompt for request in policy.requests(draw=1)]
-    generated = generate(
-        policy.model, prompts, batch_size=2, max_tokens=MAX_TOKENS, stop_tokens=policy.task.stop_tokens
-    )
-    num_tokens = result.num_tokens
-    assert result.generate_tokens_per_s == pytest.approx(sum(tokens.size for tokens in generated) / 2.0)
-    assert result.plain_tokens_per_s == pytest.approx(num_tokens / 3.0)
-    assert result.drafting.tokens_per_s == pytest.approx(num_tokens / 0.5)
-    assert result.drafting.ratio == pytest.approx(6.0)
-    assert (result.each_ratio, result.drafting.ratio_to_each) == pytest.approx((1.2, 7.2))
-    assert result.each_tokens_per_s == pytest.approx(num_tokens / 3.6)
-    assert {name: drafted.ratio for name, drafted in result.controls.items()} == pytest.approx(
-        {"another": 0.75, "none": 0.375}
-    )
-
-
-def test_every_way_is_judged_at_the_threads_that_are_best_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: set[tuple[bool, int]] = set()
-
-    class Watched(TorchEngine):
-        def _advance(self) -> list:
-            seen.add((self._speculation._drafter is not None, torch.get_num_threads()))
-            return super()._advance()
-
-    seconds = {
-        "generate": {1: 2.0, 3: 4.0},
-        "plain": {1: 3.0, 3: 1.0},
-        "each": {1: 5.0, 3: 6.0},
-        "own": {1: 0.5, 3: 0.25},
-    }
-
-    def rounds_of(ways: dict, *_: object) -> dict[str, list[float]]:
-        for way in ways.values():
-            way()
-        return {
-            _name(name, count): [value, 9 * value, value / 9]
-            for name, by in seconds.items()
-            for count, value in by.items()
-        }
-
-    before = torch.get_num_threads()
-    monkeypatch.setattr(engine_drafting, "thread_counts", lambda: [1, 3])
-    monkeypatch.setattr(engine_drafting, "TorchEngine", Watched)
-    monkeypatch.setattr(engine_drafting, "wall_rounds", rounds_of)
-    policy = tiny_policy()
-    (result,) = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
-    assert (result.generate_num_threads, result.plain_num_threads, result.drafting.num_threads) == (1, 3, 3)
-    assert (result.each_num_threads, result.drafting.ratio_to_each) == (1, pytest.approx(20.0))
-    assert result.plain_tokens_per_s == pytest.approx(result.num_tokens)
-    assert result.drafting.ratio == pytest.approx(4.0)
-    assert {(True, 1), (True, 3), (False, 1), (False, 3)} <= seen
-    assert torch.get_num_threads() == before
-
-
 def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     policy = tiny_policy()
-    history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)), "own")
+    history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)))
     side = DraftingSide(policy, history, TorchEngine(policy.model, max_batch=4), num_threads=1)
     requests = policy.requests(draw=1)
     # Once before, because an engine keeps the prompts of its latest run, and so rows become ready in another order.
@@ -312,48 +220,6 @@ def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     _, last = side.run_counted(requests)
     assert first == last
     assert first.num_drafted > 0
-
-
-def test_histories_hold_the_own_prompts_rollouts_another_ones_or_none() -> None:
-    rollouts = {
-        ("a", 0, 0): tokens_of(1, 2),
-        ("a", 0, 1): tokens_of(3),
-        ("b", 0, 0): tokens_of(4),
-        ("c", 0, 0): tokens_of(5),
-    }
-
-    def held(history: str) -> dict[str, list[int]]:
-        snapshot = remember(rollouts, history).snapshot
-        return {name: [token for token in snapshot[name].text.tolist() if token >= 0] for name in snapshot}
-
-    assert held("own") == {"a": [1, 2, 3], "b": [4], "c": [5]}
-    assert held("another") == {"c": [1, 2, 3], "a": [4], "b": [5]}
-    assert held("none") == {}
-
-
-def test_memory_holds_other_draws_than_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, asked = tiny_policy(), []
-    monkeypatch.setattr(Policy, "requests", lambda self, *, draw: [asked.append(draw), *_requests(self, draw)][1:])
-    remembered: list[set[int]] = []
-    monkeypatch.setattr(
-        engine_drafting,
-        "remember",
-        lambda rollouts, history: [remembered.append({draw for _, draw, _ in rollouts}), remember(rollouts, history)][
-            1
-        ],
-    )
-    measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
-    assert remembered == [{0}]
-    assert asked == [0, 2, 1]
-
-
-def _requests(policy: Policy, draw: int) -> list[Request]:
-    sampling = Sampling(max_tokens=policy.max_tokens, stop_tokens=policy.task.stop_tokens)
-    return [
-        Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=sampling, draw=draw, sample=sample)
-        for prompt in policy.task.prompts
-        for sample in range(policy.group_size)
-    ]
 
 
 def test_a_draw_is_a_group_for_each_prompt_with_the_tasks_stops() -> None:
@@ -427,77 +293,6 @@ def test_what_stands_behind_a_difference_is_not_compared() -> None:
     assert count_differing(rollouts, {"a": tokens_of(5), "b": tokens_of(0)}) == 2
 
 
-def test_ways_are_timed_in_turns_by_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, ran = [0.0], []
-
-    def way(name: str, seconds: float) -> None:
-        ran.append(name)
-        now[0] += seconds
-
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    told: list[tuple[int, int]] = []
-    ways = {"a": partial(way, "a", 2.0), "b": partial(way, "b", 3.0)}
-    assert wall_medians(ways, 2, lambda *numbers: told.append(numbers)) == {"a": 2.0, "b": 3.0}
-    assert (ran, told) == (["a", "b"] * 2, [(1, 2), (2, 2)])
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_the_report_is_json_with_all_three_parts_and_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = replace(tiny_policy(), accuracy=0.25, num_steps=7)
-    threads: list[int] = []
-    tiny = partial(measure_speed, batch_sizes=(1,), prompt_length=2, response_length=2)
-    monkeypatch.setattr(benchmarks.engine.bench, "measure_speed", tiny)
-    monkeypatch.setattr(
-        benchmarks.engine.bench, "warm_policy", lambda _: [threads.append(torch.get_num_threads()), policy][1]
-    )
-    monkeypatch.setattr(benchmarks.engine.bench, "measure_drafting", partial(measure_drafting, batch_sizes=(2, 8)))
-    monkeypatch.setattr(benchmarks.engine.bench, "measure_controls", partial(measure_controls, num_pairs=2))
-    report = json.loads(json.dumps(benchmarks.engine.bench.measure(num_runs=1), allow_nan=False))
-    assert set(report) == {"speed", "drafting", "controls", "flips", "costs", "environment"}
-    assert report["costs"] == {"num_tokens": [1, 64], "seconds": [1.0, 1.1]}
-    assert list(report["controls"]) == ["own", "another", "none", "creative"]
-    assert report["controls"]["own"]["num_pairs"] == 2
-    assert [result["batch_size"] for result in report["drafting"]] == [2, 8]
-    assert set(report["drafting"][1]["controls"]) == {"another", "none"}
-    assert {*report["speed"][0]["engine"]} == {"setting", "tokens_per_s"}
-    assert report["flips"][0]["dtype"] == "float64"
-    assert {"versions", "cpu", "num_processors", "runs", "clock"} <= set(report["environment"])
-    facts = report["environment"]["drafting"]
-    assert (facts["accuracy"], facts["warm_start_steps"], facts["num_prompts"], facts["group_size"]) == (0.25, 7, 3, 2)
-    assert report["environment"]["speed"]["num_parameters"] == build_model().num_parameters()
-    assert (threads, torch.get_num_threads()) == ([1], 3)
-
-
-def test_costs_are_those_of_a_full_batch_of_eight_on_the_threads_that_drafting_is_fastest_with(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    drafting = [
-        SimpleNamespace(batch_size=size, drafting=SimpleNamespace(num_threads=size // 4)) for size in (4, 8, 16)
-    ]
-    seen: list[tuple[int, int]] = []
-
-    def measure(engine: TorchEngine) -> VerifyCosts:
-        seen.append((torch.get_num_threads(), len(engine.progress())))
-        return VerifyCosts(num_tokens=np.array([1, 8, 64]), seconds=np.array([0.5, 0.75, 2.0]))
-
-    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
-    policy = replace(tiny_policy(), group_size=4)
-    costs = measure_costs(policy, drafting)  # type: ignore[arg-type]
-    assert seen == [(2, 8)]
-    file = tmp_path / "engine.json"
-    file.write_text(json.dumps({"costs": costs}))
-    found = read_costs(file)
-    assert (found.num_tokens.tolist(), found.seconds.tolist()) == ([1, 8, 64], [0.5, 0.75, 2.0])
-
-
 def test_pairs_stand_next_to_each_other_and_change_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     # The machine is slower and slower, run by run.
@@ -513,17 +308,5 @@ def test_each_control_has_the_history_that_its_name_says(monkeypatch: pytest.Mon
     for result in results.values():
         assert (result.ratio, result.low, result.high, result.num_pairs) == (1.125, 0.5, 3.0, 4)
         assert (result.num_differing, result.num_rollouts) == (0, NUM_PROMPTS * GROUP_SIZE)
-    # So certain a policy writes the same again, unless it is made creative.
-    gains = {case: result.tokens_per_forward for case, result in results.items()}
-    assert gains["own"] == max(gains.values()) > 2
-    assert gains["creative"] < gains["own"]
-    assert gains["none"] < gains["own"]
-
-
-def test_no_run_at_all_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one run, got 0"):
-        measure_controls(tiny_policy(), on_progress=lambda _: None, num_pairs=0)
-    with pytest.raises(InputError, match="at least one run, got 0"):
-        measure_speed(
-            build_model(), num_runs=0, on_progress=lambda _: None, batch_sizes=(1,), prompt_length=2, response_length=2
-        )
+    # Only one of them has history.
+    assert results["creative"].tokens_per_forward > results["none"].tokens_per_forward

@@ -93,8 +93,8 @@ def test_room_is_what_the_passes_of_an_engine_take(monkeypatch: pytest.MonkeyPat
         room = buffers.Buffers(weights, num_tokens=num_tokens)
         held = [*room._tensors, room._parts, room._lse]
         sizes = {"num_tokens": num_tokens, "num_processors": 132}
-        assert buffers.room_bytes(PLAN.shape, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
-        assert buffers.room_bytes(weights.sizes, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
+        assert buffers.buffer_bytes(PLAN.shape, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
+        assert buffers.buffer_bytes(weights.sizes, PLAN.dtype, **sizes) == sum(tensor.nbytes for tensor in held)
 
 
 def test_a_plan_needs_model_snapshot_keys_values_activations_and_logits() -> None:
@@ -137,15 +137,15 @@ def test_as_many_replayed_tokens_are_wrong_as_is_set_and_all_of_them_are_the_mod
 
 def test_a_pass_for_timing_is_one_that_an_engine_makes() -> None:
     weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
-    machinery = make_backend(weights, 100, "plain")
-    free = machinery.arena.num_free
-    batch = gpu_engine.rows_of_tokens(machinery, 2, 10, 3)
+    backend = make_backend(weights, 100, "plain")
+    free = backend.allocator.num_free
+    batch = gpu_engine.rows_of_tokens(backend, 2, 10, 3)
     assert batch.positions.tolist() == [10, 11, 12] * 2
     assert batch.num_own.tolist() == [11, 12, 13] * 2
     assert (batch.slots - batch.own_start).tolist() == [10, 11, 12] * 2
     assert {*batch.own_start.tolist()} == {0, 13}
-    assert machinery.arena.num_free == free
-    assert machinery.decoder.run(batch).shape == (6, PLAN.shape.vocab_size)
+    assert backend.allocator.num_free == free
+    assert backend.decoder.run(batch).shape == (6, PLAN.shape.vocab_size)
 
 
 def test_the_kernels_of_products_are_told_by_tokens_of_a_pass_where_passes_are_captured() -> None:
@@ -154,10 +154,10 @@ def test_the_kernels_of_products_are_told_by_tokens_of_a_pass_where_passes_are_c
         pytest.skip("the kernels are compiled here")
     weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
     assert gpu_engine.products_of(make_backend(weights, 100, "plain")) == {}
-    machinery = make_backend(weights, 100, "cuda")
-    machinery.decoder.run(gpu_engine.rows_of_tokens(machinery, 3, 4, 1))
+    backend = make_backend(weights, 100, "cuda")
+    backend.decoder.run(gpu_engine.rows_of_tokens(backend, 3, 4, 1))
     by_torch = dict.fromkeys(("qkv", "out", "gate_up", "down", "head"), "torch")
-    assert gpu_engine.products_of(machinery) == {"4": by_torch}
+    assert gpu_engine.products_of(backend) == {"4": by_torch}
 
 
 def test_every_case_is_measured_and_acceptance_is_what_it_is_set_to() -> None:

@@ -1,17 +1,13 @@
 """The pipe benchmark: passes are timed as they are, a machine is fitted to them, the simulator predicts from it."""
 
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks.common.stolen import Ticks, TickWatch, slowness, ticks
 from benchmarks.loop.runs import Variant, configuration
 from benchmarks.pipe import bench as pipe
-from benchmarks.pipe import runs as pipe_runs
 from benchmarks.pipe.machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe.passes import LOAD, PASS, TimedEngine, read_passes
 from benchmarks.pipe.prediction import Told, beside_each_other, cluster_of, predict, trace_of
@@ -41,12 +37,8 @@ def records(*rows: tuple[float, ...]) -> NDArray[np.float64]:
     return np.array(rows, np.float64).reshape(-1, 7)
 
 
-def observed(
-    rows: NDArray[np.float64], trained: list[tuple[float, float]], gap_s: float = 0.0, slowness: float = 1.0
-) -> Observed:
-    return Observed(
-        records=rows, trained=np.array(trained), gap_s=gap_s, num_rollouts=10, read_s=0.25, slowness=slowness
-    )
+def observed(rows: NDArray[np.float64], trained: list[tuple[float, float]], gap_s: float = 0.0) -> Observed:
+    return Observed(records=rows, trained=np.array(trained), gap_s=gap_s, num_rollouts=10, read_s=0.25)
 
 
 def test_a_timed_engine_samples_the_same_and_writes_each_pass_down(tmp_path: Path) -> None:
@@ -181,82 +173,6 @@ def test_all_runs_draft_by_fixed_costs(tmp_path: Path) -> None:
         assert config.history.verify_costs == "fixed", variant.name
 
 
-def test_what_a_host_gives_to_others_is_no_part_of_a_machine() -> None:
-    quiet, busy = synthetic()
-    slow = [
-        replace(
-            run,
-            records=run.records * np.array([1.0, by, by, 1.0, 1.0, 1.0, 1.0]),
-            trained=run.trained * by,
-            gap_s=run.gap_s * by,
-            read_s=run.read_s * by,
-            slowness=by,
-        )
-        for run, by in ((quiet, 1.25), (busy, 1.5))
-    ]
-    for drafts in (False, True):
-        expected = fit_machine(busy, [quiet, busy], drafts=drafts)
-        found = fit_machine(slow[1], slow, drafts=drafts)
-        assert found.factors == pytest.approx(expected.factors)
-        assert found.update_s == pytest.approx(expected.update_s)
-        for name in ("decode_s", "prefill_s", "load_s", "training_s"):
-            assert getattr(found.alone, name) == pytest.approx(getattr(expected.alone, name)), name
-
-
-def test_ticks_are_those_of_each_processor(tmp_path: Path) -> None:
-    file = tmp_path / "stat"
-    file.write_text("cpu  1 2 3 4 5 6 7 8 0 0\ncpu0 400 10 80 9000 5 0 10 100 0 0\ncpu1 1 0 0 2 0 0 0 3\nintr 5\n")
-    assert ticks(file) == ((500, 9005, 100), (1, 2, 3))
-    assert ticks(tmp_path / "absent") == ()
-    file.write_text("cpu0  800 10\n")
-    assert ticks(file) == ()
-
-
-def test_what_is_stolen_of_a_processor_that_idles_slows_nothing() -> None:
-    first = (Ticks(0, 0, 0), Ticks(0, 7, 0))
-    second = (Ticks(10, 0, 2), Ticks(5, 8, 5))
-    third = (Ticks(15, 1, 4), Ticks(15, 8, 6))
-    assert slowness([first, second]) == 1.2
-    assert slowness([first, second, third]) == 1 + 3 / 20
-    assert slowness([second, third, (Ticks(15, 2, 5), Ticks(15, 8, 6))]) == 1.1
-    for nothing in ([], [first], [(), ()], [first, first]):
-        assert slowness(nothing) == 1.0
-
-
-def test_samples_are_taken_as_long_as_the_block_lasts(tmp_path: Path) -> None:
-    file = tmp_path / "stat"
-    file.write_text("cpu0 1 0 0 0 0 0 0 0 0 0\n")
-    with TickWatch(every_s=0.001, file=file) as watch:
-        deadline = time.monotonic() + 30
-        while len(watch.samples) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    num = len(watch.samples)
-    assert num >= 3
-    assert set(watch.samples) == {(Ticks(1, 0, 0),)}
-    time.sleep(0.01)
-    assert len(watch.samples) == num
-
-
-@pytest.mark.parametrize(
-    ("slownesses", "expected"),
-    [([1.05], [1.05]), ([1.3, 1.02], [1.02, 1.3]), ([1.3, 1.1, 1.2, 1.0], [1.1, 1.2, 1.3])],
-)
-def test_a_run_that_is_disturbed_is_made_again_three_times_at_most(
-    slownesses: list[float], expected: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def run_timed(config: int, *, first: int) -> SimpleNamespace:
-        assert first == 2
-        made.append(config)
-        return SimpleNamespace(observed=SimpleNamespace(slowness=slownesses[config]))
-
-    monkeypatch.setattr(pipe_runs, "run_timed", run_timed)
-    tries = pipe_runs.run_undisturbed(lambda number: number, first=2)  # type: ignore[arg-type, return-value]
-    assert [each.observed.slowness for each in tries] == expected
-    assert made == list(range(len(expected)))
-
-
 def test_a_machine_with_passes_of_one_size_is_refused() -> None:
     run = observed(records((PASS, 0.0, 1.0, 4, 0, 4, 0), (PASS, 2.0, 1.0, 4, 0, 4, 0)), [(5.0, 6.0)])
     with pytest.raises(InputError, match="two numbers of rows"):
@@ -324,8 +240,6 @@ def test_a_prediction_of_equal_rollouts_is_what_one_calculates(tmp_path: Path) -
     # Three rollouts a worker, two at one time: 4 tokens at 1.5 s, then 4 at 1 s; loading and training besides.
     assert found.step_s == pytest.approx(6.0 + 4.0 + 0.5 + 4.0)
     assert found.bubble == pytest.approx(1.0 - 10.0 / 14.5)
-    stolen = predict(config, lengths, machine, first=2, told=[None] * 5, slowness=1.5)
-    assert (stolen.step_s, stolen.bubble) == (pytest.approx(1.5 * found.step_s), found.bubble)
     slow = Machine(alone=alone, factors=np.array([1.0, 2.0, 2.0]), update_s=1.0)
     # Both workers begin and end together, so each always runs beside the other; the trainer runs alone.
     assert predict(config, lengths, slow, first=2, told=[None] * 5).step_s == pytest.approx(20.0 + 0.5 + 4.0, rel=0.01)
@@ -385,13 +299,12 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
         ("fifo", 1, "on"),
         ("work_stealing", 1, "on"),
     ]
-    assert len(told) == 1 + 6 + found["num_disturbed"]
+    assert len(told) == 1 + 6
     for row in rows:
         assert (row["num_differing"], row["num_rollouts"]) == (0, 24)
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])
         assert row["is_base"] == (row["policy"] == "fifo")
         assert 0.0 <= row["bubble"] <= 1.0
-        assert (row["choices"], row["num_choices_differing"]) == ([], 0)
         if row["is_base"]:
             assert row["speedup"] == row["predicted_speedup"] == 1.0
     assert set(found["latency"]) == {f"{row['policy']}-{row['staleness']}-{row['drafts']}" for row in rows}

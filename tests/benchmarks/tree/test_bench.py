@@ -1,27 +1,23 @@
 """The tree benchmark: its cases are the published ones, all that it times computes one gradient, its report adds up."""
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import benchmarks.tree.bench
 import pytest
 import torch
 from benchmarks.common.timing import interleaved_medians, one_thread
-from benchmarks.peers.peer import PYTHON, Peer, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, caterpillar, published_cases, star, two_level
 from benchmarks.tree.steps import build_steps, gradient_after, relative_error
 
-from treering.errors import InputError, StateError
+from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
 KEYS = {
     *("case", "flat_tokens", "unique_tokens", "token_bound", "flop_bound", "baseline", "baseline_s", "tree_s"),
-    *("speedup", "grad_error", "baselines", "baseline_grad_errors", "peers"),
+    *("speedup", "grad_error", "baselines", "baseline_grad_errors"),
 }
-PEERS_INSTALLED = pytest.mark.skipif(not PYTHON.exists(), reason="no peers are installed: make peers")
 
 
 def tiny_cases() -> list[Case]:
@@ -30,11 +26,6 @@ def tiny_cases() -> list[Case]:
         two_level(prompt=5, middle=4, response=3, num_middles=2, fan=2),
         caterpillar(turn=6, side=3, num_turns=3),
     ]
-
-
-@pytest.fixture
-def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks.tree.bench, "find_peers", list)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +74,6 @@ def test_every_timed_step_leaves_the_gradient_of_the_mean_over_trained_tokens(ca
         assert relative_error(gradient_after(model, step), expected) < 1e-5, name
 
 
-@pytest.mark.usefixtures("no_peers")
 def test_the_report_has_the_documented_keys_and_adds_up() -> None:
     names = [case.name for case in tiny_cases()]
     report = json.loads(
@@ -104,7 +94,6 @@ def test_the_report_has_the_documented_keys_and_adds_up() -> None:
         assert result["speedup"] == pytest.approx(result["baseline_s"] / result["tree_s"])
         assert 0 < result["grad_error"] < 1e-5
         assert max(result["baseline_grad_errors"].values()) < 1e-5
-        assert result["peers"] == {}
 
 
 def test_steps_alternate_and_one_slow_run_does_not_move_a_median() -> None:
@@ -145,46 +134,3 @@ def test_one_thread_is_given_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (inside, torch.get_num_threads()) == ([1], 2)
-
-
-def test_without_their_environment_there_are_no_peers(tmp_path: Path) -> None:
-    assert find_peers(tmp_path / "bin" / "python") == []
-
-
-def test_a_peer_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    script = tmp_path / "peer.py"
-    script.write_text("raise SystemExit('out of luck')")
-    peer = Peer(name="unlucky", python=Path(sys.executable), script=script)
-    with pytest.raises(StateError, match=r"peer unlucky .* out of luck"):
-        peer.measure(build_model(), tiny_cases()[0], 1)
-
-
-def test_a_peer_is_given_what_the_tree_step_is_given(tmp_path: Path) -> None:
-    script = tmp_path / "peer.py"
-    script.write_text(
-        "import json, sys, torch\n"
-        "case = torch.load(sys.argv[1], weights_only=True)\n"
-        "seen = {name: str(case[name]) for name in ('num_prompt_tokens', 'num_trained', 'settings')}\n"
-        "seen |= {'tokens': str([ids.tolist() for ids in case['sequences']]), 'runs': sys.argv[3]}\n"
-        "seen['weights'] = str(float(sum(w.double().abs().sum() for w in case['weights'].values())))\n"
-        "result = dict(seconds=2.0, baseline_s=6.0, speedup=3.0, grad_error=0.0, versions=seen)\n"
-        "open(sys.argv[2], 'w').write(json.dumps(result))\n"
-    )
-    model, case = build_model(), tiny_cases()[0]
-    result = Peer(name="mirror", python=Path(sys.executable), script=script).measure(model, case, 4)
-    weights = float(sum(w.double().abs().sum() for w in model.state_dict().values()))
-    assert (result.seconds, result.baseline_s, result.speedup) == (2.0, 6.0, 3.0)
-    assert result.versions["tokens"] == str([sequence.tolist() for sequence in case.sequences])
-    assert result.versions["weights"] == str(weights)
-    assert (result.versions["num_prompt_tokens"], result.versions["num_trained"]) == ("9", "4")
-    assert result.versions["runs"] == "4"
-    assert f"'hidden_size': {SHAPE.hidden_size}" in result.versions["settings"]
-
-
-@pytest.mark.slow
-@PEERS_INSTALLED
-def test_the_installed_peer_computes_the_same_gradient_on_a_star_and_skips_deeper_trees() -> None:
-    flat_star, *deeper = tiny_cases()
-    (peer,) = find_peers()
-    assert [peer.can_train(case) for case in (flat_star, *deeper)] == [True, False, False]
-    assert 0 < peer.measure(build_model(), flat_star, 1).grad_error < 1e-5

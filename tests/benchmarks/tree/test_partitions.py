@@ -1,14 +1,7 @@
 """The benchmark of partitions: trees ten times the budget, one gradient however computed, figures that add up."""
 
-import io
-from dataclasses import asdict
-
-import pytest
 from benchmarks.tree.cases import build_model
 from benchmarks.tree.partitions import PARENTS, big_chain, big_tree, measure_partitions
-from rich.console import Console
-
-from treering.cli.bench_tree import partition_table
 
 BUDGET = 24
 
@@ -34,17 +27,3 @@ def test_a_report_of_partitions_adds_up() -> None:
         assert result.recomputed_bytes_share <= 1.25
     assert {name: result.chain_tokens for name, result in results.items()} == {"tree": 3 * BUDGET, "chain": 10 * BUDGET}
     assert results["chain"].num_recomputed_tokens == {"keep": 0, "recompute": 9 * BUDGET}
-
-
-def test_the_table_has_a_row_for_each_way() -> None:
-    results = [asdict(result) for result in measure_partitions(build_model(), 1, lambda words: None, budget=BUDGET)]
-    table = partition_table({"partitions": results})
-    assert table.row_count == 12
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table)
-    assert console.export_text().count("gspo") == 6
-
-
-@pytest.mark.parametrize("budget", [1, 2])
-def test_small_budgets_work(budget: int) -> None:
-    assert big_tree(budget).num_tokens <= 10 * budget

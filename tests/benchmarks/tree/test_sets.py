@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.tree.counts import count, default_runs, tokens_at_peak
+from benchmarks.tree.real import count, default_runs, tokens_at_peak
 from benchmarks.tree.sets import (
     FILES,
     NO_SHARING,

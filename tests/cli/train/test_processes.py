@@ -57,7 +57,7 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, caps
     account = summary["account"]
     # Five prompts in steps of 2, 2, 1 and 2, in groups of three.
     assert summary["resumed_from_step"] == 2
-    assert account["scheduled"] == account["sampled"] == account["judged"] == 3 * 7
+    assert account["scheduled"] == account["sampled"] == account["evaluated"] == 3 * 7
     assert account["trained"] + account["without_variance"] + account["reward_errors"] + account["empty"] == 3 * 7
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]

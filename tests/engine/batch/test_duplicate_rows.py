@@ -1,4 +1,4 @@
-"""Rows with the same tokens are computed once, and no rollout notices (law 5)."""
+"""Duplicate rows are computed once without changing results (law 5)."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chain
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.duplicate_rows import leaders_of, resolved
+from treering.engine.batch.duplicate_rows import leaders_of, resolve
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
@@ -20,7 +20,7 @@ from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 5, 6, 20
-# So cold that siblings go the same way for some tokens, and so warm that most of them part.
+# Cold enough that siblings agree for some tokens, warm enough that most of them diverge.
 SAMPLING = {"temperature": 0.1, "stop_tokens": (7,)}
 
 
@@ -34,8 +34,8 @@ def requests_of(**options: object) -> list[Request]:
 
 
 def one_by_one(model: PreTrainedModel, requests: list[Request]) -> Rollouts:
-    """The plain path: a batch has one row, so that none is equal to another."""
-    return run(TorchEngine(model, max_batch=1, backend="plain", equal_rows="each"), requests)
+    """The plain path: one row per batch, so that there are no duplicates."""
+    return run(TorchEngine(model, max_batch=1, backend="plain", duplicate_rows="each"), requests)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +44,21 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 def branching(rollouts: Rollouts) -> ScriptedDrafter:
-    """Drafts every way that a prompt's rollouts have gone from here, behind a token that is wrong."""
+    """Drafts every continuation of the prompt's rollouts from here, after a wrong first token."""
 
-    def tree_of(prompt_id: str, so_far: list[int], room: int) -> Tree:
+    def tree_of(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
         tokens, parents, nodes = [(VOCAB - 1)], [-1], {(): -1}
         for (prompt, _, _), rollout in rollouts.items():
             own = rollout.tokens.tolist()
             if prompt != prompt_id or own[: len(so_far)] != so_far:
                 continue
-            behind = own[len(so_far) : len(so_far) + 4]
-            for depth in range(1, len(behind) + 1):
-                path = tuple(behind[:depth])
+            following = own[len(so_far) : len(so_far) + 4]
+            for depth in range(1, len(following) + 1):
+                path = tuple(following[:depth])
                 if path not in nodes:
                     tokens, parents = [*tokens, path[-1]], [*parents, nodes[path[:-1]]]
                     nodes[path] = len(tokens) - 1
-        return tokens[:room], parents[:room]
+        return tokens[:max_drafts], parents[:max_drafts]
 
     return ScriptedDrafter(tree_of)
 
@@ -71,31 +71,33 @@ def drafter_for(drafting: str, rollouts: Rollouts) -> Drafter | None:
 
 @pytest.mark.parametrize("drafting", ["none", "history", "branching"])
 @pytest.mark.parametrize(("backend", "max_batch"), [("fused", 4), ("fused", 30), ("plain", 9)])
-def test_rollouts_are_those_of_every_row_by_itself(
+def test_rollouts_equal_those_of_separate_rows(
     model: PreTrainedModel, plain: Rollouts, drafting: str, backend: str, max_batch: int
 ) -> None:
     requests = requests_of()
     np.random.default_rng(max_batch).shuffle(requests)
-    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, equal_rows="once")
+    engine = TorchEngine(
+        model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, duplicate_rows="once"
+    )
     assert_same(run(engine, requests), plain)
-    # Rows that are led part at some time, and go on from what was computed for others.
-    assert 0 < engine.stats.num_led < engine.stats.num_rows
+    # Duplicate rows diverge at some point, and continue from what was computed for their leaders.
+    assert 0 < engine.stats.num_duplicate_rows < engine.stats.num_rows
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
     assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
 
 
-def test_prompts_that_end_alike_are_not_equal(model: PreTrainedModel) -> None:
+def test_prompts_with_a_common_ending_are_not_duplicates(model: PreTrainedModel) -> None:
     prompts = [np.array([first, 9], np.int32) for first in range(1, 9)]
     sampling = Sampling(max_tokens=12, temperature=0.1)
     requests = [Request(prompt_id=str(prompt[0]), prompt=prompt, sampling=sampling) for prompt in prompts]
-    engine = TorchEngine(model, max_batch=8, equal_rows="once")
+    engine = TorchEngine(model, max_batch=8, duplicate_rows="once")
     assert_same(run(engine, requests), one_by_one(model, requests))
-    assert engine.stats.num_led == 0
+    assert engine.stats.num_duplicate_rows == 0
 
 
 def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
     decoder, table = engine._decoder, engine._table
     computed, contexts, compute = 0, 0, decoder.run
 
@@ -109,22 +111,22 @@ def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
     decoder.run = counted
     # One prompt of one token, so that nothing is prefilled.
     run(engine, requests_of()[:GROUP_SIZE])
-    assert computed == contexts == engine.stats.num_rows - engine.stats.num_led
-    assert engine.stats.num_led > engine.stats.num_forwards
+    assert computed == contexts == engine.stats.num_rows - engine.stats.num_duplicate_rows
+    assert engine.stats.num_duplicate_rows > engine.stats.num_forwards
     assert engine.stats.num_prefilled == 0
 
 
-def test_each_row_computes_for_itself_where_that_is_said(model: PreTrainedModel, plain: Rollouts) -> None:
-    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, equal_rows="each")
+def test_each_computes_every_row(model: PreTrainedModel, plain: Rollouts) -> None:
+    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, duplicate_rows="each")
     assert_same(run(engine, requests_of()), plain)
-    assert engine.stats.num_led == 0
-    engine.use_equal_rows("once")
+    assert engine.stats.num_duplicate_rows == 0
+    engine.use_duplicate_rows("once")
     run(engine, requests_of(draw=1))
-    assert engine.stats.num_led > 0
+    assert engine.stats.num_duplicate_rows > 0
 
 
 @pytest.mark.parametrize("drafting", ["none", "branching"])
-def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places(
+def test_duplicate_rows_may_have_different_sampling_parameters_and_limits(
     model: PreTrainedModel, drafting: str
 ) -> None:
     prompt = np.array([3, 9, 4], np.int32)
@@ -139,26 +141,26 @@ def test_equal_rows_may_be_sampled_in_different_ways_and_end_at_different_places
             (1, 0.1, None, 1.0, ()),
         ]
     ]
-    # Two prompt ids with the same tokens are equal too.
+    # Two prompt ids with the same tokens are duplicates too.
     requests = [
         Request(prompt_id=f"p{sample % 2}", prompt=prompt, sampling=way, sample=sample)
         for sample, way in enumerate(ways)
     ]
     expected = one_by_one(model, requests)
     for order in (requests, requests[::-1]):
-        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6, equal_rows="once")
+        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6, duplicate_rows="once")
         assert_same(run(engine, order), expected)
-        assert engine.stats.num_led >= 5
+        assert engine.stats.num_duplicate_rows >= 5
 
 
 @pytest.mark.parametrize("drafting", ["none", "history"])
-def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
+def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     model: PreTrainedModel, plain: Rollouts, drafting: str
 ) -> None:
     requests = requests_of()[-GROUP_SIZE:]
-    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE, duplicate_rows="once")
     engine.submit(requests)
-    finished, before = engine.step(), engine.stats.num_led
+    finished, before = engine.step(), engine.stats.num_duplicate_rows
     assert before == GROUP_SIZE - 1
     aborted = engine.abort([requests[0].key])
     while engine.num_unfinished:
@@ -167,30 +169,26 @@ def test_a_row_that_is_taken_out_leaves_what_it_computed_to_those_it_led(
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_rows_that_read_their_tokens_again_are_equal_once_they_have(
-    model: PreTrainedModel, plain: Rollouts, backend: str
-) -> None:
-    """New weights that are the old ones: rollouts go on as if nothing had been."""
-    engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, equal_rows="once")
+def test_rows_are_duplicates_again_after_a_reprefill(model: PreTrainedModel, plain: Rollouts, backend: str) -> None:
+    """New weights equal to the old ones: rollouts continue unchanged."""
+    engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, duplicate_rows="once")
     engine.submit(requests_of())
     finished = [rollout for _ in range(3) for rollout in engine.step()]
     engine.update_weights(1, when_running="reprefill")
-    before = engine.stats.num_led
+    before = engine.stats.num_duplicate_rows
     while engine.num_unfinished:
         finished += engine.step()
     assert_same({rollout.key: rollout for rollout in finished}, plain)
-    assert engine.stats.num_led > before
+    assert engine.stats.num_duplicate_rows > before
 
 
-def test_a_rollout_that_was_moved_here_is_equal_to_those_that_began_here(
-    model: PreTrainedModel, plain: Rollouts
-) -> None:
+def test_a_migrated_rollout_duplicates_local_ones(model: PreTrainedModel, plain: Rollouts) -> None:
     requests = requests_of()[-GROUP_SIZE:]
     away = TorchEngine(model, max_batch=GROUP_SIZE)
     away.submit(requests)
     away.step()
     moved = away.abort([requests[2].key])
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
     others = [request for request in requests if request.key != requests[2].key]
     engine.submit(others)
     engine.step()
@@ -205,16 +203,16 @@ def test_float32_draws_the_same_tokens() -> None:
     model = build("qwen3").eval()
     requests = requests_of()
     expected = one_by_one(model, requests)
-    engine = TorchEngine(model, branching(expected), max_batch=30, equal_rows="once")
+    engine = TorchEngine(model, branching(expected), max_batch=30, duplicate_rows="once")
     assert_same(run(engine, requests), expected, 1e-4)
-    assert engine.stats.num_led > 0
+    assert engine.stats.num_duplicate_rows > 0
 
 
-def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTrainedModel) -> None:
+def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrainedModel) -> None:
     stops = tuple(range(0, VOCAB, 4))
     requests = requests_of(stop_tokens=stops)
     drafter = branching(one_by_one(model, requests))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, equal_rows="once")
+    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
     run(engine, requests)
     num_heard = num_of_led = num_stops = 0
     for step in drafter.seen:
@@ -232,38 +230,40 @@ def test_a_drafter_hears_of_each_row_what_its_leaders_draft_came_to(model: PreTr
                 at, depth = int(parents[at]), depth + 1
             assert depth == step["accepted"][row]
             num_heard, num_of_led = num_heard + depth, num_of_led + depth * (leader != row)
-    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_heard == engine.stats.num_accepted
     assert num_of_led > num_stops > 0
 
 
-def test_a_chain_along_the_first_sibling_is_accepted_by_others_as_far_as_they_go(model: PreTrainedModel) -> None:
+def test_duplicates_accept_the_leaders_chain_as_far_as_they_agree(model: PreTrainedModel) -> None:
     requests = requests_of(stop_tokens=())[:GROUP_SIZE]
     expected = one_by_one(model, requests)
     first = expected[requests[0].key].tokens.tolist()
-    drafter = ScriptedDrafter(lambda prompt_id, so_far, room: chain(first[len(so_far) :][: room if not so_far else 0]))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, equal_rows="once")
+    drafter = ScriptedDrafter(
+        lambda prompt_id, so_far, max_drafts: chain(first[len(so_far) :][: max_drafts if not so_far else 0])
+    )
+    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
     engine.submit(requests)
     engine.step()
-    told = drafter.seen[0]
+    feedback = drafter.seen[0]
     lengths = [_common(first, expected[request.key].tokens.tolist()) for request in requests]
-    assert told["accepted"].tolist() == [min(length, told["drafts"].tokens.size) for length in lengths]
-    assert told["leaders"].tolist() == [0] * GROUP_SIZE
+    assert feedback["accepted"].tolist() == [min(length, feedback["drafts"].tokens.size) for length in lengths]
+    assert feedback["leaders"].tolist() == [0] * GROUP_SIZE
     assert len(set(lengths)) > 1
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many tokens two rollouts begin with alike."""
+    """Length of the common beginning of two rollouts."""
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
 
 ROWS = st.tuples(
     st.integers(0, 3),  # the prompt
     st.lists(st.sampled_from([1, 6]), max_size=4),  # the rollout
-    st.booleans(),  # whether the prompt is computed
-    st.integers(1, 2),  # tokens that are not
+    st.booleans(),  # is the prompt computed
+    st.integers(1, 2),  # missing tokens
 )
-# Of tokens that rollouts have too, so that contexts are equal in part. Behind each, where its first tokens stand.
+# Prompt -> start of its span. The tokens also occur in rollouts, so that contexts partly agree.
 PROMPTS = {(5,): 0, (8, 6): 0, (9, 6): 4, (8, 6, 6): 7}
 
 
@@ -291,13 +291,13 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
     assert leaders_of(columns, len(rows), "each").tolist() == [*range(len(rows))]
 
 
-def test_auto_is_once_on_cpu_alone() -> None:
-    assert [resolved("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
-    assert resolved("once", "cuda") == "once"
+def test_auto_is_once_on_cpu_only() -> None:
+    assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
+    assert resolve("once", "cuda") == "once"
 
 
-def test_a_way_that_there_is_not_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="equal_rows is one of auto, once, each, got 'twice'"):
-        TorchEngine(model, equal_rows="twice")
+def test_an_unknown_mode_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="duplicate_rows is one of auto, once, each, got 'twice'"):
+        TorchEngine(model, duplicate_rows="twice")
     with pytest.raises(ConfigError, match="got True"):
-        TorchEngine(model).use_equal_rows(True)
+        TorchEngine(model).use_duplicate_rows(True)

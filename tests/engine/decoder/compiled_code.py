@@ -1,4 +1,4 @@
-"""What is to be seen in compiled kernels: buffers, what copies wait for, and how wide they are."""
+"""Inspects compiled kernels: their buffers, and what asynchronous copies wait for and how wide they are."""
 
 import re
 
@@ -42,6 +42,6 @@ def _reaches(names: list[str], sources: dict[str, list[str]], wanted: set[str]) 
 
 
 def copy_bytes(ptx: str) -> list[int]:
-    """Widths of asynchronous copies to shared memory, each once."""
+    """Distinct widths of the asynchronous copies to shared memory."""
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^\]]*\], (0x[0-9a-f]+|\d+)", ptx)
     return sorted({int(width, 0) for width in copies})

@@ -1,6 +1,6 @@
-"""Compiles the engine's kernels for a Hopper GPU, which needs none: prints one JSON object per kernel and dtype.
+"""Compiles the engine's kernels for a Hopper GPU, without a GPU: prints one JSON object per kernel and dtype.
 
-Run as a process of its own, since the tests' process has the kernels in triton's interpreter:
+Runs in its own process, since the tests' process runs the kernels in triton's interpreter:
 python -m tests.engine.decoder.compiled_cuda_kernels
 """
 
@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
 from treering.engine.decoder.cuda.attention import LOG2_E, attend_kernel, num_stages
-from treering.engine.decoder.cuda.gumbel import finish_kernel, race_kernel
+from treering.engine.decoder.cuda.gumbel import gumbel_max_kernel, reduce_tiles_kernel
 from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
 from treering.engine.decoder.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
 from treering.engine.decoder.cuda.parts import add_parts_kernel
@@ -29,7 +29,7 @@ DOUBLE = ("temperature_ptr", "peaks_ptr", "totals_ptr", "bests_ptr", "logprobs_p
 
 ATTEND = {"GROUPS": 4, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 128, "PAGE": 16, "WIDE": False}
 ROTATE = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 64, "HAS_NORM": True, "PAGE": 16}
-RACE = {
+GUMBEL_MAX = {
     "VOCABULARY": 151_936, "TILE": 1024, "POSITION": POSITION_STEP, "TOKEN": TOKEN_STEP, "FIRST": MIX_FACTORS[0],
     "SECOND": MIX_FACTORS[1], "S0": MIX_SHIFTS[0], "S1": MIX_SHIFTS[1], "S2": MIX_SHIFTS[2],
     "DROPPED": NUM_DROPPED_BITS,
@@ -98,10 +98,10 @@ def main() -> None:
         norm = {"SIZE": 4096, "PADDED": 4096, "ADD": True}
         report("norm", dtype, compile_kernel(norm_kernel, dtype, norm, 8))
         report("gate", dtype, compile_kernel(gate_kernel, dtype, {"SIZE": 12288, "TILE": 1024}, 4))
-        report("race", dtype, compile_kernel(race_kernel, dtype, RACE, 4))
+        report("gumbel_max", dtype, compile_kernel(gumbel_max_kernel, dtype, GUMBEL_MAX, 4))
         drawn = {"tokens_ptr": "*i32"}
         finish = {"VOCABULARY": 151_936, "PADDED": 256}
-        report("finish", dtype, compile_kernel(finish_kernel, dtype, finish, 1, **drawn))
+        report("reduce_tiles", dtype, compile_kernel(reduce_tiles_kernel, dtype, finish, 1, **drawn))
         if dtype != "fp32":
             compile_products(dtype)
     report("walk", "fp64", compile_kernel(walk_kernel, "fp64", {"MOST": 64}, 1, tokens_ptr="*i32"))

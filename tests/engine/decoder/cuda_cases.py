@@ -1,4 +1,4 @@
-"""Passes over pages that the tests of the CUDA engine share, with what each token sees written out slot by slot."""
+"""Passes over pages for the CUDA tests, with the visible slots of each token listed explicitly."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ def batch_of(rows: list[Row], vocab_size: int = 50) -> TokenBatch:
 
 
 def path_of(parents: tuple[int, ...], node: int) -> list[int]:
-    """A draft and what stands before it, from the deepest."""
+    """A draft and its ancestors, deepest first."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -60,7 +60,7 @@ def path_of(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
-    """What each token of `batch_of` sees."""
+    """The visible addresses of each token of `batch_of`."""
     seen = []
     for number, row in enumerate(rows):
         prefix = number * APART + np.arange(row.prefix)
@@ -75,7 +75,7 @@ def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
 def random_case(
     rows: list[Row], *, num_heads: int, num_kv_heads: int, head_size: int = 16, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Queries, pages in random order, and the slots that each token sees."""
+    """Queries, pages in random order, and the visible slots of each token."""
     generator = torch.Generator().manual_seed(1)
     batch = batch_of(rows)
     num_pages = (len(rows) + 1) * APART // PAGE_SLOTS
@@ -99,7 +99,7 @@ def random_case(
 
 
 def expected_attention(case: dict[str, Any]) -> torch.Tensor:
-    """Float32 [T, H D], one token and one head after another."""
+    """Reference attention, float32 [T, H D], by a loop over tokens and heads."""
     keys, values = case["keys"].double(), case["values"].double()
     num_kv_heads, _, head_size = keys.shape
     groups = case["num_heads"] // num_kv_heads

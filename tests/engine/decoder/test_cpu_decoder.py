@@ -1,4 +1,4 @@
-"""How the fused decoder lays weights out in memory: nothing that reads them notices, and new weights arrive."""
+"""The fused decoder's memory layout of weights: readers see the same values, and updates arrive."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
-from treering.engine.decoder.self_check import _alone
+from treering.engine.decoder.self_check import _single_sequence
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 
@@ -28,11 +28,11 @@ def matrices_of(weights: DecoderWeights) -> list[Tensor]:
 
 
 def logits_of(decoder: Decoder) -> np.ndarray:
-    return decoder.run(_alone(TOKENS)).numpy().copy()
+    return decoder.run(_single_sequence(TOKENS)).numpy().copy()
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_matrices_lie_by_inputs_and_hold_what_they_held(is_inference: bool) -> None:
+def test_transposed_matrices_keep_their_values(is_inference: bool) -> None:
     model = build_float64("qwen2")
     with torch.inference_mode(is_inference):
         weights = weights_of(model)
@@ -43,14 +43,14 @@ def test_matrices_lie_by_inputs_and_hold_what_they_held(is_inference: bool) -> N
         assert torch.equal(matrix, before)
 
 
-def test_matrices_beyond_a_cores_cache_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_larger_than_a_cores_cache_are_not_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_cpu, "_MOST_LAID_OUT", 0)
     weights = weights_of(build_float64("qwen3"))
     CpuDecoder(weights, num_slots=8)
     assert all(matrix.is_contiguous() for matrix in matrices_of(weights))
 
 
-def test_new_weights_reach_a_decoder_whose_matrices_lie_by_inputs() -> None:
+def test_new_weights_reach_a_decoder_with_transposed_matrices() -> None:
     model = build_float64("qwen3")
     weights = weights_of(model)
     decoder = CpuDecoder(weights, num_slots=8)
@@ -72,7 +72,7 @@ def test_the_plain_decoder_computes_the_same_from_the_same_weights(family: str) 
     np.testing.assert_allclose(logits_of(TorchDecoder(weights, num_slots=8)), expected, rtol=0, atol=1e-11)
 
 
-def test_a_models_own_weights_stay_where_they_are() -> None:
+def test_a_models_own_weights_are_not_moved() -> None:
     model = build("qwen3")
     before = {name: (parameter.data_ptr(), parameter.stride()) for name, parameter in model.named_parameters()}
     CpuDecoder(weights_of(model), num_slots=8)

@@ -1,10 +1,10 @@
-"""Laws of the loops between matrix products: keys and queries are normed and rotated as the formula says."""
+"""The CPU loops between matrix products against plain formulas."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.engine.decoder.vector_cases import DTYPES, Floats, room
+from tests.engine.decoder.vector_cases import DTYPES, Floats, padded
 from treering.engine.decoder.cpu.kernels import write_keys
 
 SLACK = 16
@@ -29,7 +29,7 @@ class Case:
 
     def run(self, tokens: list[int]) -> tuple[Floats, Floats, Floats]:
         """Heads [T, H + 2 G, D] after one call with these tokens, and the arena's keys and values; NaN is unwritten."""
-        dtype, qkv = self.qkv.dtype, room(self.qkv[tokens])
+        dtype, qkv = self.qkv.dtype, padded(self.qkv[tokens])
         keys = np.full((NUM_KV_HEADS, self.head_size, NUM_SLOTS), np.nan, dtype)
         values = np.full((NUM_KV_HEADS, NUM_SLOTS, self.head_size), np.nan, dtype)
         angles, eps = (self.cos, self.sin), np.array([EPS], dtype)
@@ -53,7 +53,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize("head_size", [2, 8, 16, 24, 32, 48, 64, 128])
-def test_heads_are_normed_and_rotated_and_keys_and_values_stand_in_their_slots(
+def test_heads_are_normed_and_rotated_and_keys_and_values_are_in_their_slots(
     dtype: np.dtype, has_norms: bool, head_size: int
 ) -> None:
     case = Case(dtype, head_size, has_norms=has_norms)

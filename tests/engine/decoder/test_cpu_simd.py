@@ -1,14 +1,14 @@
-"""Laws of the loops on vectors: they give what plain formulas give, for every size, and touch nothing else."""
+"""The SIMD loops equal plain formulas for every size, and write no other memory."""
 
 import numpy as np
 import pytest
 from numba import njit
 from numpy.typing import NDArray
 
-from tests.engine.decoder.vector_cases import DTYPES, Floats, room
+from tests.engine.decoder.vector_cases import DTYPES, Floats, padded
 from treering.engine.decoder.cpu.attention import attend
 from treering.engine.decoder.cpu.kernels import silu_mul
-from treering.engine.decoder.cpu.simd import choose, exponential, lanes, lanes_of, largest, load, store, total
+from treering.engine.decoder.cpu.simd import exponential, lanes, lanes_of, largest, load, select, store, total
 
 SLACK = 8
 """Units in the last place, for sums in another order."""
@@ -28,7 +28,7 @@ def reduced(x: Floats) -> tuple[float, float]:
 
 @njit
 def chosen(bits: int, x: Floats, out: Floats) -> None:
-    store(out, 0, choose(bits, load(x, 0), load(x, lanes(x))))
+    store(out, 0, select(bits, load(x, 0), load(x, lanes(x))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +59,7 @@ def test_exponentials_keep_nan_and_have_ends(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_vector_is_reduced_whole_from_any_place(dtype: np.dtype) -> None:
+def test_a_vector_is_reduced_from_any_index(dtype: np.dtype) -> None:
     for best in range(lanes_of(dtype)):
         x = np.arange(lanes_of(dtype) + 2).astype(dtype)
         x[0] = x[-1] = 1e6
@@ -80,8 +80,8 @@ def test_the_lowest_bits_choose_between_two_vectors(dtype: np.dtype, bits: int) 
 @pytest.mark.parametrize("size", [1, 5, 8, 16, 20, 37])
 def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int) -> None:
     gate_up = np.random.default_rng(size).normal(0, 4, (3, 2 * size)).astype(dtype)
-    out = room(np.zeros((3, size), dtype))
-    silu_mul(room(gate_up), out)
+    out = padded(np.zeros((3, size), dtype))
+    silu_mul(padded(gate_up), out)
     gate, up = gate_up[:, :size].astype(np.longdouble), gate_up[:, size:].astype(np.longdouble)
     expected = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(out, expected.astype(float), rtol=SLACK * np.finfo(dtype).eps)
@@ -90,14 +90,14 @@ def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_of_diverged_gates_is_nan_alone(dtype: np.dtype) -> None:
     gate_up = np.array([[np.nan, 1.0, 2.0, 3.0]], dtype)
-    out = room(np.zeros((1, 2), dtype))
-    silu_mul(room(gate_up), out)
+    out = padded(np.zeros((1, 2), dtype))
+    silu_mul(padded(gate_up), out)
     assert np.isnan(out[0, 0])
     assert np.isfinite(out[0, 1])
 
 
 class Case:
-    """Tokens of three kinds in one arena: behind a prefix, in a chain, in a tree; and what nobody sees is NaN."""
+    """Tokens after a prefix, in a chain and in a tree, in one arena; invisible slots are NaN."""
 
     def __init__(self, dtype: np.dtype, head_size: int, num_heads: int, num_kv_heads: int, context: int) -> None:
         rng = np.random.default_rng(head_size + context)
@@ -113,7 +113,7 @@ class Case:
         for slot in sorted({slot for token in range(3) for slot in self.seen(token)}):
             self.keys[:, :, slot] = rng.normal(size=(num_kv_heads, head_size))
             self.values[:, slot, :head_size] = rng.normal(size=(num_kv_heads, head_size))
-        self.qkv = room(rng.normal(size=(3, (num_heads + 2 * num_kv_heads) * head_size)).astype(dtype))
+        self.qkv = padded(rng.normal(size=(3, (num_heads + 2 * num_kv_heads) * head_size)).astype(dtype))
         self.scale = np.array([head_size**-0.5], dtype)
 
     def seen(self, token: int) -> list[int]:
@@ -123,11 +123,11 @@ class Case:
         return [*prefix, *own, *(self.tree_start[token] + j for j, bit in enumerate(bits) if bit == "1")]
 
     def run(self, order: list[int]) -> Floats:
-        """Attention of these tokens, in one call."""
-        out = room(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
+        """Attention of these tokens in one call."""
+        out = padded(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
         spans = self.prefix_start, self.num_prefix, self.own_start, self.num_own, self.tree_start, self.tree_bits
         scores = np.full((2, self.context + 200), np.nan, self.keys.dtype)
-        qkv = room(self.qkv[order])
+        qkv = padded(self.qkv[order])
         attend(qkv, self.keys, self.values, *(span[order] for span in spans), self.scale, scores, out)
         return out
 
@@ -186,9 +186,9 @@ def test_trees_of_up_to_64_drafts_are_seen_by_their_bits(dtype: np.dtype, bits: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slot", [9, 9 + 20, 9 + 39])
-def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_stands(dtype: np.dtype, slot: int) -> None:
+def test_a_dominant_score_takes_all_attention_at_any_position(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
-    # e**2000 is no number of either type.
+    # e**2000 overflows both dtypes.
     case.keys[:, :, slot] = 0
     case.keys[:, 0, slot] = 2000 / case.scale[0]
     case.qkv[:, ::32] = 1
@@ -197,7 +197,7 @@ def test_a_score_that_towers_over_all_others_takes_all_attention_wherever_it_sta
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slot", [9, 9 + 39])
-def test_a_key_that_is_nan_makes_nan_of_all_that_see_it(dtype: np.dtype, slot: int) -> None:
+def test_a_nan_key_makes_every_token_that_sees_it_nan(dtype: np.dtype, slot: int) -> None:
     case = Case(dtype, 32, 4, 2, 40)
     case.keys[0, 3, slot] = np.nan
     heads = case.run([0])[0].reshape(2, -1)

@@ -1,4 +1,4 @@
-"""Attention over pages, in triton's interpreter, against softmax over the slots that each token lists one by one."""
+"""Paged attention, in triton's interpreter, against softmax over each token's explicit list of slots."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TREES = [
 
 
 def attended(case: dict, tables: PassTables, *, num_parts: int, num_tokens: int, num_tiles: int) -> torch.Tensor:
-    """Runs the kernels with tables filled up to a bucket."""
+    """Runs the kernels with tables padded to a bucket."""
     tokens = np.zeros((6, num_tokens), np.int64)
     tokens[:, : tables.tokens.shape[1]] = tables.tokens
     tiles = np.zeros((num_tiles, 6), np.int64)
@@ -62,7 +62,7 @@ def test_every_token_sees_its_own_slots_and_no_others(
     assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
 
 
-def test_keys_in_one_part_take_one_kernel_and_give_the_bits_of_two_parts_one_of_which_is_empty(
+def test_one_part_takes_one_kernel_and_equals_two_parts_with_one_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # All keys of a row fit one tile of 32, so the second part has none.
@@ -75,7 +75,7 @@ def test_keys_in_one_part_take_one_kernel_and_give_the_bits_of_two_parts_one_of_
     assert torch.equal(attended(case, tables, num_parts=1, **sizes), both)
 
 
-def test_long_stretches_are_cut_into_tiles_that_agree() -> None:
+def test_long_runs_are_split_into_tiles() -> None:
     case = random_case([Row(prefix=6, own=40, num_fed=37), Row(prefix=0, own=2)], num_heads=4, num_kv_heads=1)
     tables = plan_tables(case["batch"], 4)
     assert (tables.rows, tables.tiles[:, 1].tolist()) == (64, [16, 16, 5, 1])
@@ -92,7 +92,7 @@ def test_a_tree_of_64_drafts_uses_every_bit() -> None:
     assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
 
 
-def test_the_highest_bit_is_one_slot_and_not_all_behind_it() -> None:
+def test_the_highest_bit_is_one_slot_and_not_all_after_it() -> None:
     parents = tuple(range(-1, 63))
     row = Row(prefix=0, own=3, parents=parents)
     case = random_case([row, Row(prefix=0, own=1)], num_heads=1, num_kv_heads=1)
@@ -115,7 +115,7 @@ def test_half_precision_is_as_near_as_rounding_goes(dtype: torch.dtype) -> None:
     assert torch.allclose(out.float(), expected_attention(case), rtol=0, atol=2e-2)
 
 
-def test_slots_that_nobody_sees_do_not_matter_even_where_they_hold_no_numbers() -> None:
+def test_invisible_slots_do_not_matter_even_if_they_hold_nan() -> None:
     case = random_case(TREES, num_heads=2, num_kv_heads=1)
     seen = torch.zeros(case["keys"].shape[1], dtype=torch.bool)
     seen[torch.from_numpy(np.concatenate(case["slots_seen"]))] = True
@@ -128,7 +128,7 @@ def test_slots_that_nobody_sees_do_not_matter_even_where_they_hold_no_numbers() 
 
 def test_tokens_of_one_row_share_a_tile() -> None:
     tables = plan_tables(batch_of([Row(prefix=9, own=5, num_fed=1, parents=(-1, -1)), Row(prefix=9, own=1)]), 4)
-    # Of the first row, its last token and both drafts; rows lie 128 addresses apart.
+    # Of the first row, its last token and both drafts; rows are 128 addresses apart.
     assert tables.rows == 16
     assert tables.tiles.tolist() == [[0, 3, 0, 9, 64, 7], [3, 1, 128, 9, 192, 1]]
 
@@ -148,5 +148,5 @@ def test_buckets_are_few_and_never_too_small() -> None:
     assert [bucket(count) for count in (1, 3, 64, 65, 130)] == [1, 4, 64, 128, 192]
 
 
-def test_keys_are_cut_into_more_parts_the_fewer_tiles_there_are() -> None:
+def test_fewer_tiles_mean_more_parts() -> None:
     assert [parts_module.num_parts(tiles, 8, 132) for tiles in (1, 2, 16, 64, 1000)] == [32, 32, 4, 1, 1]

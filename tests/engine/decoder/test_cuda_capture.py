@@ -1,4 +1,4 @@
-"""How passes are captured, on a device that is played: streams, their order, and the mode that tensors are made in."""
+"""How passes are captured, with a fake device: streams, their order, and the mode in which tensors are created."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 
 
 class Stream:
-    """Remembers whom it waited for."""
+    """Records which streams it waited for."""
 
     def __init__(self, device: object = None) -> None:
         self.device, self.waited_for = device, []
@@ -27,7 +27,7 @@ class Stream:
 
 
 class Played:
-    """The parts of torch.cuda that a capture uses; `log` has what ran on which stream, and how captures were made."""
+    """A fake of the parts of torch.cuda that a capture uses; `log` records work by stream, and captures."""
 
     def __init__(self) -> None:
         self.current: dict[str, Stream] = {}
@@ -80,7 +80,7 @@ def test_every_capture_of_a_device_warms_up_and_runs_on_one_stream_of_that_devic
     assert len({*streams[:4]}) == len({*streams[4:8]}) == 1
 
 
-def test_a_capture_comes_behind_what_runs_and_before_what_follows_and_minds_no_other_thread(played: Played) -> None:
+def test_a_capture_is_ordered_with_other_work_and_allows_other_threads(played: Played) -> None:
     place = torch.device("cuda", 0)
     device.capture(played.work, place)
     stream, current = played.log[0][1], played.current_stream(place)
@@ -89,7 +89,7 @@ def test_a_capture_comes_behind_what_runs_and_before_what_follows_and_minds_no_o
     assert played.options == [{"capture_error_mode": "thread_local"}]
 
 
-def test_a_trainer_may_capture_behind_an_engine_that_lives_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_may_capture_after_an_engine_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     ops = pytest.importorskip("treering.attention.triton.ops")
     if not ops.INTERPRETED:
@@ -97,7 +97,7 @@ def test_a_trainer_may_capture_behind_an_engine_that_lives_in_inference_mode(mon
     made: list[torch.Tensor] = []
 
     def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        # What a capture makes beside its work, as torch makes the tensors of its random numbers.
+        # A tensor that the capture itself creates, like torch's random number state.
         made.append(torch.zeros(1))
         return work
 
@@ -109,5 +109,5 @@ def test_a_trainer_may_capture_behind_an_engine_that_lives_in_inference_mode(mon
         inside = run(engine, requests)
     assert made
     assert not any(tensor.is_inference() for tensor in made)
-    # The same engine outside of it writes where it wrote inside.
+    # Outside inference mode the same engine writes to the same memory.
     assert_same(run(engine, requests), inside, 0.0)

@@ -1,4 +1,4 @@
-"""The engine's kernels compile for the GPU that they were cut for; the interpreter accepts much more."""
+"""The engine's kernels compile for their target GPU; the interpreter accepts much more."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_attention_runs_on_matrix_units_and_loads_ahead(compiled: list[dict[str,
 
 
 @pytest.mark.slow
-def test_products_run_on_matrix_units_and_keep_at_least_two_steps_on_their_way(compiled: list[dict[str, Any]]) -> None:
+def test_products_run_on_matrix_units_with_at_least_two_steps_in_flight(compiled: list[dict[str, Any]]) -> None:
     products = [kernel for kernel in compiled if kernel["kernel"] == "linear"]
     assert len(products) == 24
     assert all(kernel["has_matrix_units"] and not kernel["has_local_memory"] for kernel in products)
@@ -65,7 +65,7 @@ LOOP = """
 """
 
 
-def test_a_copy_whose_address_is_loaded_in_the_same_round_is_seen() -> None:
+def test_a_copy_whose_address_is_loaded_in_the_same_iteration_is_detected() -> None:
     assert not copies_wait_for_loads(LOOP.replace("%LINE", "%line"))
     assert copies_wait_for_loads(LOOP.replace("%LINE", "%fresh"))
     through = LOOP.replace("%line = arith.muli %page", "%other = arith.muli %page")

@@ -76,7 +76,7 @@ def test_the_same_pass_gives_the_same_bits_whatever_ran_between() -> None:
     assert torch.equal(decoder.run(growing), first)
 
 
-def test_what_fills_a_bucket_up_touches_no_page_of_anybody() -> None:
+def test_padding_tokens_touch_no_page_in_use() -> None:
     decoder = cuda.CudaDecoder(weights_of(build("qwen3", **SMALL)), NUM_SLOTS)
     before = decoder._keys[:, :, :-16].clone()
     (single,) = (batch_of([Row(prefix=0, own=3, num_fed=3)], VOCAB),)
@@ -86,7 +86,7 @@ def test_what_fills_a_bucket_up_touches_no_page_of_anybody() -> None:
     assert changed.nonzero()[:, 0].tolist() == single.slots.tolist()
 
 
-def test_moved_slots_are_read_where_they_went() -> None:
+def test_moved_slots_are_read_at_their_targets() -> None:
     weights = weights_of(build("qwen3", **SMALL))
     decoder, plain = cuda.CudaDecoder(weights, NUM_SLOTS), TorchDecoder(weights, NUM_SLOTS)
     later = batch_of([Row(prefix=0, own=7)], VOCAB)
@@ -106,14 +106,14 @@ def test_pages_in_any_place_give_the_same_bits() -> None:
     outputs, pages = [], []
     for num_taken in (0, 3):
         decoder = cuda.CudaDecoder(weights, NUM_SLOTS)
-        taken = [decoder.spans.take(16) for _ in range(num_taken)]
+        taken = [decoder.allocator.allocate(16) for _ in range(num_taken)]
         for address in taken[:2]:
-            decoder.spans.give_back(address)
-        start = decoder.spans.take(40)
+            decoder.allocator.free(address)
+        start = decoder.allocator.allocate(40)
         shift = start - APART // 2
         shifted = {"slots": row.slots + shift, "own_start": row.own_start + shift}
         outputs.append(decoder.run(TokenBatch(**fields | shifted)).clone())
-        pages.append(decoder.spans.table[start // 16 :][:3].tolist())
+        pages.append(decoder.allocator.table[start // 16 :][:3].tolist())
     assert torch.equal(*outputs)
-    # The first has its addresses in order; the second has the pages that came back, and then another.
+    # The first span has its pages in order; the second reuses freed pages, then takes another.
     assert pages == [[0, 1, 2], [1, 0, 3]]

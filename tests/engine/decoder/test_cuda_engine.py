@@ -40,10 +40,10 @@ def requests_with(beginning: int, endings: list[int], *, group_size: int = 1, ma
     ]
 
 
-def right_second(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """The right path stands between wrong tokens, so that its keys and values move."""
+def right_second(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    """The right path is between wrong siblings, so that its keys and values move."""
     wrong = [(token + 1) % VOCAB for token in right]
-    return [wrong[0], right[0], wrong[1], right[1]][:room], [-1, -1, 1, 1][:room]
+    return [wrong[0], right[0], wrong[1], right[1]][:max_drafts], [-1, -1, 1, 1][:max_drafts]
 
 
 def with_plain(model: PreTrainedModel, requests: list[Request], **options: object) -> Rollouts:
@@ -69,7 +69,7 @@ def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreT
     assert engine.stats.num_prefilled == 32 + sum(4 + ending - 1 for ending in (3, 9, 5))
 
 
-def test_a_prompt_that_comes_back_finds_its_pages_until_the_weights_change(model: PreTrainedModel) -> None:
+def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTrainedModel) -> None:
     mine = build("qwen3", **SMALL).eval()
     first, later = ([request] for request in requests_with(33, [2, 4], max_tokens=2))
     engine = TorchEngine(mine, max_batch=2, backend="cuda")
@@ -84,7 +84,7 @@ def test_a_prompt_that_comes_back_finds_its_pages_until_the_weights_change(model
     assert engine.stats.num_prefilled == 34 + 36 - 32 + 36
 
 
-def test_the_one_who_computes_a_beginning_may_leave_before_it_is_done(model: PreTrainedModel) -> None:
+def test_a_request_may_leave_while_it_computes_a_shared_beginning(model: PreTrainedModel) -> None:
     requests = requests_with(36, [3, 9])
     engine = TorchEngine(model, max_batch=2, max_prefill=8, backend="cuda")
     engine.submit(requests)
@@ -107,14 +107,14 @@ def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTr
     assert_same(*[run(engine, []) for engine in engines], 1e-4)
 
 
-def test_memory_comes_back(model: PreTrainedModel) -> None:
+def test_memory_is_freed(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=2, max_tokens=64, backend="cuda")
-    free = engine._table.prefixes.spans.num_free
+    free = engine._table.prefixes.allocator.num_free
     run(engine, requests_with(18, [2, 3, 4], max_tokens=2))
-    assert engine._table.prefixes.spans.num_free == free
+    assert engine._table.prefixes.allocator.num_free == free
 
 
-def test_diverged_weights_are_told() -> None:
+def test_diverged_weights_are_reported() -> None:
     mine = build("qwen3", **SMALL)
     engine = TorchEngine(mine, max_batch=2, backend="cuda")
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch
         TorchEngine(build("qwen3", **SMALL), backend="cuda")
 
 
-def test_without_a_device_auto_takes_what_it_took(model: PreTrainedModel) -> None:
+def test_without_a_device_auto_never_uses_cuda(model: PreTrainedModel) -> None:
     assert TorchEngine(model).backend == "fused on cpu"
     engine = TorchEngine(build("qwen3", **SMALL).bfloat16())
     assert engine.backend == "plain on cpu"

@@ -1,4 +1,4 @@
-"""The race on the device draws what the specification draws, at every position."""
+"""Gumbel-max sampling on the device equals the reference at every position."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from treering.engine.sampling.reference import sample
 
 pytest.importorskip("triton")
 ops = pytest.importorskip("treering.attention.triton.ops")
-race_module = pytest.importorskip("treering.engine.decoder.cuda.gumbel")
+gumbel_module = pytest.importorskip("treering.engine.decoder.cuda.gumbel")
 pytestmark = pytest.mark.skipif(
     not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
 )
@@ -32,28 +32,28 @@ def test_tokens_and_logprobs_are_those_of_the_specification(vocabulary: int, dty
     logits[5, :1024] = -torch.inf if vocabulary > 1024 else 0.0
     keys, positions = keys_of(12), torch.arange(12) * 1_000_003
     temperature = torch.linspace(0.05, 2.5, 12, dtype=torch.float64)
-    raced = race_module.race(logits, keys, positions, temperature)
+    samples = gumbel_module.gumbel_max(logits, keys, positions, temperature)
     expected = sample(logits, keys=keys, positions=positions, temperature=temperature, **everything(12))
-    assert raced.tokens.tolist() == expected.tokens.tolist()
-    assert torch.allclose(raced.logprobs, expected.logprobs, rtol=0, atol=1e-12)
+    assert samples.tokens.tolist() == expected.tokens.tolist()
+    assert torch.allclose(samples.logprobs, expected.logprobs, rtol=0, atol=1e-12)
 
 
 def test_many_rollouts_have_the_distribution_of_the_logits() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -torch.inf]).log_softmax(-1).expand(200, 4).contiguous()
     ones = torch.ones(200, dtype=torch.float64)
-    drawn = race_module.race(logits, keys_of(200), torch.zeros(200, dtype=torch.int64), ones).tokens
+    drawn = gumbel_module.gumbel_max(logits, keys_of(200), torch.zeros(200, dtype=torch.int64), ones).tokens
     counts = np.bincount(drawn.numpy(), minlength=4)
     assert counts[3] == 0
-    # Four standard deviations of the commonest.
+    # Four standard deviations of the most frequent token.
     assert np.abs(counts / 200 - logits[0].exp().numpy()).max() < 0.14
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_distribution_draw_no_token_and_leave_the_others_alone(bad: float) -> None:
+def test_invalid_logits_give_no_token_and_do_not_affect_other_rows(bad: float) -> None:
     logits = torch.zeros(3, 1500)
     logits[1] = bad if bad == -torch.inf else 0.0
     logits[1, 1400] = bad
     ones = torch.ones(3, dtype=torch.float64)
-    raced = race_module.race(logits, keys_of(3), torch.arange(3), ones)
-    assert (raced.tokens >= 0).tolist() == [True, False, True]
-    assert torch.allclose(raced.logprobs[::2], -torch.tensor(1500.0, dtype=torch.float64).log())
+    samples = gumbel_module.gumbel_max(logits, keys_of(3), torch.arange(3), ones)
+    assert (samples.tokens >= 0).tolist() == [True, False, True]
+    assert torch.allclose(samples.logprobs[::2], -torch.tensor(1500.0, dtype=torch.float64).log())

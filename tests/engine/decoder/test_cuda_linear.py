@@ -1,4 +1,4 @@
-"""Products of few rows, in triton's interpreter, against float64; and how the kernel of each is chosen."""
+"""Products with few rows, in triton's interpreter, against float64; and the choice of kernels."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
 )
 CudaDecoder = pytest.importorskip("treering.engine.decoder.cuda.decoder").CudaDecoder
-Tile = linear_module.Tile
+LinearTile = linear_module.LinearTile
 
 EPSILON = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
 """Half a unit in the last place, of 1; of bfloat16 a whole one, since the interpreter cuts off instead of rounding."""
@@ -31,7 +31,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: LinearTile) -> torch.Tensor:
     out = torch.full((x.shape[0], weight.shape[0]), torch.nan, dtype=x.dtype)
     parts = None if tile.parts == 1 else torch.full((tile.parts, *out.shape), torch.nan)
     linear_module.linear(x, weight, bias, out, tile, parts)
@@ -41,7 +41,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
 def assert_rounded_once(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """As near to float64 as sums of float32 in any order and one rounding get."""
+    """Checks the error bound of float32 sums in any order with one rounding."""
     wide, absolute = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if bias is not None:
         wide, absolute = wide + bias.double(), absolute + bias.double().abs()
@@ -50,8 +50,10 @@ def assert_rounded_once(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 31, 32, 33, 50, 64])
-@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(32, 1), Tile(64, 1), Tile(16, 2), Tile(32, 4)], ids=str)
-def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: Tile) -> None:
+@pytest.mark.parametrize(
+    "tile", [LinearTile(16, 1), LinearTile(32, 1), LinearTile(64, 1), LinearTile(16, 2), LinearTile(32, 4)], ids=str
+)
+def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: LinearTile) -> None:
     x, weight, bias = (numbers(*shape, dtype=torch.bfloat16) for shape in ((num_tokens, 520), (70, 520), (70,)))
     assert_rounded_once(product(x, weight, None, tile), x, weight)
     assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
@@ -62,7 +64,7 @@ def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: Tile) 
 def test_any_number_of_columns_and_any_depth_will_do(num_columns: int, depth: int, dtype: torch.dtype) -> None:
     x, weight = numbers(5, depth, dtype=dtype), numbers(num_columns, depth, dtype=dtype, seed=1)
     bias = numbers(num_columns, dtype=dtype, seed=2)
-    for tile in (Tile(16, 1), Tile(64, 1), Tile(32, 2)):
+    for tile in (LinearTile(16, 1), LinearTile(64, 1), LinearTile(32, 2)):
         assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
 
 
@@ -70,17 +72,17 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
     x = torch.arange(-4, 4).repeat(3, 65)[:, :515].half()
     weight = torch.ones(20, 515).half()
     for columns, parts in itertools.product((16, 32, 64), (1, 2, 8)):
-        room = torch.full((5, 20), 9.0).half()
+        buffer = torch.full((5, 20), 9.0).half()
         sums = None if parts == 1 else torch.full((parts, 3, 20), torch.nan)
-        linear_module.linear(x, weight, None, room[1:4], Tile(columns, parts), sums)
-        # 65 rounds of -4 to 3, which sum up to -4 each, without the last five numbers.
-        assert (room[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
-        assert (room[[0, 4]] == 9).all()
+        linear_module.linear(x, weight, None, buffer[1:4], LinearTile(columns, parts), sums)
+        # 65 rounds of -4 to 3, which sum to -4 each, without the last five numbers.
+        assert (buffer[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
+        assert (buffer[[0, 4]] == 9).all()
 
 
-def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     x, weight = numbers(16, 300, dtype=torch.bfloat16), numbers(40, 300, dtype=torch.bfloat16, seed=1)
-    for tile in (Tile(32, 1), Tile(16, 2)):
+    for tile in (LinearTile(32, 1), LinearTile(16, 2)):
         together = product(x, weight, None, tile)
         assert all(torch.equal(product(x[row : row + 1], weight, None, tile)[0], together[row]) for row in range(16))
 
@@ -91,7 +93,7 @@ def test_views_that_are_not_contiguous_are_refused(which: str) -> None:
     tensors["out"] = torch.zeros(4, 6).bfloat16()
     tensors[which] = tensors[which].T.contiguous().T
     with pytest.raises(AssertionError):
-        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], Tile(16, 1), None)
+        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], LinearTile(16, 1), None)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, ti
     assert all(-(-num_columns // columns) * parts >= 0.9 * 132 for columns, parts in tiles)
 
 
-def test_what_the_kernel_does_not_compute_has_no_tiles() -> None:
-    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[Tile]:
+def test_unsupported_products_have_no_tiles() -> None:
+    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[LinearTile]:
         return linear_module.tiles_of(torch.empty(64, depth, dtype=dtype, device="meta"), num_tokens, 1)
 
     assert len(tiles(64, 64, torch.float16)) == 2
@@ -124,7 +126,7 @@ Seconds = dict[int, tuple[float, float, float]]
 
 
 def play_clock(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> list[tuple[int, int]]:
-    """Times are those given; returns a list that gets columns and number of matrices of everything that is timed."""
+    """Fakes the timing; returns a list that receives the columns and number of matrices of each timing."""
     timed: list[tuple[int, int]] = []
     columns: list[int] = []
 
@@ -149,7 +151,7 @@ def weights() -> DecoderWeights:
 def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What has no room takes forever, and a gain below two in a hundred is none.
+    # A kernel that exceeds the device's limits takes forever, and gains below 2 % do not count.
     seconds = {80: (2.0, 1.0, 1.5), 48: (2.0, 1.5, 1.0), 128: (2.0, 1.97, 3.0), VOCAB: (1.0, 2.0, float("inf"))}
     assert [weights.layers[0].qkv.shape[0], weights.layers[0].gate_up.shape[0]] == [80, 128]
     timed = play_clock(monkeypatch, seconds)
@@ -159,7 +161,7 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     wide, narrow = "64 columns", "32 columns"
     chosen = {"qkv": wide, "out": narrow, "gate_up": "torch", "down": narrow, "head": "torch"}
     assert products.chosen == {4: chosen}
-    # All layers' matrices of a name at one time.
+    # All layers' matrices of a name are timed together.
     assert timed == [(80, 2), (48, 2), (128, 2), (48, 2), (VOCAB, 1)]
     products.of(4)
     assert len(timed) == 5
@@ -168,14 +170,14 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     assert len(timed) == 10
 
 
-def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
+def test_timing_takes_the_shortest_run_after_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
     takes = iter([5.0, 7.0, 3.0, 6.0, 4.0, 9.0, 8.0, 8.0])
 
     class Event:
-        """Milliseconds when it was recorded."""
+        """Records the simulated time in milliseconds."""
 
         now = 0.0
 
@@ -197,7 +199,7 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
 
     def runs() -> None:
         log.append("runs")
-        # The first runs are those of the captures.
+        # The first two runs are the captures.
         Event.now += next(takes) if len(log) > 2 else 100.0
 
     def has_no_room() -> None:
@@ -207,13 +209,13 @@ def test_timing_takes_the_shortest_run_behind_a_flush_and_no_room_takes_forever(
     monkeypatch.setattr(products_module, "_FLUSH_BYTES", 16)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     seconds = products_module.seconds_of([runs, has_no_room, runs], torch.device("cpu"))
-    # In turns: 5, 3, 4 and 8 ms of the first, 7, 6, 9 and 8 ms of the last.
+    # Alternating: 5, 3, 4 and 8 ms for the first, 7, 6, 9 and 8 ms for the last.
     assert seconds == [pytest.approx(0.003), float("inf"), pytest.approx(0.006)]
     assert log == ["runs"] * 2 + ["runs", "waited"] * 8
 
 
 @pytest.mark.parametrize("by", ["measured", "torch"])
-def test_without_a_device_and_switched_off_nothing_is_timed_and_torch_computes(
+def test_without_a_device_or_switched_off_torch_computes_untimed(
     weights: DecoderWeights, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products_module, "seconds_of", None)
@@ -223,7 +225,7 @@ def test_without_a_device_and_switched_off_nothing_is_timed_and_torch_computes(
     assert {*products.chosen[1].values()} == {"torch"}
 
 
-def test_no_clock_decides_where_torch_is_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_decides_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products_module, "INTERPRETED", False)
     assert products_module._may_time(torch.device("cuda", 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -231,7 +233,7 @@ def test_no_clock_decides_where_torch_is_to_be_deterministic(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("costs", ["measured", "none"])
-def test_an_engine_whose_costs_no_clock_decides_has_no_kernels_that_a_clock_chooses(costs: str) -> None:
+def test_an_engine_without_measured_costs_does_not_time_kernels(costs: str) -> None:
     engine = TorchEngine(build("qwen3", num_hidden_layers=1).eval(), backend="cuda", costs=costs)
     assert engine._decoder.products._by == ("measured" if costs == "measured" else "torch")
 

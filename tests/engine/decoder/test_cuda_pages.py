@@ -1,4 +1,4 @@
-"""Pages and the spans over them, against a model that remembers for every page what its readers believe it holds."""
+"""Pages and paged spans, against a model that tracks what the readers of every page expect in it."""
 
 from collections.abc import Callable
 
@@ -7,106 +7,106 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.engine.decoder.cuda.paged_spans import PagedAllocator
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS, Pages
+from treering.engine.decoder.cuda.paged_allocator import PagedAllocator
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PageAllocator
 from treering.errors import InputError
 
 NUM_PAGES = 12
 
 
 def prompt(*blocks: int, rest: int = 0) -> np.ndarray:
-    """A prompt of whole pages, each of one token 16 times, and a rest."""
+    """A prompt of whole pages, each one token 16 times, plus `rest` tokens."""
     return np.concatenate([np.repeat(np.array(blocks, np.int32), PAGE_SLOTS), np.full(rest, 77, np.int32)])
 
 
-def take_known(pages: Pages, tokens: np.ndarray) -> list[int]:
-    taken = pages.take_known(tokens)
+def allocate_prompt(pages: PageAllocator, tokens: np.ndarray) -> list[int]:
+    taken = pages.allocate_prompt(tokens)
     assert taken is not None
     return taken
 
 
 def test_prompts_with_a_common_beginning_share_its_full_pages() -> None:
-    pages = Pages(8)
-    first = take_known(pages, prompt(1, 2, rest=8))
+    pages = PageAllocator(8)
+    first = allocate_prompt(pages, prompt(1, 2, rest=8))
     pages.set_computed(first, 40)
-    second = take_known(pages, prompt(1, 2, rest=15))
+    second = allocate_prompt(pages, prompt(1, 2, rest=15))
     assert second[:2] == first[:2]
     assert second[2] != first[2]
     assert (pages.num_computed(second), pages.num_free) == (32, 4)
 
 
-def test_a_page_is_known_by_everything_before_it_and_not_by_its_own_tokens_alone() -> None:
-    pages = Pages(9)
-    taken = [take_known(pages, prompt(*blocks)) for blocks in ((1, 2), (3, 2), (2, 1))]
+def test_a_page_is_identified_by_all_tokens_before_it() -> None:
+    pages = PageAllocator(9)
+    taken = [allocate_prompt(pages, prompt(*blocks)) for blocks in ((1, 2), (3, 2), (2, 1))]
     assert len({page for own in taken for page in own}) == 6
 
 
-def test_pages_are_found_again_after_their_readers_left_and_the_oldest_go_first() -> None:
-    pages = Pages(4)
+def test_freed_pages_are_cached_and_the_oldest_evicted_first() -> None:
+    pages = PageAllocator(4)
     for block in (1, 2):
-        taken = take_known(pages, prompt(block, block))
+        taken = allocate_prompt(pages, prompt(block, block))
         pages.set_computed(taken, 32)
-        pages.give_back(taken)
+        pages.free(taken)
     assert pages.num_free == 4
-    again = take_known(pages, prompt(1, 1))
+    again = allocate_prompt(pages, prompt(1, 1))
     assert pages.num_computed(again) == 32
-    pages.give_back(again)
-    # The other prompt is the older one now, and its second page goes before its first.
-    one = pages.take(1)
-    known = take_known(pages, prompt(2, rest=0))
+    pages.free(again)
+    # The other prompt is the older one now, and its second page is evicted before its first.
+    one = pages.allocate(1)
+    known = allocate_prompt(pages, prompt(2, rest=0))
     assert pages.num_computed(known) == 16
     assert one is not None
-    pages.give_back([*one, *known])
-    assert pages.num_computed(take_known(pages, prompt(1, 1))) == 32
+    pages.free([*one, *known])
+    assert pages.num_computed(allocate_prompt(pages, prompt(1, 1))) == 32
 
 
-def test_what_was_not_computed_is_not_kept() -> None:
-    pages = Pages(4)
-    taken = take_known(pages, prompt(1, 2))
+def test_uncomputed_pages_are_not_cached() -> None:
+    pages = PageAllocator(4)
+    taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 20)
-    pages.give_back(taken)
-    assert pages.num_computed(take_known(pages, prompt(1, 2))) == 16
+    pages.free(taken)
+    assert pages.num_computed(allocate_prompt(pages, prompt(1, 2))) == 16
 
 
-def test_what_is_computed_stays_so_when_another_reader_is_behind() -> None:
-    pages = Pages(4)
-    taken = take_known(pages, prompt(1, 2))
+def test_computed_counts_never_fall() -> None:
+    pages = PageAllocator(4)
+    taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 32)
     pages.set_computed(taken, 20)
     assert pages.num_computed(taken) == 32
 
 
 def test_new_weights_leave_nothing_computed() -> None:
-    pages = Pages(6)
-    gone, stays = take_known(pages, prompt(1)), take_known(pages, prompt(2, 3))
+    pages = PageAllocator(6)
+    gone, stays = allocate_prompt(pages, prompt(1)), allocate_prompt(pages, prompt(2, 3))
     for taken in (gone, stays):
         pages.set_computed(taken, 32)
-    pages.give_back(gone)
-    pages.forget_values()
+    pages.free(gone)
+    pages.invalidate()
     assert pages.num_computed(stays) == 0
-    # Still shared, so that whoever computes it first computes it for both.
-    both = take_known(pages, prompt(2, 3))
+    # Still shared: whichever reader computes it first computes it for both.
+    both = allocate_prompt(pages, prompt(2, 3))
     assert both == stays
     pages.set_computed(both, 32)
     assert pages.num_computed(stays) == 32
-    assert pages.num_computed(take_known(pages, prompt(1))) == 0
+    assert pages.num_computed(allocate_prompt(pages, prompt(1))) == 0
 
 
-def test_too_few_pages_take_nothing_at_all() -> None:
-    pages = Pages(3)
-    taken = take_known(pages, prompt(1, 2))
+def test_too_few_pages_allocate_nothing() -> None:
+    pages = PageAllocator(3)
+    taken = allocate_prompt(pages, prompt(1, 2))
     pages.set_computed(taken, 32)
-    assert pages.take(2) is None
-    assert pages.take_known(prompt(5, 6)) is None
-    pages.give_back(taken)
-    # Its two pages are free, but not for themselves and two others.
-    assert pages.take_known(prompt(1, 2, 3, 4)) is None
-    assert pages.num_computed(take_known(pages, prompt(1, 2, rest=1))) == 32
+    assert pages.allocate(2) is None
+    assert pages.allocate_prompt(prompt(5, 6)) is None
+    pages.free(taken)
+    # Its two cached pages are free, but the prompt needs them and two others.
+    assert pages.allocate_prompt(prompt(1, 2, 3, 4)) is None
+    assert pages.num_computed(allocate_prompt(pages, prompt(1, 2, rest=1))) == 32
 
 
 def test_a_cache_without_pages_is_refused() -> None:
     with pytest.raises(InputError, match="at least one page"):
-        Pages(0)
+        PageAllocator(0)
 
 
 OPERATIONS = st.lists(
@@ -122,40 +122,42 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_no_reader_ever_sees_what_another_prompt_wrote_and_no_page_is_lost(operations: list) -> None:
-    pages, version = Pages(NUM_PAGES), 0
-    # For each page what is written in each of its slots: the tokens up to it, and the version of the weights.
+def test_pages_never_hold_another_prompts_values_and_are_never_lost(operations: list) -> None:
+    pages, version = PageAllocator(NUM_PAGES), 0
+    # The content of each slot of each page: the tokens up to it, and the version of the weights.
     slots: dict[tuple[int, int], tuple[bytes, int]] = {}
     spans: list[tuple[list[int], np.ndarray | None]] = []
     for kind, what, amount in operations:
         if kind == "prompt":
             tokens = prompt(*what, rest=amount)
-            taken = pages.take_known(tokens) if tokens.size else None
+            taken = pages.allocate_prompt(tokens) if tokens.size else None
             spans += [(taken, tokens)] if taken is not None else []
         elif kind == "own":
-            taken = pages.take(what)
+            taken = pages.allocate(what)
             spans += [(taken, None)] if taken is not None else []
         elif kind == "forget":
-            pages.forget_values()
+            pages.invalidate()
             version += 1
         elif spans:
             taken, span_tokens = spans[what % len(spans)]
             if kind == "leave":
-                pages.give_back(taken)
+                pages.free(taken)
                 del spans[what % len(spans)]
             elif span_tokens is not None:
                 compute(pages, slots, taken, span_tokens, min(amount, span_tokens.size), version)
         check(pages, slots, spans, version)
 
 
-def compute(pages: Pages, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int) -> None:
-    """Computes what is missing up to a token."""
+def compute(
+    pages: PageAllocator, slots: dict, taken: list[int], tokens: np.ndarray, num_tokens: int, version: int
+) -> None:
+    """Computes the missing tokens up to `num_tokens`."""
     for place in range(pages.num_computed(taken), num_tokens):
         slots[taken[place // PAGE_SLOTS], place % PAGE_SLOTS] = (tokens[: place + 1].tobytes(), version)
     pages.set_computed(taken, num_tokens)
 
 
-def check(pages: Pages, slots: dict, spans: list[tuple[list[int], np.ndarray | None]], version: int) -> None:
+def check(pages: PageAllocator, slots: dict, spans: list[tuple[list[int], np.ndarray | None]], version: int) -> None:
     read = {page for taken, _ in spans for page in taken}
     assert pages.num_free == NUM_PAGES - len(read)
     readers: dict[int, list[np.ndarray | None]] = {}
@@ -182,9 +184,9 @@ def slots_of(spans: PagedAllocator, start: int, length: int) -> list[int]:
 
 def test_spans_are_addresses_whose_pages_are_shared() -> None:
     spans = PagedAllocator(64)
-    first = spans.take_known(prompt(1, 2, rest=3))
-    own = spans.take(20)
-    second = spans.take_known(prompt(1, 9))
+    first = spans.allocate_prompt(prompt(1, 2, rest=3))
+    own = spans.allocate(20)
+    second = spans.allocate_prompt(prompt(1, 9))
     assert (first, own, second) == (0, 48, 80)
     spans.set_computed(0, 20)
     assert (spans.num_computed(0), spans.num_computed(80)) == (20, 16)
@@ -193,13 +195,13 @@ def test_spans_are_addresses_whose_pages_are_shared() -> None:
     assert len({*others, *slots_of(spans, 0, 16)}) == 16 + len(others)
 
 
-def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
+def test_freeing_a_span_frees_its_addresses_and_pages() -> None:
     spans = PagedAllocator(64)
     whole = spans.num_free
-    for take in (lambda: spans.take(40), lambda: spans.take_known(prompt(1, 2))):
-        start = take()
+    for allocate in (lambda: spans.allocate(40), lambda: spans.allocate_prompt(prompt(1, 2))):
+        start = allocate()
         assert spans.num_free < whole
-        spans.give_back(start)
+        spans.free(start)
         assert spans.num_free == whole
         assert start == 0
 
@@ -207,21 +209,21 @@ def test_a_span_that_leaves_frees_its_addresses_and_its_pages() -> None:
 def test_without_pages_no_address_is_lost() -> None:
     spans = PagedAllocator(16)
     most = spans.num_free
-    assert spans.take(most + 1) is None
-    assert spans.take(most) == 0
-    assert spans.take_known(prompt(1)) is None
+    assert spans.allocate(most + 1) is None
+    assert spans.allocate(most) == 0
+    assert spans.allocate_prompt(prompt(1)) is None
 
 
 def test_without_addresses_no_page_is_lost() -> None:
     spans = PagedAllocator(16)
     whole, starts = spans.num_free, []
-    while (start := spans.take_known(prompt(1))) is not None:
+    while (start := spans.allocate_prompt(prompt(1))) is not None:
         starts.append(start)
     # They all read one page.
     assert spans.num_free == whole - PAGE_SLOTS
     assert len(starts) == spans.table.size
     for start in starts:
-        spans.give_back(start)
+        spans.free(start)
     assert spans.num_free == whole
 
 
@@ -229,26 +231,26 @@ def test_without_addresses_no_page_is_lost() -> None:
 def test_what_fits_into_the_slots_fits_into_the_pages(num_slots: int) -> None:
     for num_prefix in range(num_slots):
         spans = PagedAllocator(num_slots)
-        assert num_prefix == 0 or spans.take(num_prefix) is not None
-        assert spans.take(num_slots - num_prefix) is not None
+        assert num_prefix == 0 or spans.allocate(num_prefix) is not None
+        assert spans.allocate(num_slots - num_prefix) is not None
 
 
-def test_changes_of_the_table_are_told_once() -> None:
+def test_changes_of_the_page_table_are_reported_once() -> None:
     spans = PagedAllocator(64)
-    told = np.full_like(spans.table, -1)
+    received = np.full_like(spans.table, -1)
 
     def follow() -> None:
-        changed = spans.changed()
+        changed = spans.pop_changed()
         if changed is not None:
-            told[slice(*changed)] = spans.table[slice(*changed)]
+            received[slice(*changed)] = spans.table[slice(*changed)]
 
-    takes: list[Callable[[], int | None]] = [lambda: spans.take(33), lambda: spans.take_known(prompt(1))]
-    for take in takes:
-        take()
+    takes: list[Callable[[], int | None]] = [lambda: spans.allocate(33), lambda: spans.allocate_prompt(prompt(1))]
+    for allocate in takes:
+        allocate()
         follow()
-        assert np.array_equal(told, spans.table)
-    assert spans.changed() is None
-    spans.give_back(0)
-    assert spans.take(40) == 0
+        assert np.array_equal(received, spans.table)
+    assert spans.pop_changed() is None
+    spans.free(0)
+    assert spans.allocate(40) == 0
     follow()
-    assert np.array_equal(told, spans.table)
+    assert np.array_equal(received, spans.table)

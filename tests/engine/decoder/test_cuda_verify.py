@@ -1,12 +1,12 @@
-"""Drawing and verifying on the device give what the compiled walk on CPU gives: chains, trees, ragged and none."""
+"""Sampling and verification on the device equal the compiled walk on CPU: chains, trees, ragged and none."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.engine.speculation.scripted_drafts import make_drafts
-from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts, nothing
-from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
+from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts, no_drafts
+from treering.engine.batch.sampler import VerifiedTokens, _verify_in_torch, sample_and_verify
 from treering.engine.batch.state import BatchState, StepInputs, make_columns
 from treering.engine.sampling.noise import row_key
 from treering.errors import StateError
@@ -44,13 +44,13 @@ def columns_of(num_rows: int) -> BatchState:
     return columns
 
 
-def work_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
-    """Rows that are sampled, each behind its context and each of its drafts."""
+def inputs_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
+    """Step inputs in which each row is sampled after its context and after each draft."""
     counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
     return StepInputs(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
 
-def assert_same(actual: Drawn, expected: Drawn) -> None:
+def assert_same(actual: VerifiedTokens, expected: VerifiedTokens) -> None:
     assert actual.num_tokens.tolist() == expected.num_tokens.tolist()
     for row, count in enumerate(expected.num_tokens):
         assert actual.tokens[row, :count].tolist() == expected.tokens[row, :count].tolist()
@@ -72,54 +72,60 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
         columns.top_k[1::2] = 2
     if cut == "top_p":
         columns.top_p[::2] = 0.7
-    work = work_of([0, 1, 2, 3, 4, 5], drafts)
-    logits = torch.from_numpy(rng.normal(size=(work.wanted.size, 3)).astype(np.float32))
-    expected = draw(logits, work, columns, drafts)
-    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), expected)
+    inputs = inputs_of([0, 1, 2, 3, 4, 5], drafts)
+    logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
+    expected = sample_and_verify(logits, inputs, columns, drafts)
+    assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
     assert (expected.num_tokens > 1).any()
 
 
 def test_a_full_tree_is_followed_to_its_end() -> None:
     parents = list(range(-1, MOST_DRAFTS - 1))
     drafts = drafts_of([([0] * MOST_DRAFTS, parents), ([], [])], 2)
-    work = work_of([0, 1], drafts)
+    inputs = inputs_of([0, 1], drafts)
     logits = torch.tensor([[0.0, -torch.inf]]).repeat(MOST_DRAFTS + 2, 1)
-    drawn = verify.DeviceDrawer(CPU).draw(logits, work, columns_of(2), drafts)
-    assert drawn.num_tokens.tolist() == [MOST_DRAFTS + 1, 1]
-    assert drawn.path[0].tolist() == [*range(MOST_DRAFTS), -1]
+    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns_of(2), drafts)
+    assert verified.num_tokens.tolist() == [MOST_DRAFTS + 1, 1]
+    assert verified.path[0].tolist() == [*range(MOST_DRAFTS), -1]
 
 
-def test_rows_that_are_not_sampled_are_left_out() -> None:
+def test_rows_that_are_not_sampled_are_skipped() -> None:
     drafts = drafts_of([([1], [-1]), ([], []), ([0, 1], [-1, -1])], 2)
-    columns, work = columns_of(3), work_of([0, 2], drafts)
+    columns, inputs = columns_of(3), inputs_of([0, 2], drafts)
     logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), draw(logits, work, columns, drafts))
-    none = work_of([], drafts)
-    assert verify.DeviceDrawer(CPU).draw(logits[:0], none, columns, drafts).num_tokens.size == 0
+    assert_same(
+        verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts),
+        sample_and_verify(logits, inputs, columns, drafts),
+    )
+    none = inputs_of([], drafts)
+    assert verify.DeviceSampler(CPU).sample_and_verify(logits[:0], none, columns, drafts).num_tokens.size == 0
 
 
-def test_one_drawer_serves_steps_of_any_size() -> None:
-    drawer, rng = verify.DeviceDrawer(CPU), np.random.default_rng(0)
+def test_one_sampler_serves_steps_of_any_size() -> None:
+    sampler, rng = verify.DeviceSampler(CPU), np.random.default_rng(0)
     for num_rows in (1, 7, 2):
         drafts = drafts_of([random_tree(rng, 3, 5) for _ in range(num_rows)], 3)
-        columns, work = columns_of(num_rows), work_of([*range(num_rows)], drafts)
-        logits = torch.from_numpy(rng.normal(size=(work.wanted.size, 3)).astype(np.float32))
-        assert_same(drawer.draw(logits, work, columns, drafts), draw(logits, work, columns, drafts))
+        columns, inputs = columns_of(num_rows), inputs_of([*range(num_rows)], drafts)
+        logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
+        assert_same(
+            sampler.sample_and_verify(logits, inputs, columns, drafts),
+            sample_and_verify(logits, inputs, columns, drafts),
+        )
 
 
-def test_logits_that_are_no_distribution_name_their_row_where_they_are_drawn_from() -> None:
+def test_invalid_logits_are_reported_with_their_row_if_sampled() -> None:
     drafts = drafts_of([([], []), ([0], [-1]), ([], [])], 2)
-    columns, work = columns_of(3), work_of([0, 1, 2], drafts)
+    columns, inputs = columns_of(3), inputs_of([0, 1, 2], drafts)
     logits = torch.tensor([[0.0, -torch.inf]]).repeat(4, 1)
     logits[2] = torch.nan
     with pytest.raises(StateError, match="row 1 hold NaN"):
-        verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts)
-    # Nobody goes where the draft does not agree.
+        verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts)
+    # The walk does not reach invalid logits after a rejected draft.
     logits[1] = torch.tensor([-torch.inf, 0.0])
-    assert verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts).num_tokens.tolist() == [1, 1, 1]
+    assert verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts).num_tokens.tolist() == [1, 1, 1]
 
 
-def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() -> None:
+def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() -> None:
     rng = np.random.default_rng(0)
     trees = [random_tree(rng, 3, 9), ([], []), random_tree(rng, 3, 4), ([], []), ([], [])]
     leaders = np.array([0, 0, 2, 0, 2])
@@ -127,24 +133,24 @@ def test_led_rows_are_drawn_from_their_leaders_logits_with_noise_of_their_own() 
     columns.num_tokens[:] = columns.num_tokens[leaders]
     first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
     logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
-    work = StepInputs(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
-    # As if each row had logits and a draft of its own.
+    inputs = StepInputs(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
+    # The same with separate logits and drafts for each row.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
     places = np.concatenate(
         [np.arange(at, at + 1 + len(trees[leader][0])) for at, leader in zip(first, leaders, strict=True)]
     )
-    expected = draw(logits[places], work_of([*rows], apart), columns, apart)
+    expected = sample_and_verify(logits[places], inputs_of([*rows], apart), columns, apart)
     assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
-    assert_same(draw(logits, work, columns, drafts), expected)
-    assert_same(verify.DeviceDrawer(CPU).draw(logits, work, columns, drafts), expected)
-    batched = Drawn(*(np.full_like(column, -1 if column is expected.path else 0) for column in expected))
-    _draw_in_torch(logits, work, columns, drafts, np.diff(apart.offsets), batched)
+    assert_same(sample_and_verify(logits, inputs, columns, drafts), expected)
+    assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
+    batched = VerifiedTokens(*(np.full_like(column, -1 if column is expected.path else 0) for column in expected))
+    _verify_in_torch(logits, inputs, columns, drafts, np.diff(apart.offsets), batched)
     assert_same(batched, expected)
 
 
-def test_without_drafts_every_row_gains_one_token() -> None:
-    columns, work = columns_of(4), work_of([0, 1, 2, 3], nothing(4))
+def test_without_drafts_every_row_appends_one_token() -> None:
+    columns, inputs = columns_of(4), inputs_of([0, 1, 2, 3], no_drafts(4))
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    drawn = verify.DeviceDrawer(CPU).draw(logits, work, columns, nothing(4))
-    assert drawn.tokens.shape == (4, 1)
-    assert_same(drawn, draw(logits, work, columns, nothing(4)))
+    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, no_drafts(4))
+    assert verified.tokens.shape == (4, 1)
+    assert_same(verified, sample_and_verify(logits, inputs, columns, no_drafts(4)))

@@ -1,5 +1,5 @@
-"""What passes and drawing ask of a device, seen on torch's meta device: it computes nothing, so whatever reads a result
-fails there, and every operation between host and device shows."""
+"""Host-device traffic of passes and sampling, on torch's meta device: it computes nothing, so code that reads a result
+fails, and every copy between host and device is visible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engine.decoder.cuda_cases import batch_of
 from tests.models import VOCAB, build
-from treering.engine.batch.draft_tree import nothing
+from treering.engine.batch.draft_tree import no_drafts
 from treering.engine.batch.state import StepInputs, make_columns
 
 pytest.importorskip("triton")
@@ -31,7 +31,7 @@ COPY = "aten.copy_.default"
 
 
 class Operations(TorchDispatchMode):
-    """Names of the operations that make tensors in memory of their own, and of those between two devices."""
+    """Names of the operations that allocate tensors, and of those between two devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels in the order of their starts; they run nowhere."""
+    """Names of the kernels in launch order; they do not run."""
     names: list[str] = []
 
     def run(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
@@ -68,7 +68,7 @@ def decoder_of(dtype: torch.dtype, products: str) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, "torch"), (torch.bfloat16, "kernel")])
-def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host(
+def test_a_captured_pass_allocates_nothing_and_does_not_touch_the_host(
     dtype: torch.dtype, products: str, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Operations] = []
@@ -87,26 +87,30 @@ def test_a_pass_that_is_captured_makes_no_tensor_and_touches_nothing_of_the_host
 
 
 @pytest.mark.parametrize("batches", [CAPTURED, STARTED], ids=["captured", "started"])
-def test_a_pass_copies_its_numbers_to_the_device_in_one_go_and_waits_for_nothing(batches: list[Any]) -> None:
+def test_a_pass_makes_one_copy_to_the_device_and_does_not_wait(batches: list[Any]) -> None:
     decoder = decoder_of(torch.float32, "torch")
     for batch in batches:
-        # What of the addresses is new, and room for a size that is met first, comes with the first one.
+        # The first run also copies new addresses and allocates buffers.
         decoder.run(batch)
         with Operations() as operations:
             decoder.run(batch)
         assert operations.between == [COPY]
 
 
-@pytest.mark.parametrize("is_led", [False, True])
-def test_drawing_copies_to_the_device_in_one_go_and_waits_once(is_led: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_duplicates", [False, True])
+def test_sampling_makes_one_copy_to_the_device_and_waits_once(
+    has_duplicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[torch.Size] = []
     monkeypatch.setattr(verify, "fetch", lambda packed: waits.append(packed.shape) or np.ones(packed.shape))
     rows = np.arange(2)
-    first = rows * 0 if is_led else rows
+    first = rows * 0 if has_duplicates else rows
     zeros = np.zeros(0, np.int64)
-    work = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
+    inputs = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
     columns = make_columns(max_rows=2, max_context=1, max_stops=1)
     with Operations() as operations:
-        verify.DeviceDrawer(META).draw(torch.empty(1 + first[-1], VOCAB, device=META), work, columns, nothing(2))
+        verify.DeviceSampler(META).sample_and_verify(
+            torch.empty(1 + first[-1], VOCAB, device=META), inputs, columns, no_drafts(2)
+        )
     assert operations.between == [COPY]
     assert len(waits) == 1

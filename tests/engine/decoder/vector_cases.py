@@ -1,4 +1,4 @@
-"""Arrays for laws of loops on vectors, which may read and write a vector behind them."""
+"""Arrays for tests of SIMD loops, which may read and write up to a vector after the end."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +9,8 @@ Floats = NDArray[np.floating]
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 
 
-def room(array: Floats) -> Floats:
-    """The same numbers with a vector of NaN behind them."""
+def padded(array: Floats) -> Floats:
+    """The same numbers, padded with a vector of NaN."""
     spare = np.full(array.size + lanes_of(array.dtype), np.nan, array.dtype)
     spare[: array.size] = array.reshape(-1)
     return spare[: array.size].reshape(array.shape)

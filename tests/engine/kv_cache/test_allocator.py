@@ -1,4 +1,4 @@
-"""Slots of keys and values: who has which, and prompts that are kept for whoever asks for them next."""
+"""Slot allocation, and cached prompts."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def prompt(number: int, length: int) -> np.ndarray:
 
 
 def computed(spans: SpanAllocator, tokens: np.ndarray) -> int:
-    start = spans.take_known(tokens)
+    start = spans.allocate_prompt(tokens)
     assert start is not None
     spans.set_computed(start, tokens.size)
     return start
@@ -22,64 +22,64 @@ def computed(spans: SpanAllocator, tokens: np.ndarray) -> int:
 
 def test_the_example() -> None:
     spans = SpanAllocator(10)
-    assert [spans.take(4), spans.take(4), spans.take(4)] == [0, 4, None]
-    spans.give_back(0)
-    assert spans.take(4) == 0
+    assert [spans.allocate(4), spans.allocate(4), spans.allocate(4)] == [0, 4, None]
+    spans.free(0)
+    assert spans.allocate(4) == 0
 
 
-def test_a_prompt_that_comes_again_is_there_still() -> None:
+def test_a_repeated_prompt_is_cached() -> None:
     spans = SpanAllocator(20)
     start = computed(spans, prompt(1, 6))
-    spans.give_back(start)
+    spans.free(start)
     assert spans.num_free == 20
-    assert spans.take(8) == 6
-    assert spans.take_known(prompt(1, 6)) == start
+    assert spans.allocate(8) == 6
+    assert spans.allocate_prompt(prompt(1, 6)) == start
     assert spans.num_computed(start) == 6
 
 
 @pytest.mark.parametrize("tokens", [prompt(2, 6), prompt(1, 5), prompt(1, 7)])
-def test_other_tokens_find_nothing(tokens: np.ndarray) -> None:
+def test_other_tokens_are_not_cached(tokens: np.ndarray) -> None:
     spans = SpanAllocator(20)
-    spans.give_back(computed(spans, prompt(1, 6)))
-    start = spans.take_known(tokens)
+    spans.free(computed(spans, prompt(1, 6)))
+    start = spans.allocate_prompt(tokens)
     assert start is not None
     assert spans.num_computed(start) == 0
 
 
-def test_what_is_computed_in_part_is_not_kept() -> None:
+def test_a_partly_computed_prompt_is_not_cached() -> None:
     spans = SpanAllocator(20)
-    start = spans.take_known(prompt(1, 6))
+    start = spans.allocate_prompt(prompt(1, 6))
     spans.set_computed(start, 5)
-    spans.give_back(start)
-    assert spans.num_computed(spans.take_known(prompt(1, 6))) == 0
+    spans.free(start)
+    assert spans.num_computed(spans.allocate_prompt(prompt(1, 6))) == 0
 
 
-def test_new_weights_leave_nothing_kept() -> None:
+def test_new_weights_clear_the_cache() -> None:
     spans = SpanAllocator(20)
-    spans.give_back(computed(spans, prompt(1, 6)))
+    spans.free(computed(spans, prompt(1, 6)))
     running = computed(spans, prompt(2, 3))
-    spans.forget_values()
+    spans.invalidate()
     assert spans.num_computed(running) == 0
-    assert spans.num_computed(spans.take_known(prompt(1, 6))) == 0
+    assert spans.num_computed(spans.allocate_prompt(prompt(1, 6))) == 0
 
 
-def test_the_oldest_goes_first_where_room_is_needed() -> None:
+def test_the_oldest_cached_prompt_is_evicted_first() -> None:
     spans = SpanAllocator(12)
     starts = [computed(spans, prompt(number, 4)) for number in range(3)]
     for number in (1, 0, 2):
-        spans.give_back(starts[number])
-    assert spans.take(4) == starts[1]
-    assert spans.num_computed(spans.take_known(prompt(0, 4))) == 4
-    assert spans.num_computed(spans.take_known(prompt(2, 4))) == 4
+        spans.free(starts[number])
+    assert spans.allocate(4) == starts[1]
+    assert spans.num_computed(spans.allocate_prompt(prompt(0, 4))) == 4
+    assert spans.num_computed(spans.allocate_prompt(prompt(2, 4))) == 4
 
 
-def test_of_two_equal_prompts_one_is_kept() -> None:
+def test_of_two_equal_prompts_one_is_cached() -> None:
     spans = SpanAllocator(10)
     starts = [computed(spans, prompt(1, 4)) for _ in range(2)]
     for start in starts:
-        spans.give_back(start)
+        spans.free(start)
     assert spans.num_free == 10
-    assert spans.take(6) == 4
+    assert spans.allocate(6) == 4
 
 
 def test_no_slots_are_refused() -> None:
@@ -89,26 +89,26 @@ def test_no_slots_are_refused() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_open_spans_never_overlap_and_all_else_can_be_taken(data: st.DataObject) -> None:
+def test_spans_never_overlap_and_the_rest_can_be_allocated(data: st.DataObject) -> None:
     num_slots = data.draw(st.integers(1, 40))
     spans = SpanAllocator(num_slots)
     lengths: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 40))):
-        step = data.draw(st.sampled_from(["take", "take_known", "give_back", "forget"]))
+        step = data.draw(st.sampled_from(["allocate", "allocate_prompt", "free", "forget"]))
         length = data.draw(st.integers(1, 12))
         start = None
-        if step == "take":
-            start = spans.take(length)
-        elif step == "take_known":
-            start = spans.take_known(prompt(data.draw(st.integers(0, 2)), length))
+        if step == "allocate":
+            start = spans.allocate(length)
+        elif step == "allocate_prompt":
+            start = spans.allocate_prompt(prompt(data.draw(st.integers(0, 2)), length))
             if start is not None and data.draw(st.booleans()):
                 spans.set_computed(start, length)
-        elif step == "give_back" and lengths:
+        elif step == "free" and lengths:
             out = data.draw(st.sampled_from(sorted(lengths)))
             del lengths[out]
-            spans.give_back(out)
+            spans.free(out)
         elif step == "forget":
-            spans.forget_values()
+            spans.invalidate()
             assert all(spans.num_computed(each) == 0 for each in lengths)
         if start is not None:
             lengths[start] = length
@@ -119,5 +119,5 @@ def test_open_spans_never_overlap_and_all_else_can_be_taken(data: st.DataObject)
         assert owners.max() <= 1
         assert spans.num_free == num_slots - sum(lengths.values())
     for start in lengths:
-        spans.give_back(start)
-    assert spans.take(num_slots) == 0
+        spans.free(start)
+    assert spans.allocate(num_slots) == 0

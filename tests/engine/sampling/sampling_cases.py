@@ -1,4 +1,4 @@
-"""What tests of sampling share: the distribution by definition, every way to draw from it, and how to compare them."""
+"""Shared by the sampling tests: the distribution by definition, every sampler, and comparisons."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from treering.engine.sampling.verify_cpu import verify
 Floats = NDArray[np.floating]
 
 NUM_ROLLOUTS = 30_000
-# Chance of a false alarm of each statistical bound, were the noise truly random; it is fixed, so none ever flakes.
+# Each statistical bound fails with a chance of 1e-6 for truly random noise; the noise is fixed, so tests never flake.
 LOG_ODDS = math.log(1e6)
 
 
@@ -31,7 +31,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One token per row."""
+    """One sampled token per row."""
 
     tokens: Int64Array
     logprobs: Floats
@@ -40,7 +40,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` writes."""
+    """The outputs of `verify`."""
 
     code: int
     tokens: Int32Array
@@ -51,7 +51,7 @@ class Verified:
 
 
 def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
-    """The distribution of one row, by a sorted list and exact sums."""
+    """The distribution of one row, from a sorted list and exact sums."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: rule.top_k or None]
     weights = {i: math.exp((float(logits[i]) - float(max(logits))) / rule.temperature) for i in order}
     total = math.fsum(weights.values())

@@ -1,4 +1,4 @@
-"""Keyed noise is the same bits everywhere, uniform, and independent between rollouts, positions and tokens."""
+"""Keyed noise: the same bits everywhere, uniform, and independent across rollouts, positions and tokens."""
 
 import hashlib
 import itertools
@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from treering.engine.sampling import draw_cpu as sampling_cpu
+from treering.engine.sampling import sample_cpu as sampling_cpu
 from treering.engine.sampling.noise import row_key, uniforms, uniforms_torch
 from treering.types import PromptId
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
 POSITIONS = st.integers(0, 2**40)
-# Chance of a false alarm of each statistical bound, were the numbers truly random; they are fixed, so none ever flakes.
+# Each statistical bound fails with this chance for truly random numbers; they are fixed, so tests never flake.
 LOG_ODDS = math.log(1e6)
 SIDE = 600
 """Numbers along each axis of a block of noise."""
@@ -58,7 +58,7 @@ AXES: dict[str, Callable[[int], NDArray[np.float64]]] = {
 
 @cache
 def block(axis: str) -> NDArray[np.float64]:
-    """Noise [SIDE, SIDE] whose rows are neighbours along the named axis: what a weak hash correlates."""
+    """Noise [SIDE, SIDE] whose rows are neighbours along the named axis, which a weak hash would correlate."""
     rows = np.stack([AXES[axis](i) for i in range(SIDE)])
     return rows.T if axis == "tokens" else rows
 
@@ -78,12 +78,12 @@ def test_numpy_torch_and_numba_give_the_bits_of_the_definition(key: int, positio
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_gives_the_same_bits() -> None:
+def test_cuda_gives_the_same_bits() -> None:
     for key in (0, -1, 2**63 - 1, -(2**63), row_key(0, "q", 0, 0)):
         np.testing.assert_array_equal(in_torch(key, 77, 5000, "cuda"), uniforms(key, 77, 5000))
 
 
-def test_rows_of_a_batch_do_not_know_each_other() -> None:
+def test_rows_of_a_batch_are_independent() -> None:
     keys, positions = torch.tensor([5, -6, 5]), torch.tensor([0, 9, 1])
     together = uniforms_torch(keys, positions, 11)
     alone = [in_torch(int(key), int(position), 11) for key, position in zip(keys, positions, strict=True)]

@@ -1,4 +1,4 @@
-"""Tokens are drawn from exactly the distribution that is asked for, by their keyed noise."""
+"""Tokens are sampled from exactly the requested distribution, with keyed noise."""
 
 import itertools
 
@@ -34,7 +34,7 @@ RULES = [
 
 @pytest.mark.parametrize("how", list(DRAW))
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_tokens_have_the_distribution_that_is_asked_for(rule: Rule, how: str) -> None:
+def test_tokens_have_the_requested_distribution(rule: Rule, how: str) -> None:
     # Many rollouts at a few positions each: independent along both.
     keys, positions = np.repeat(rollout_keys(NUM_ROLLOUTS // 10), 10), np.tile(np.arange(10), NUM_ROLLOUTS // 10)
     drawn = DRAW[how](np.tile(LOGITS, (NUM_ROLLOUTS, 1)), keys, positions, rule)
@@ -51,7 +51,7 @@ def test_both_logprobs_are_those_of_their_distributions(rule: Rule, how: str) ->
 
 
 @pytest.mark.parametrize("how", list(DRAW))
-def test_the_token_wins_the_race_of_its_keyed_noise(how: str) -> None:
+def test_the_token_is_the_gumbel_max_of_its_keyed_noise(how: str) -> None:
     keys, positions = rollout_keys(300), np.arange(300) * 5
     noise = np.stack([uniforms(int(key), int(position), 6) for key, position in zip(keys, positions, strict=True)])
     expected = (expected_probabilities(LOGITS, Rule()) / -np.log(noise)).argmax(1)
@@ -97,8 +97,8 @@ def test_numba_draws_the_tokens_of_the_specification(
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(top_k=900)], ids=str)
-def test_pruning_the_race_loses_no_narrow_winner(rule: Rule) -> None:
-    # Among many like tokens one in fifty winners beats the next best by less than a fiftieth.
+def test_pruning_loses_no_narrow_gumbel_max(rule: Rule) -> None:
+    # Among many similar tokens, one winner in fifty beats the runner-up by less than a fiftieth.
     logits = np.random.default_rng(3).normal(size=(1500, 1000)) * 0.1
     batch = logits, rollout_keys(1500), np.arange(1500)
     np.testing.assert_array_equal(draw_numba(*batch, rule).tokens, draw_torch(*batch, rule).tokens)
@@ -106,7 +106,7 @@ def test_pruning_the_race_loses_no_narrow_winner(rule: Rule) -> None:
 
 @pytest.mark.parametrize("how", list(DRAW))
 @given(st.integers(0, 2**32), st.integers(0, 12), st.sampled_from([1.0, 0.9, 0.6, 0.25, 0.1]))
-def test_what_can_be_drawn_among_ties_is_the_smaller_ids(how: str, seed: int, top_k: int, top_p: float) -> None:
+def test_ties_are_cut_to_the_smaller_ids(how: str, seed: int, top_k: int, top_p: float) -> None:
     logits = np.random.default_rng(seed).integers(0, 3, 9).astype(np.float64)
     expected = expected_probabilities(logits, Rule(top_k=top_k, top_p=top_p))
     drawn = DRAW[how](np.tile(logits, (100, 1)), rollout_keys(100), np.arange(100), Rule(top_k=top_k, top_p=top_p))
@@ -118,7 +118,7 @@ def test_what_can_be_drawn_among_ties_is_the_smaller_ids(how: str, seed: int, to
 @pytest.mark.parametrize(
     ("top_p", "num_kept"), [(0.3, 1), (0.4, 2), (0.5, 3), (0.6, 4), (0.7, 5), (0.8, 6), (0.9, 7), (0.95, 8)]
 )
-def test_mass_that_equals_top_p_has_reached_it(how: str, top_p: float, num_kept: int) -> None:
+def test_mass_equal_to_top_p_reaches_it(how: str, top_p: float, num_kept: int) -> None:
     # In float64 0.3 + 0.1 may or may not be less than 0.4, by the order of adding and dividing.
     logits = np.tile(np.log([0.3] + 7 * [0.1]), (400, 1))
     drawn = DRAW[how](logits, rollout_keys(400), np.arange(400), Rule(top_p=top_p))
@@ -150,7 +150,7 @@ def test_rows_of_a_batch_keep_their_own_parameters() -> None:
         assert (sampled.tokens[i], sampled.logprobs[i]) == (alone.tokens[0], alone.logprobs[0])
 
 
-def test_narrow_logits_are_drawn_as_their_float64_values() -> None:
+def test_narrow_logits_are_sampled_as_their_float64_values() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(64, 50)) * 3).bfloat16()
     num = {"keys": torch.arange(64), "positions": torch.arange(64), "top_k": torch.zeros(64, dtype=torch.int64)}
     one = torch.ones(64, dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_narrow_logits_are_drawn_as_their_float64_values() -> None:
 
 
 @pytest.mark.gpu
-def test_a_cuda_device_draws_the_same_tokens() -> None:
+def test_cuda_samples_the_same_tokens() -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(500, 700)))
     rows = {"keys": torch.arange(500), "positions": torch.arange(500), "top_k": torch.arange(500) % 60}
     rows |= {"temperature": torch.linspace(0.3, 2, 500).double(), "top_p": torch.linspace(0.1, 1, 500).double()}
@@ -198,7 +198,7 @@ def test_diverged_logits_are_refused_with_their_row(rule: Rule, values: list[flo
 
 @pytest.mark.parametrize("how", list(DRAW))
 @pytest.mark.parametrize("rule", [Rule(), Rule(top_k=3), Rule(top_p=0.9)], ids=str)
-def test_a_hidden_token_is_never_drawn(how: str, rule: Rule) -> None:
+def test_a_hidden_token_is_never_sampled(how: str, rule: Rule) -> None:
     logits = np.array([0.3, -np.inf, 0.0, -np.inf])
     drawn = DRAW[how](np.tile(logits, (NUM_ROLLOUTS, 1)), rollout_keys(NUM_ROLLOUTS), np.zeros(NUM_ROLLOUTS, int), rule)
     assert_distribution(drawn.tokens, expected_probabilities(logits, rule))

@@ -1,4 +1,4 @@
-"""A drafter that proposes what a test says: chains or trees, right or wrong, whatever the drafter's own search does."""
+"""A drafter that proposes scripted chains or trees, right or wrong."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ Script = Callable[[str, list[int], int], Tree]
 
 
 def make_drafts(trees: Sequence[Tree]) -> Drafts:
-    """The record of one tree per row."""
+    """`Drafts` with one tree per row."""
     tokens = np.array([token for tree in trees for token in tree[0]], np.int32)
     columns: dict[str, Any] = {
         "tokens": tokens,
@@ -35,7 +35,7 @@ def chain(tokens: Sequence[int]) -> Tree:
 
 
 class ScriptedDrafter(Drafter):
-    """Asks a script for each row that may have drafts, and keeps what it is told of them."""
+    """Calls a script for each row that may have drafts, and records the feedback."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(HistoryStore())
@@ -55,5 +55,10 @@ class ScriptedDrafter(Drafter):
 
     def observe(self, rows: DraftRows, accepted: Any, ended: Any = None, leaves: Any = None) -> None:
         assert rows is self.seen[-1]["rows"]
-        told = {"accepted": accepted.copy(), "ended": ended, "leaves": leaves.copy(), "leaders": rows.leaders.copy()}
-        self.seen[-1] = {**self.seen[-1], **told}
+        feedback = {
+            "accepted": accepted.copy(),
+            "ended": ended,
+            "leaves": leaves.copy(),
+            "leaders": rows.leaders.copy(),
+        }
+        self.seen[-1] = {**self.seen[-1], **feedback}

@@ -1,4 +1,4 @@
-"""Measured prices of drafting: what is made of the times, and that nothing of the run takes part."""
+"""Measured prices of drafting: the fit, and that the run's own state is not involved."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import group_requests, run
 from tests.models import build_float64
-from treering.engine.speculation.draft_prices import Spent, Steps, measure_prices, prices_of
+from treering.engine.speculation.draft_prices import StepTimes, SyntheticSteps, measure_prices, prices_of
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices
 from treering.history.draft.drafter import Drafter
@@ -20,11 +20,11 @@ def model() -> PreTrainedModel:
     return build_float64("qwen3").eval()
 
 
-def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> Spent:
-    """Of the price of a look, a quarter is what the pass behind it takes longer."""
-    looking = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
-    behind = 1e-3 + 0.25 * prices.look
-    return Spent(looking, 1e-3, behind, prices.learn + prices.drafted * num_drafted, num_drafted)
+def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> StepTimes:
+    """A quarter of a search's price is the slowdown of the next pass."""
+    drafting = 0.75 * prices.look + prices.row * num_rows + prices.grown * num_drafted
+    pass_after_drafting = 1e-3 + 0.25 * prices.look
+    return StepTimes(drafting, 1e-3, pass_after_drafting, prices.learn + prices.drafted * num_drafted, num_drafted)
 
 
 @given(st.integers(2, 40), st.lists(st.floats(0, 1e-3), min_size=5, max_size=5), st.integers(1, 500))
@@ -39,19 +39,19 @@ def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[flo
 
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12), st.lists(st.integers(0, 90), min_size=3, max_size=3))
-def test_no_noise_makes_a_price_that_is_none(seconds: list[float], counts: list[int]) -> None:
-    steps = (Spent(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
+def test_noise_never_makes_a_negative_price(seconds: list[float], counts: list[int]) -> None:
+    steps = (StepTimes(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
     assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
 
 
-def test_one_row_has_no_price_of_its_own() -> None:
-    one = Spent(1e-4, 0.0, 0.0, 5e-5, 1)
-    found = prices_of(Spent(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
+def test_a_single_row_has_no_row_price() -> None:
+    one = StepTimes(1e-4, 0.0, 0.0, 5e-5, 1)
+    found = prices_of(StepTimes(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
     np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
 
 
 class Clock:
-    """A pass takes a second, every third of them some more, and each look at the clock a millisecond."""
+    """A pass takes a second, every third one `longer` more, and each reading of the clock a millisecond."""
 
     def __init__(self, longer: float = 0.0) -> None:
         self.now, self.num_passes, self._longer = 0.0, 0, longer
@@ -66,13 +66,13 @@ class Clock:
 
 
 @pytest.mark.parametrize("longer", [0.0, 0.25, -0.25])
-def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_behind_a_look_counts(
+def test_every_part_is_timed_after_a_pass_and_a_slower_next_pass_counts(
     longer: float,
 ) -> None:
     clock = Clock(longer)
     prices = measure_prices(clock.one_pass, max_batch=8, clock=clock)
-    # One pass to be behind, one to compare with, one behind the look: two steps to be warm, and a round of three
-    # however long it takes.
+    # Three passes a step: one before everything, one to compare with, one after the search. Two warm-up steps and a
+    # round of three.
     assert clock.num_passes == 3 * (2 + 3)
     assert prices.look == pytest.approx(1e-3 + max(longer, 0.0))
     assert prices.learn == pytest.approx(1e-3)
@@ -80,7 +80,7 @@ def test_every_part_is_timed_behind_a_pass_of_which_only_what_it_takes_longer_be
 
 
 class Struck(Clock):
-    """Passes of 100 us, most of which something else makes three to ten times as long, without any order."""
+    """Passes of 100 us, 60 % of which other load slows down three to ten times, at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -94,21 +94,21 @@ class Struck(Clock):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_strikes_most_passes_is_no_price_of_a_look(seed: int) -> None:
-    # In 15 rounds of some 4 ms each: that no pass of a kind is left alone has a chance of 0.6 ** 15 = 0.0005.
+def test_load_on_most_passes_is_no_price_of_a_search(seed: int) -> None:
+    # 15 rounds of about 4 ms: the chance that every pass of a kind is disturbed is 0.6 ** 15 = 0.0005.
     clock = Struck(seed)
     assert measure_prices(clock.one_pass, max_batch=8, clock=clock).look < 1e-6
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
-def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
-    steps = Steps(num_rows, lambda: None, Clock())
+def test_synthetic_rows_are_replaced_and_stay_in_their_limits(num_rows: int) -> None:
+    steps = SyntheticSteps(num_rows, lambda: None, Clock())
     table = steps._table
     for number in range(3 * num_rows):
         changes = table.num_changes
         steps.draft(12)
         assert table.num_rows == num_rows
-        # One goes and another one comes, but where there is one alone: all would be new to the drafter then.
+        # Each step replaces one row, unless there is only one: then all rows would be new to the drafter.
         assert table.num_changes - changes == (2 if num_rows > 1 else 0), number
         lengths = table.columns.num_tokens[:num_rows]
         assert sorted({request.sample for request in table.requests}) == list(range(num_rows))
@@ -117,8 +117,8 @@ def test_made_up_rows_come_and_go_and_keep_their_room(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
-def test_the_made_up_rows_are_drafted_as_much_as_is_asked(num_rows: int) -> None:
-    steps = Steps(num_rows, lambda: None, Clock())
+def test_synthetic_rows_are_drafted_up_to_the_limit(num_rows: int) -> None:
+    steps = SyntheticSteps(num_rows, lambda: None, Clock())
     few = [steps.draft(1).num_drafted for _ in range(70)]
     many = [steps.draft(12).num_drafted for _ in range(70)]
     assert np.mean(few) > 0.8 * num_rows
@@ -133,7 +133,7 @@ def test_an_engines_measured_costs_have_prices_and_its_drafter_gets_them(model: 
     assert drafter.costs.prices.look > 0
 
 
-def test_measuring_leaves_what_the_drafter_knows_as_it_was(model: PreTrainedModel) -> None:
+def test_measuring_does_not_change_the_drafter(model: PreTrainedModel) -> None:
     drafter = Drafter(HistoryStore())
     engine = TorchEngine(model, drafter, max_batch=2, costs="none")
     before = drafter.state()

@@ -1,4 +1,4 @@
-"""Draft trees in the embedded engine: what is drafted, and in which shape, changes no token (law 5)."""
+"""Draft trees in the embedded engine: drafts of any content and shape change no token (law 5)."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tree, chain, make_drafts
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.draft_tree import MOST_DRAFTS, as_drafted, clip_drafts
-from treering.engine.batch.draw import Drawn, _draw_in_torch, draw
+from treering.engine.batch.draft_tree import MOST_DRAFTS, clip_drafts, count_accepted
+from treering.engine.batch.sampler import VerifiedTokens, _verify_in_torch, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.torch_engine import TorchEngine
@@ -37,35 +37,35 @@ def plain(model: PreTrainedModel) -> Rollouts:
 
 
 class Truth:
-    """What rollouts go on with: the tokens that the engine without drafts has drawn."""
+    """The correct continuations: the tokens sampled by the engine without drafts."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 
     def after(self, prompt_id: str, so_far: Sequence[int]) -> list[int]:
-        """Of the first rollout with this beginning; with tokens behind its end."""
+        """The continuation of the first rollout with this beginning, plus tokens after its end."""
         for (prompt, _, _), rollout in self._rollouts.items():
             if prompt == prompt_id and rollout.tokens[: len(so_far)].tolist() == list(so_far):
                 return [*rollout.tokens[len(so_far) :].tolist(), 3, 4, 5]
         raise AssertionError(f"{prompt_id} never began with {so_far}")
 
 
-def right_last(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """Wrong first tokens with wrong ones behind them; then the right path, each token between wrong ones."""
+def right_last(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    """Wrong first tokens with children; then the right path, each token between wrong siblings."""
     tokens, parents = [(right[0] + 1) % VOCAB, (right[0] + 2) % VOCAB, right[0], right[1]], [-1, -1, 0, 0]
-    behind = -1
+    following = -1
     for token in right[:5]:
         tokens += [(token + 5) % VOCAB, token, (token + 9) % VOCAB]
-        parents += [behind] * 3
-        behind = len(tokens) - 2
-    return tokens[:room], parents[:room]
+        parents += [following] * 3
+        following = len(tokens) - 2
+    return tokens[:max_drafts], parents[:max_drafts]
 
 
-def random_tree(right: list[int], rng: np.random.Generator, room: int) -> Tree:
+def random_tree(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
     """Any tree of up to 24 nodes; a node continues the right path where its parent is on it, half of the time."""
     tokens, parents, depths = [], [], [0]
     taken = set()
-    for _ in range(int(rng.integers(0, min(room, 24) + 1))):
+    for _ in range(int(rng.integers(0, min(max_drafts, 24) + 1))):
         parent = int(rng.integers(-1, len(tokens)))
         depth = depths[parent + 1]
         token = right[depth] if rng.random() < 0.5 and depth < len(right) else int(rng.integers(VOCAB))
@@ -77,18 +77,18 @@ def random_tree(right: list[int], rng: np.random.Generator, room: int) -> Tree:
     return tokens, parents
 
 
-def right_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    return chain(right[: min(room, 6)])
+def right_chain(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    return chain(right[: min(max_drafts, 6)])
 
 
-def wrong_chain(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    return chain([(token + 1) % VOCAB for token in right[: min(room, 6)]])
+def wrong_chain(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    return chain([(token + 1) % VOCAB for token in right[: min(max_drafts, 6)]])
 
 
-def wide_and_full(right: list[int], rng: np.random.Generator, room: int) -> Tree:
-    """As many nodes as there is room for, the right ones last, so that every slot of the row is written."""
-    others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(room, MOST_DRAFTS) - 2)]
-    return [*others, *right[:2]][:room], [*[-1] * (len(others) + 1), len(others)][:room]
+def wide_and_full(right: list[int], rng: np.random.Generator, max_drafts: int) -> Tree:
+    """As many nodes as allowed, the right ones last, so that every slot of the row is written."""
+    others = [token for token in range(VOCAB) if token != right[0]][: max(0, min(max_drafts, MOST_DRAFTS) - 2)]
+    return [*others, *right[:2]][:max_drafts], [*[-1] * (len(others) + 1), len(others)][:max_drafts]
 
 
 SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
@@ -96,7 +96,7 @@ SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
 
 def script_of(shape, truth: Truth) -> Script:
     rng = np.random.default_rng(0)
-    return lambda prompt_id, so_far, room: shape(truth.after(prompt_id, so_far), rng, room)
+    return lambda prompt_id, so_far, max_drafts: shape(truth.after(prompt_id, so_far), rng, max_drafts)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
@@ -121,12 +121,12 @@ def test_a_limit_inside_a_tree_ends_the_rollout_there(model: PreTrainedModel, pl
     assert_same(run(engine, requests_of(max_tokens)), expected)
 
 
-def test_a_tree_of_a_row_without_room_leaves_its_neighbours_alone(model: PreTrainedModel, plain: Rollouts) -> None:
-    """The arena is exactly full, and the script drafts 64 tokens however few there are slots for."""
+def test_a_tree_larger_than_its_rows_slots_does_not_change_other_rows(model: PreTrainedModel, plain: Rollouts) -> None:
+    """The arena is exactly full, and the script drafts 64 tokens even if there are fewer slots."""
     truth = Truth(plain)
     num_slots = sum(range(NUM_PROMPTS)) + NUM_PROMPTS * 3 * 20
 
-    def greedy(prompt_id: str, so_far: list[int], room: int) -> Tree:
+    def greedy(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
         return wide_and_full(truth.after(prompt_id, so_far), np.random.default_rng(0), MOST_DRAFTS + 20)
 
     engine = TorchEngine(model, ScriptedDrafter(greedy), max_batch=15, max_tokens=num_slots)
@@ -152,14 +152,14 @@ def test_bfloat16_drafts_along_its_own_rollouts_are_accepted(model: PreTrainedMo
     assert engine.stats.num_accepted > 0 or expected["p0", 0, 0].num_tokens == 1
 
 
-def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_feedback_has_accepted_counts_and_leaves(model: PreTrainedModel, plain: Rollouts) -> None:
     drafter = ScriptedDrafter(script_of(right_last, Truth(plain)))
     engine = TorchEngine(model, drafter, max_batch=4)
     run(engine, requests_of())
     num_walked = num_stops = 0
-    told = [step for step in drafter.seen if "accepted" in step]
-    assert [step for step in drafter.seen if step["drafts"].tokens.size] == told
-    for step in told:
+    feedback = [step for step in drafter.seen if "accepted" in step]
+    assert [step for step in drafter.seen if step["drafts"].tokens.size] == feedback
+    for step in feedback:
         drafts = step["drafts"]
         for row, (accepted, leaf) in enumerate(zip(step["accepted"], step["leaves"], strict=True)):
             leader = step["leaders"][row]
@@ -170,14 +170,14 @@ def test_a_drafter_hears_what_was_accepted_and_where_the_path_ended(model: PreTr
             assert depth == accepted
             num_walked += depth
             num_stops += leaf >= 0 and drafts.tokens[own][leaf] == STOP
-    # A drafted stop token is drawn and never computed, so the engine does not count it.
+    # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_walked - num_stops == engine.stats.num_accepted > 0
     assert num_stops > 0
-    assert any((step["leaves"] > step["accepted"]).any() for step in told)
-    assert all(step["ended"] is None for step in told)
+    assert any((step["leaves"] > step["accepted"]).any() for step in feedback)
+    assert all(step["ended"] is None for step in feedback)
 
 
-def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrainedModel, plain: Rollouts) -> None:
+def test_row_ids_are_stable_and_unique(model: PreTrainedModel, plain: Rollouts) -> None:
     contexts: dict[int, list[int]] = {}
 
     class Watching(ScriptedDrafter):
@@ -199,8 +199,8 @@ def test_a_row_id_stays_with_its_rollout_and_never_comes_again(model: PreTrained
     assert len(contexts) == 2 * len(plain)
 
 
-def test_what_is_laid_out_is_the_first_part_that_fits_and_can_be_read() -> None:
-    # A chain with a foreign token, a tree with a negative one, none, a tree with room for two, a bush.
+def test_drafts_are_clipped_to_the_first_valid_tokens_that_fit() -> None:
+    # A chain with an unknown token, a tree with a negative one, none, a tree clipped to two, a wide tree.
     trees = [
         chain([1, 9, 2]),
         ([3, 4, 5, -1, 6], [-1, 0, -1, 0, -1]),
@@ -225,8 +225,8 @@ def test_a_row_has_at_most_64_drafts_and_the_last_bit_counts() -> None:
     assert not laid.bits[64:].any()
 
 
-def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
-    # 7 and 8 stop the first row, with tokens behind 7 and a branch beside it; 5 stops the second row.
+def test_stop_tokens_and_their_descendants_are_clipped() -> None:
+    # 7 and 8 stop the first row, and 7 has descendants and a sibling; 5 stops the second row.
     trees = [([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3]), chain([4, 5, 6]), chain([7, 5])]
     stop_tokens = np.array([[7, 8], [5, -1], [-1, -1]], np.int32)
     laid = clip_drafts(make_drafts(trees), np.array([9, 9, 9]), 9, stop_tokens)
@@ -239,28 +239,28 @@ def test_stop_tokens_and_what_stands_behind_them_are_not_laid_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_accepted", "leaf", "drawn", "told"),
+    ("num_accepted", "leaf", "drawn", "feedback"),
     [
-        (1, 0, 7, (2, 1)),  # the stop token that was left out
+        (1, 0, 7, (2, 1)),  # the clipped stop token
         (1, 0, 9, (1, 0)),
-        (2, 1, 8, (3, 4)),  # number 1 of what was computed is number 3 of what was drafted
+        (2, 1, 8, (3, 4)),  # computed draft 1 is the drafter's draft 3
         (3, 2, 2, (3, 5)),
-        (0, -1, 2, (0, -1)),  # 2 was drafted, but not there
+        (0, -1, 2, (0, -1)),  # 2 was drafted, but at another node
     ],
 )
-def test_a_drafted_token_that_was_left_out_came_true_where_it_was_drawn(
-    num_accepted: int, leaf: int, drawn: int, told: tuple[int, int]
+def test_a_clipped_draft_counts_as_accepted_if_it_was_sampled(
+    num_accepted: int, leaf: int, drawn: int, feedback: tuple[int, int]
 ) -> None:
     drafts = make_drafts([chain([6]), ([1, 7, 2, 3, 8, 4], [-1, 0, 1, 0, 3, 3])])
     laid = clip_drafts(drafts, np.array([9, 9]), 9, np.array([[-1, -1], [7, 8]], np.int32))
     contexts = np.array([[5, 9, 0], [5, 5, drawn]], np.int32)
     own, accepted, leaves = np.arange(2), np.array([0, num_accepted]), np.array([-1, leaf])
-    heard = as_drafted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
-    assert [values.tolist() for values in heard] == [[0, told[0]], [-1, told[1]]]
+    counted = count_accepted(drafts, laid, own, contexts, np.array([2, 3]), accepted, leaves)
+    assert [values.tolist() for values in counted] == [[0, feedback[0]], [-1, feedback[1]]]
 
 
 @pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])
-def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
+def test_a_token_before_its_parent_is_refused(parents: list[int]) -> None:
     with pytest.raises(StateError, match="row 1 has parents"):
         clip_drafts(make_drafts([chain([1]), ([1, 2], parents)]), np.array([5, 5]), 9)
 
@@ -268,7 +268,7 @@ def test_a_token_before_its_parent_is_told(parents: list[int]) -> None:
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: torch.dtype) -> None:
-    """Every node of a random tree of 64 against the model on context and path alone."""
+    """Compares every node of a random tree of 64 with the model on its context and path."""
     model = build("qwen3").to(dtype).eval()
     rng = np.random.default_rng(3)
     tokens, parents = rng.integers(0, VOCAB, 64), [int(rng.integers(max(-1, j - 5), j)) for j in range(64)]
@@ -286,7 +286,7 @@ def test_a_token_of_a_tree_has_the_logits_of_its_branch(backend: str, dtype: tor
 def logits_of_tree(
     engine: TorchEngine, context: np.ndarray, tokens: np.ndarray, parents: list[int], first_slot: int = 5
 ) -> torch.Tensor:
-    """Logits behind each drafted token: the context in one pass, half as a prefix, and the tree in a second one."""
+    """Logits after each draft token: one pass for the context, half of it as a prefix, and one for the tree."""
     num_prefix = context.size // 2
     own_start = first_slot + num_prefix
     zeros, order = np.zeros(context.size, np.int64), np.arange(context.size)
@@ -327,8 +327,8 @@ def logits_of_tree(
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -> None:
-    """A chain whose tokens were computed with gaps between them, then closed up."""
+def test_slots_move_in_order_so_that_a_slot_may_be_source_and_target(backend: str) -> None:
+    """Compacts a chain whose tokens were computed with gaps."""
     model = build_float64("qwen3").eval()
     engine = TorchEngine(model, max_tokens=80, backend=backend)
     context, path = np.arange(9), [4, 6, 8]
@@ -357,8 +357,8 @@ def test_slots_move_in_order_so_that_one_may_be_read_and_written(backend: str) -
     torch.testing.assert_close(logits[0], expected, atol=1e-10, rtol=0)
 
 
-def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
-    """`draw` on a device draws at every node and walks afterwards; on CPU it draws along the path alone."""
+def test_batched_sampling_walks_the_same_paths_as_the_compiled_walk() -> None:
+    """On a device `sample_and_verify` samples at every node, then walks; on CPU it samples along the path only."""
     rng, num_rows = np.random.default_rng(4), 60
     trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
     trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]
@@ -372,14 +372,14 @@ def test_one_batched_draw_walks_the_same_paths_as_drawing_one_by_one() -> None:
     columns.top_k[:] = rng.integers(0, 3, num_rows)
     none = np.zeros(0, np.int64)
     first = np.cumsum([0, *(1 + num_drafts)])
-    work = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
+    inputs = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
     logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
     shape = (rows.size, 1 + num_drafts.max())
-    batched = Drawn(
+    batched = VerifiedTokens(
         np.zeros(shape, np.int32), np.zeros(shape), np.zeros(shape), np.zeros(rows.size, int), np.full(shape, -1)
     )
-    _draw_in_torch(logits, work, columns, drafts, num_drafts, batched)
-    one_by_one = draw(logits, work, columns, drafts)
+    _verify_in_torch(logits, inputs, columns, drafts, num_drafts, batched)
+    one_by_one = sample_and_verify(logits, inputs, columns, drafts)
     assert one_by_one.num_tokens.max() >= 4
     assert (one_by_one.path > np.arange(shape[1])).any()
     for expected, actual in zip(one_by_one, batched, strict=True):

@@ -1,4 +1,4 @@
-"""Costs that were measured in a busy moment are measured again, and others are not."""
+"""Costs measured on a busy machine are measured again; others are not."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def model() -> PreTrainedModel:
 
 
 def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:
-    """Numbers of the passes behind which costs were to be measured again, and were the same."""
+    """Numbers of the passes after which `note` requested a new measurement, which gave the same costs."""
     watch, found = CostDrift(), []
     watch.begin(COSTS)
     for number, spent in enumerate(seconds, 1):
@@ -33,30 +33,30 @@ def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_tokens", "seconds"), [(1, 1.0), (8, 2.0), (36, 5.0), (64, 8.0), (120, 14.0)])
-def test_passes_in_less_than_half_of_their_time_end_costs_and_others_do_not(num_tokens: int, seconds: float) -> None:
+def test_costs_end_when_passes_take_less_than_half_of_them(num_tokens: int, seconds: float) -> None:
     assert watched([0.51 * seconds] * 200, num_tokens) == []
     assert watched([0.49 * seconds] * 100, num_tokens) == [64]
 
 
-def test_passes_that_take_longer_than_measured_say_nothing() -> None:
+def test_slow_passes_do_not_end_costs() -> None:
     assert watched([50.0] * 500) == []
 
 
-def test_windows_grow_so_that_measuring_never_takes_over() -> None:
+def test_windows_grow_so_that_measuring_stays_cheap() -> None:
     assert watched([0.5] * 2000) == [64, 64 + 256, 64 + 256 + 1024]
 
 
-def test_a_few_quick_passes_in_a_window_are_no_sign() -> None:
+def test_a_few_fast_passes_do_not_end_costs() -> None:
     assert watched(([0.5] * 32 + [1.5] * 32) * 10) == []
     assert watched([0.5] * 33 + [1.5] * 31) == [64]
 
 
-def test_a_busy_moment_ends_with_its_window() -> None:
-    # 64 passes at their time, and then quicker ones: they are counted from the next window on.
+def test_each_window_is_counted_separately() -> None:
+    # 64 passes at the measured time, then faster ones, which count from the next window on.
     assert watched([1.5] * 64 + [0.5] * 64) == [128]
 
 
-def test_without_costs_nothing_is_said() -> None:
+def test_without_costs_no_measurement_is_requested() -> None:
     watch = CostDrift()
     assert not any(watch.note(8, 0.0) for _ in range(200))
     watch.begin(COSTS)
@@ -64,7 +64,7 @@ def test_without_costs_nothing_is_said() -> None:
     assert not any(watch.note(8, 0.0) for _ in range(500))
 
 
-def test_an_engine_that_measured_in_a_busy_moment_measures_again_drafts_then_and_no_rollout_notices(
+def test_an_engine_that_measured_on_a_busy_machine_measures_again_then_drafts(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request for draw in range(8) for request in group_requests(3, 2, draw=draw, max_tokens=40)]
@@ -74,7 +74,7 @@ def test_an_engine_that_measured_in_a_busy_moment_measures_again_drafts_then_and
         store.add(rollout.prompt_id, [rollout.tokens], version=0)
     store.publish()
     sizes, nothing = np.array([1, 2, 16]), DraftPrices.from_array(np.zeros(5))
-    # At first a pass seems to take a minute and a look an hour, then next to nothing.
+    # First a pass seems to take a minute and a search an hour, then next to nothing.
     found = [
         VerifyCosts(num_tokens=sizes, seconds=np.array([60.0, 60.0, 600.0]), prices=DraftPrices(look=3600.0)),
         VerifyCosts(num_tokens=sizes, seconds=np.array([1e-9, 1e-9, 2e-9]), prices=nothing),
@@ -90,14 +90,14 @@ def test_an_engine_that_measured_in_a_busy_moment_measures_again_drafts_then_and
     engine = TorchEngine(model, drafter, max_batch=2)
     assert_same(run(engine, requests), plain)
     assert drafter.costs is found[1]
-    # A window of passes, and those that computed prompts.
+    # A window of passes, plus those with prefill.
     early, late = measured[1], engine.stats.since(measured[1])
     assert 64 <= early.num_forwards < 90
-    # Drafts hardly paid by the first costs, and do by the second.
+    # Drafts hardly pay at the first costs, and do at the second.
     assert late.num_accepted / late.num_forwards > 3 * early.num_accepted / early.num_forwards
 
 
-def test_costs_that_were_given_are_kept_whatever_passes_take(model: PreTrainedModel) -> None:
+def test_given_costs_are_never_measured_again(model: PreTrainedModel) -> None:
     given = VerifyCosts(num_tokens=np.array([1, 16]), seconds=np.array([60.0, 600.0]))
     told, own = Drafter(HistoryStore()), Drafter(HistoryStore())
     own.use_costs(given)

@@ -1,4 +1,4 @@
-"""What an engine tells its drafter beside contexts: which rows are worth more, and what cut a row off."""
+"""What an engine passes to its drafter besides contexts: row weights, feedback and costs."""
 
 from collections.abc import Mapping
 
@@ -48,7 +48,7 @@ def store_of(lengths: Mapping[str, list[int]]) -> HistoryStore:
 
 
 class Watching(Drafter):
-    """A drafter that notes what each call said of the rows."""
+    """A drafter that records the rows of each call."""
 
     def __init__(self, store: HistoryStore) -> None:
         super().__init__(store)
@@ -59,7 +59,7 @@ class Watching(Drafter):
         return super().propose(rows)
 
 
-def test_rows_are_worth_what_they_are_expected_to_go_on_for_once_nothing_waits(model: PreTrainedModel) -> None:
+def test_row_weights_follow_expected_lengths_once_nothing_waits(model: PreTrainedModel) -> None:
     drafter = Watching(store_of({"p0": [40, 60, 200], "p1": [9, 11]}))
     run(TorchEngine(model, drafter, max_batch=4, costs="none"), requests_of(max_tokens=60))
     worths = [rows.worth for rows, _ in drafter.seen]
@@ -75,7 +75,7 @@ def test_rows_are_worth_what_they_are_expected_to_go_on_for_once_nothing_waits(m
     assert rows.worth == pytest.approx(np.clip(expected / expected.mean(), 0.5, 4.0))
 
 
-def test_worth_is_looked_at_anew_when_a_row_leaves(model: PreTrainedModel) -> None:
+def test_row_weights_are_updated_when_a_row_leaves(model: PreTrainedModel) -> None:
     drafter = Watching(store_of({"p0": [12], "p1": [20]}))
     engine = TorchEngine(model, drafter, max_batch=6, costs="none")
     requests = requests_of()
@@ -87,7 +87,7 @@ def test_worth_is_looked_at_anew_when_a_row_leaves(model: PreTrainedModel) -> No
     assert left.worth.mean() == pytest.approx(1.0)
 
 
-def test_requests_that_stop_waiting_let_the_rows_that_run_count_by_their_length(model: PreTrainedModel) -> None:
+def test_rows_are_weighted_once_no_request_waits(model: PreTrainedModel) -> None:
     drafter = Watching(store_of({"p0": [12], "p1": [20]}))
     engine = TorchEngine(model, drafter, max_batch=4, costs="none")
     requests = requests_of()
@@ -98,7 +98,7 @@ def test_requests_that_stop_waiting_let_the_rows_that_run_count_by_their_length(
     assert [rows.worth is None for rows, _ in drafter.seen] == [True, False]
 
 
-def test_worth_changes_no_rollout(model: PreTrainedModel) -> None:
+def test_row_weights_change_no_rollout(model: PreTrainedModel) -> None:
     plain = run(TorchEngine(model, max_batch=4), requests_of())
     store = HistoryStore()
     for (prompt_id, _, sample), tokens in plain.items():
@@ -115,37 +115,37 @@ def test_worth_changes_no_rollout(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("usual", "num_written", "num_left", "worth"),
     [
-        # 30, 9.5 and 7 are expected, 15.5 in the mean; the last one is raised to the least.
+        # 30, 9.5 and 7 are expected, 15.5 on average; the last weight is clipped to 0.5.
         ([40.0, 40.0, 20.0], [10, 38, 28], [99, 99, 99], [30 / 15.5, 9.5 / 15.5, 0.5]),
-        # No more than is left: 5 and 15.
+        # Limited by the tokens left: 5 and 15.
         ([40.0, 40.0], [10, 25], [5, 99], [0.5, 1.5]),
-        # 90 against nine rows of 1: 10 in the mean, and 9 is too much.
+        # 90 against nine rows of 1: 10 on average, and a weight of 9 is clipped to 4.
         ([90.0, *[1.0] * 9], [0] * 10, [99] * 10, [4.0, *[0.5] * 9]),
-        # Of the row in the middle nothing is known.
+        # The length of the row in the middle is unknown.
         ([30.0, np.nan, 10.0], [0, 7, 0], [99, 99, 99], [1.5, 1.0, 0.5]),
     ],
 )
-def test_worth_is_the_expected_rest_beside_the_mean(
+def test_row_weights_are_expected_remaining_tokens_over_their_mean(
     usual: list[float], num_written: list[int], num_left: list[int], worth: list[float]
 ) -> None:
     found = worth_of(np.array(usual), np.array(num_written), np.array(num_left))
     assert found == pytest.approx(np.array(worth))
 
 
-def test_nothing_is_worth_more_where_no_length_is_known() -> None:
+def test_without_known_lengths_there_are_no_weights() -> None:
     assert worth_of(np.array([np.nan, np.nan]), np.array([3, 4]), np.array([9, 9])) is None
 
 
 def truth_of(rollouts: Rollouts) -> ScriptedDrafter:
-    """Drafts what the rollout of sample 0 says, as far as there is room."""
+    """Drafts the rest of sample 0's rollout, up to the allowed number."""
 
-    def script(prompt_id: str, so_far: list[int], room: int) -> Tree:
-        return chain(rollouts[prompt_id, 0, 0].tolist()[len(so_far) :][:room])
+    def script(prompt_id: str, so_far: list[int], max_drafts: int) -> Tree:
+        return chain(rollouts[prompt_id, 0, 0].tolist()[len(so_far) :][:max_drafts])
 
     return ScriptedDrafter(script)
 
 
-def test_a_stop_token_inside_a_draft_says_that_nothing_comes_behind_it(model: PreTrainedModel) -> None:
+def test_a_stop_token_inside_a_draft_is_not_reported_as_a_cut_off(model: PreTrainedModel) -> None:
     request = requests_of()[0]
     free = run(TorchEngine(model), [request])
     tokens = free[request.key].tolist()
@@ -156,22 +156,22 @@ def test_a_stop_token_inside_a_draft_says_that_nothing_comes_behind_it(model: Pr
     rollouts = run(TorchEngine(model, drafter, costs="none"), requests)
     size = tokens.index(stop) + 1
     assert rollouts[request.key].tolist() == tokens[:size]
-    told = [step for step in drafter.seen if "accepted" in step]
-    drafts, leaf = told[-1]["drafts"], int(told[-1]["leaves"][0])
-    # The stop token was drafted and accepted, others stood behind it, and nothing says that they were not tried.
+    feedback = [step for step in drafter.seen if "accepted" in step]
+    drafts, leaf = feedback[-1]["drafts"], int(feedback[-1]["leaves"][0])
+    # The stop token was drafted and accepted, others followed it, and the feedback marks no cut-off.
     assert drafts.tokens[leaf] == stop
-    assert told[-1]["accepted"].tolist() == [size - sum(int(step["accepted"][0]) + 1 for step in told[:-1])]
+    assert feedback[-1]["accepted"].tolist() == [size - sum(int(step["accepted"][0]) + 1 for step in feedback[:-1])]
     assert (drafts.parents == leaf).any()
-    assert told[-1]["ended"] is None
+    assert feedback[-1]["ended"] is None
 
 
-def test_no_draft_reaches_beyond_the_limit(model: PreTrainedModel) -> None:
+def test_no_draft_exceeds_the_limit(model: PreTrainedModel) -> None:
     request = requests_of()[0]
     free = run(TorchEngine(model), [request])
     drafter = truth_of(free)
     engine = TorchEngine(model, drafter, costs="none")
     assert run(engine, [request])[request.key].tolist() == free[request.key].tolist()
-    # The last token is drawn and never drafted: 23 of 24 tokens are drafted at once, and all of them are accepted.
+    # The last token is sampled, never drafted: 23 of 24 tokens are drafted at once, and all are accepted.
     assert [step["accepted"].tolist() for step in drafter.seen if "accepted" in step] == [[23]]
     assert engine.stats.num_drafted == engine.stats.num_accepted > 0
 
@@ -193,16 +193,16 @@ def test_a_drafter_can_be_changed_between_two_steps(model: PreTrainedModel) -> N
     assert drafter.costs is COSTS
 
 
-def test_a_drafter_that_rests_is_not_asked_and_no_rollout_notices(model: PreTrainedModel) -> None:
+def test_a_drafter_that_backs_off_is_not_called_and_changes_no_rollout(model: PreTrainedModel) -> None:
     plain = run(TorchEngine(model, max_batch=4), requests_of())
     store = HistoryStore()
     for (prompt_id, _, _), tokens in plain.items():
         store.add(prompt_id, [tokens], version=0)
     store.publish()
-    # Drafts come true, and learning so takes as long as a thousand steps.
-    dear = VerifyCosts(num_tokens=COSTS.num_tokens, seconds=COSTS.seconds, prices=DraftPrices(learn=1000.0))
+    # Drafts are accepted, but feedback costs as much as a thousand steps.
+    expensive = VerifyCosts(num_tokens=COSTS.num_tokens, seconds=COSTS.seconds, prices=DraftPrices(learn=1000.0))
     drafter = Watching(store)
-    engine = TorchEngine(model, drafter, max_batch=4, costs=dear)
+    engine = TorchEngine(model, drafter, max_batch=4, costs=expensive)
     rollouts = run(engine, requests_of())
     assert {key: tokens.tolist() for key, tokens in rollouts.items()} == {
         key: tokens.tolist() for key, tokens in plain.items()
@@ -228,8 +228,8 @@ def test_costs_are_measured_for_a_drafter_that_has_none(
     assert (len(measured), drafter.costs) == (1, COSTS)
 
 
-def test_worth_of_new_rows_owes_nothing_to_the_rows_before_them(model: PreTrainedModel) -> None:
-    # An engine that goes on and one that is made anew tell the drafter the same of a step's rows (law 8).
+def test_weights_of_new_rows_do_not_depend_on_earlier_rows(model: PreTrainedModel) -> None:
+    # A continuing engine and a new one pass the same row weights to the drafter (law 8).
     store = store_of({"p0": [12], "p1": [20]})
     drafter = Watching(store)
     engine = TorchEngine(model, drafter, max_batch=8, costs="none")

@@ -1,4 +1,4 @@
-"""Drafts change how many tokens come at a time, and nothing else (law 5)."""
+"""Drafts change how many tokens a step appends, and nothing else (law 5)."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from tests.engine.sampling.sampling_cases import (
 from treering.arrays import Int64Array
 from treering.engine.sampling.verify_cpu import verify
 
-# What comes after each token of a toy language of three tokens; a rollout starts behind token 0.
+# Next-token logits of a toy language of three tokens; rollouts start after token 0.
 CHAIN = np.array([[1.0, 0.2, -0.5], [-0.4, 0.9, 0.3], [0.0, 0.0, 1.2]])
 VOCAB = 3
 
 
 def roll(drafts_of: Callable[[Int64Array, np.random.Generator], Int64Array] | None, rule: Rule, num: int) -> Drawn:
-    """The first three tokens of rollouts of the toy language, and their log-probs, drafted two at a time or not."""
+    """The first three tokens of rollouts of the toy language, and their log-probs, with or without two drafts."""
     keys, rng = rollout_keys(num), np.random.default_rng(5)
     tokens, last = np.full((num, 6), -1), np.zeros(num, np.int64)
     logprobs, policy_logprobs = np.zeros((2, num, 6))
@@ -93,8 +93,8 @@ def test_a_draft_is_accepted_with_its_own_probability(rule: Rule, draft: int) ->
     assert_distribution(done.num - 1, np.array([1 - accepted, accepted]))
 
 
-def test_drawing_stops_behind_the_first_token_that_is_no_draft() -> None:
-    # One-hot rows draw 2, 0, 1; the row behind the rejected draft is never read.
+def test_sampling_stops_after_the_first_rejected_draft() -> None:
+    # One-hot rows sample 2, 0, 1; the row after the rejected draft is never read.
     logits = np.full((4, VOCAB), np.nan)
     logits[:3] = 1e6 * np.eye(VOCAB)[[2, 0, 1]]
     done = verified(logits, np.array([[2, 0, 0]], np.int32), np.array([5]), np.array([0]), Rule())
@@ -126,10 +126,8 @@ def test_rollouts_may_have_different_numbers_of_drafts_and_rows_in_any_order() -
         ([0, 1, 1, 1, 1], [0], [-1]),
     ],
 )
-def test_a_tree_is_walked_along_what_is_drawn_and_nothing_else_is_read(
-    drawn: list[int], tokens: list[int], path: list[int]
-) -> None:
-    """Drafts 1 with 2 or 0 behind it, and 2; row 0 of the logits follows the context, row 1 + j draft j."""
+def test_a_tree_is_walked_along_the_sampled_tokens_only(drawn: list[int], tokens: list[int], path: list[int]) -> None:
+    """Drafts 1 with the children 2 and 0, and 2; row 0 of the logits follows the context, row 1 + j draft j."""
     logits = 1e6 * np.eye(VOCAB)[drawn]
     on_path = [0, *(1 + number for number in path if number >= 0)]
     off_path = [row for row in range(5) if row not in on_path]
@@ -142,8 +140,8 @@ def test_a_tree_is_walked_along_what_is_drawn_and_nothing_else_is_read(
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
-def test_every_branch_draws_with_the_noise_of_its_depth(rule: Rule) -> None:
-    """All three tokens are drafted, and all three behind each: two are always accepted, as drawn one at a time."""
+def test_every_branch_samples_with_the_noise_of_its_depth(rule: Rule) -> None:
+    """All three tokens are drafted, with all three as children of each: two are always accepted, as sampled singly."""
     num = 200
     keys, drafts = rollout_keys(num), np.tile(np.array([0, 1, 2] * 4, np.int32), (num, 1))
     parents = np.tile(np.array([-1, -1, -1, 0, 0, 0, 1, 1, 1, 2, 2, 2], np.int32), (num, 1))

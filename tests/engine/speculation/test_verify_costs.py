@@ -1,4 +1,4 @@
-"""Measured costs of verification: what is run, what is made of the times, and that rollouts notice nothing."""
+"""Measured costs of verification: the passes run, the fit, and that rollouts do not change."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,14 +14,14 @@ from tests.models import build, build_float64
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.speculation.verify_costs import goes_on, measure, never_falling
+from treering.engine.speculation.verify_costs import measure, needs_another_round, non_decreasing
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
 
 
 class Timed(Decoder):
-    """A pass over T tokens takes T**2 seconds by its own clock, and in busy moments more."""
+    """A pass over T tokens takes T**2 seconds of simulated time, plus spikes."""
 
     def __init__(self, spikes: Mapping[int, float] | None = None) -> None:
         self.now = 0.0
@@ -57,17 +57,17 @@ def model() -> PreTrainedModel:
         (1000, [1 << k for k in range(9)]),
     ],
 )
-def test_every_size_is_timed_by_itself(max_batch: int, sizes: list[int]) -> None:
+def test_every_size_is_timed(max_batch: int, sizes: list[int]) -> None:
     decoder = Timed()
     costs = measure(decoder, num_slots=100, max_batch=max_batch, context=10, clock=lambda: decoder.now)
     assert costs.num_tokens.tolist() == sizes
     assert costs.seconds.tolist() == [size**2 for size in sizes]
-    # One pass to be warm, and one round however long it takes.
+    # One warm-up pass per size, and one round however long it takes.
     assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
 
 
-def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
-    # Of each of 8 sizes but one moment is quiet: the first round's for 1 token, the last one's for 2, the rest between.
+def test_short_passes_are_timed_often_and_the_minimum_counts() -> None:
+    # Each of 8 sizes has one undisturbed round: the first for 1 token, the last for 2, others in between.
     quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
     decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
     costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
@@ -80,11 +80,11 @@ def test_short_passes_are_timed_often_and_busy_moments_do_not_count() -> None:
 )
 def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_rounds: int) -> None:
     done = 0
-    while goes_on(done, done * round_s + 1e-9, most=25, budget_s=0.2):
+    while needs_another_round(done, done * round_s + 1e-9, most=25, budget_s=0.2):
         done += 1
     assert done == num_rounds
-    # Where the clock has jumped before it.
-    assert goes_on(0, 100.0, most=25, budget_s=0.2)
+    # Even if the clock jumped before the first round.
+    assert needs_another_round(0, 100.0, most=25, budget_s=0.2)
 
 
 class Blocks(Timed):
@@ -95,7 +95,7 @@ class Blocks(Timed):
         return super().run(batch)
 
 
-def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_batch() -> None:
+def test_a_decoder_with_stepped_costs_is_measured_at_every_draft_count() -> None:
     decoder = Blocks()
     costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
     drafted = np.arange(9)
@@ -103,7 +103,7 @@ def test_a_decoder_that_computes_in_blocks_is_priced_in_blocks_behind_a_full_bat
     assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
 
 
-def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
+def test_measured_passes_write_one_slot_and_see_a_typical_context() -> None:
     decoder = Timed()
     measure(decoder, num_slots=40, max_batch=2, context=10, clock=lambda: decoder.now)
     for batch in decoder.batches:
@@ -118,17 +118,17 @@ def test_passes_write_one_slot_and_see_as_much_as_is_typical() -> None:
 
 
 def test_costs_never_fall() -> None:
-    assert never_falling(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
+    assert non_decreasing(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
     rng = np.random.default_rng(0)
     for _ in range(50):
         seconds = rng.random(8)
-        smooth = never_falling(seconds)
+        smooth = non_decreasing(seconds)
         assert (np.diff(smooth) >= 0).all()
-        np.testing.assert_array_equal(never_falling(np.sort(seconds)), np.sort(seconds))
+        np.testing.assert_array_equal(non_decreasing(np.sort(seconds)), np.sort(seconds))
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrainedModel, backend: str) -> None:
+def test_measuring_changes_no_rollout_and_no_count(model: PreTrainedModel, backend: str) -> None:
     requests = group_requests(6, 2)
     expected = run(TorchEngine(model), requests)
     engine = TorchEngine(model, max_batch=4, max_tokens=120, backend=backend)
@@ -144,34 +144,34 @@ def test_rollouts_and_counts_are_as_if_nothing_had_been_measured(model: PreTrain
 
 
 class Listener(ScriptedDrafter):
-    """Drafts one token, and keeps the costs that it is told."""
+    """Drafts one token, and records the costs that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(lambda prompt_id, so_far, room: chain([1]))
-        self.told: list[VerifyCosts] = []
+        super().__init__(lambda prompt_id, so_far, max_drafts: chain([1]))
+        self.received: list[VerifyCosts] = []
 
     def use_costs(self, costs: VerifyCosts) -> None:
-        self.told.append(costs)
+        self.received.append(costs)
 
 
 def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -> None:
     drafter = Listener()
     engine = TorchEngine(model, drafter, max_batch=2)
     engine.step()
-    assert drafter.told == []
+    assert drafter.received == []
     run(engine, group_requests(3, 1))
     run(engine, group_requests(3, 1, draw=1))
     engine.update_weights(1)
     run(engine, group_requests(3, 1, draw=2))
-    assert [costs.num_tokens.tolist() for costs in drafter.told] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
+    assert [costs.num_tokens.tolist() for costs in drafter.received] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
 
 
-def test_given_costs_are_told_as_they_are_and_none_are_not_told(model: PreTrainedModel) -> None:
+def test_given_costs_are_passed_on_and_none_are_not(model: PreTrainedModel) -> None:
     costs = VerifyCosts(num_tokens=np.array([1, 4]), seconds=np.array([0.1, 0.2]))
     given, silent = Listener(), Listener()
     run(TorchEngine(model, given, costs=costs), group_requests(2, 1))
     run(TorchEngine(model, silent, costs="none"), group_requests(2, 1))
-    assert (given.told, silent.told) == ([costs], [])
+    assert (given.received, silent.received) == ([costs], [])
     run(TorchEngine(model, costs=costs), group_requests(2, 1))
 
 

@@ -13,21 +13,28 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Collection
 from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
-from treering.runtime.ipc.messages import Begin, Give, Heard, Sample, Sampled, WorkerSettings
+from treering.runtime.ipc.messages import (
+    BeginStep,
+    GiveUp,
+    ReportReceived,
+    SampledRollouts,
+    SampleRequests,
+    WorkerSettings,
+)
 from treering.runtime.pools import rollout_pool as module
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.step.migration import Move
-from treering.runtime.step.planning import Plan
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.open_step import OpenStep
+from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment
 from treering.schedule.simulator.destinations import Prices
 
 PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
-LABELS = {0: 0, 1: 1}
+POLICY_VERSIONS = {0: 0, 1: 1}
 
 
-class QuietSeat:
+class QuietChild:
     """A child that says what it is told to."""
 
     is_ready = True
@@ -39,7 +46,7 @@ class QuietSeat:
         self.is_dead = False
         self.num_progress = 0
 
-    def fill(self, settings: object) -> None:
+    def start(self, settings: object) -> None:
         self.is_dead = False
 
     def send(self, message: object) -> None:
@@ -49,7 +56,7 @@ class QuietSeat:
         said, self.says = self.says, []
         return said, self.is_dead
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         self.sent.clear()
 
     def note_progress(self) -> None:
@@ -60,19 +67,19 @@ class QuietSeat:
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
-    monkeypatch.setattr(module, "Seat", QuietSeat)
+def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
+    monkeypatch.setattr(module, "ChildProcess", QuietChild)
     settings = WorkerSettings(recipe=TinyRecipe(), num_slots=3, history=None, drafts=DraftOptions())
     return RolloutPool(settings, None, None, num_workers=2, account=Account())  # type: ignore[arg-type]
 
 
-def seats(fleet: RolloutPool) -> list[QuietSeat]:
-    return fleet.seats  # type: ignore[return-value]
+def children(rollout_pool: RolloutPool) -> list[QuietChild]:
+    return rollout_pool.children  # type: ignore[return-value]
 
 
 def step_run(
     step: int = 1, *, max_turns: int = 1, moving: str = "faster", stealing: str = "off", size: int = 4
-) -> StepRun:
+) -> OpenStep:
     """Four rollouts or more, the first half for worker 0."""
     assignment = Assignment(
         workers=np.arange(size) * 2 // size,
@@ -81,12 +88,12 @@ def step_run(
         moving=moving,  # type: ignore[arg-type]
     )
     collection = Collection(TinyTask(1).prompts, {}, group_size=size, sampling=SAMPLING, max_turns=max_turns)
-    plan = Plan(step=step, assignment=assignment, predicted=np.ones(size))
-    return StepRun(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    plan = RolloutPlan(step=step, assignment=assignment, predicted=np.ones(size))
+    return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 
-def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> Sampled:
-    return Sampled(
+def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> SampledRollouts:
+    return SampledRollouts(
         step=step,
         rollouts=list(rollouts),
         given=given,
@@ -111,114 +118,116 @@ def written(request: Request, num_tokens: int, finish_reason: Any) -> Rollout:
     )
 
 
-def requests_of(seat: QuietSeat) -> list[Request]:
-    return [request for message in seat.of(Sample) for request in message.requests]
+def requests_of(child: QuietChild) -> list[Request]:
+    return [request for message in child.of(SampleRequests) for request in message.requests]
 
 
-def asked_to_give(fleet: RolloutPool, run: StepRun, monkeypatch: pytest.MonkeyPatch) -> Request:
+def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.MonkeyPatch) -> Request:
     """Worker 0 is asked for its first rollout, for worker 1."""
-    fleet.dispatch({run.step: run}, LABELS)
-    first = requests_of(seats(fleet)[0])[0]
+    rollout_pool.dispatch({run.step: run}, POLICY_VERSIONS)
+    first = requests_of(children(rollout_pool)[0])[0]
     monkeypatch.setattr(module, "choose_move", lambda *_: Move(target=1, keys=(first.key,)))
-    seats(fleet)[0].says.append(says(run.step, progress={first.key: 2}))
-    fleet.receive({run.step: run})
-    fleet.dispatch({run.step: run}, LABELS)
+    children(rollout_pool)[0].says.append(says(run.step, progress={first.key: 2}))
+    rollout_pool.receive({run.step: run})
+    rollout_pool.dispatch({run.step: run}, POLICY_VERSIONS)
     monkeypatch.setattr(module, "choose_move", lambda *_: None)
-    assert [message.keys for message in seats(fleet)[0].of(Give)] == [(first.key,)]
+    assert [message.keys for message in children(rollout_pool)[0].of(GiveUp)] == [(first.key,)]
     return first
 
 
-def test_what_one_gives_up_goes_on_at_the_other_with_what_it_has(fleet, monkeypatch) -> None:
+def test_what_one_gives_up_goes_on_at_the_other_with_what_it_has(rollout_pool, monkeypatch) -> None:
     run = step_run()
-    first = asked_to_give(fleet, run, monkeypatch)
+    first = asked_to_give(rollout_pool, run, monkeypatch)
     given = written(first, 2, "abort")
-    seats(fleet)[0].says.append(says(1, given=[given]))
-    assert fleet.receive({1: run}) == []
-    fleet.dispatch({1: run}, LABELS)
-    handed_on = requests_of(seats(fleet)[1])[-1]
+    children(rollout_pool)[0].says.append(says(1, given=[given]))
+    assert rollout_pool.receive({1: run}) == []
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    handed_on = requests_of(children(rollout_pool)[1])[-1]
     assert (handed_on.key, handed_on.so_far) == (first.key, given)
     assert run.account.moved == 1
 
 
-def test_what_comes_back_from_a_worker_that_has_gone_on_goes_back_and_counts_as_no_move(fleet, monkeypatch) -> None:
+def test_what_comes_back_from_a_worker_that_has_gone_on_goes_back_and_counts_as_no_move(
+    rollout_pool, monkeypatch
+) -> None:
     run = step_run()
-    first = asked_to_give(fleet, run, monkeypatch)
-    fleet._posts[1].step = 2
-    seats(fleet)[0].says.append(says(1, given=[written(first, 2, "abort")]))
-    fleet.receive({1: run, 2: step_run(2)})
+    first = asked_to_give(rollout_pool, run, monkeypatch)
+    rollout_pool._workers[1].step = 2
+    children(rollout_pool)[0].says.append(says(1, given=[written(first, 2, "abort")]))
+    rollout_pool.receive({1: run, 2: step_run(2)})
     assert (run.num_queued(0), run.num_queued(1), run.account.moved) == (1, 0, 0)
 
 
-def test_an_answer_behind_the_end_of_its_step_says_that_nothing_was_left(fleet, monkeypatch) -> None:
+def test_an_answer_behind_the_end_of_its_step_says_that_nothing_was_left(rollout_pool, monkeypatch) -> None:
     run, later = step_run(), step_run(2)
-    asked_to_give(fleet, run, monkeypatch)
-    seats(fleet)[0].says.append(says(1, given=[]))
-    assert fleet.receive({2: later}) == []
+    asked_to_give(rollout_pool, run, monkeypatch)
+    children(rollout_pool)[0].says.append(says(1, given=[]))
+    assert rollout_pool.receive({2: later}) == []
     # It may be asked again, and its time counts.
-    assert fleet._posts[0].gives_to is None
-    assert fleet.busy_s == 1.0
+    assert rollout_pool._workers[0].move_target is None
+    assert rollout_pool.busy_s == 1.0
 
 
-def test_a_report_is_heard_and_is_no_progress_of_a_worker_that_dies_again_and_again(fleet) -> None:
+def test_a_report_is_heard_and_is_no_progress_of_a_worker_that_dies_again_and_again(rollout_pool) -> None:
     run = step_run()
-    fleet.dispatch({1: run}, LABELS)
-    seat = seats(fleet)[0]
-    first = requests_of(seat)[0]
-    seat.says.append(says(1, progress={first.key: 2}))
-    fleet.receive({1: run})
-    assert (len(seat.of(Heard)), seat.num_progress) == (1, 0)
-    seat.says.append(says(1, written(first, 3, "length")))
-    fleet.receive({1: run})
-    assert (len(seat.of(Heard)), seat.num_progress) == (1, 1)
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    child = children(rollout_pool)[0]
+    first = requests_of(child)[0]
+    child.says.append(says(1, progress={first.key: 2}))
+    rollout_pool.receive({1: run})
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 0)
+    child.says.append(says(1, written(first, 3, "length")))
+    rollout_pool.receive({1: run})
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
 
 
-def test_somebody_stays_in_a_step_whose_rollouts_may_come_back_from_the_judge(fleet) -> None:
+def test_somebody_stays_in_a_step_whose_rollouts_may_come_back_from_the_judge(rollout_pool) -> None:
     run, later = step_run(max_turns=2), step_run(2)
     runs = {1: run, 2: later}
-    fleet.dispatch(runs, LABELS)
-    seat = seats(fleet)[0]
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    child = children(rollout_pool)[0]
     mine: list[RolloutKey] = []
-    for request in requests_of(seat):
-        seat.says.append(says(1, written(request, 3, "stop")))
+    for request in requests_of(child):
+        child.says.append(says(1, written(request, 3, "stop")))
         mine.append(request.key)
-    assert len(fleet.receive(runs)) == 2
+    assert len(rollout_pool.receive(runs)) == 2
     # Both are at the judge when their worker dies; the next one does not go on to step 2.
-    seat.is_dead = True
-    fleet.receive(runs)
-    fleet.dispatch(runs, LABELS)
-    assert seat.sent == []
+    child.is_dead = True
+    rollout_pool.receive(runs)
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    assert child.sent == []
     following = Request(
         prompt_id=mine[0][0], prompt=TinyTask(1).prompts[0].tokens, sampling=SAMPLING, draw=0, sample=mine[0][2]
     )
-    fleet.note_judged(run, mine[0], following)
-    fleet.dispatch(runs, LABELS)
-    assert [message.step for message in seat.of(Begin)] == [1]
-    assert [request.key for request in requests_of(seat)] == [mine[0]]
+    rollout_pool.note_reward(run, mine[0], following)
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    assert [message.step for message in child.of(BeginStep)] == [1]
+    assert [request.key for request in requests_of(child)] == [mine[0]]
 
 
-def test_a_tail_stays_where_no_later_step_could_begin(fleet, monkeypatch) -> None:
+def test_a_tail_stays_where_no_later_step_could_begin(rollout_pool, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(module, "choose_move", lambda run, *_: asked.append(run.step))
     run, later = step_run(moving="consolidate"), step_run(2)
     for runs in ({1: run}, {1: run, 2: later}):
-        for labels in ({0: 0}, LABELS):
-            fleet.dispatch(runs, labels)
-            seats(fleet)[0].says.append(says(1, progress={requests_of(seats(fleet)[0])[0].key: 1}))
-            fleet.receive(runs)
-            fleet.dispatch(runs, labels)
-            assert asked == ([1] if len(runs) == 2 and labels is LABELS else [])
+        for policy_versions in ({0: 0}, POLICY_VERSIONS):
+            rollout_pool.dispatch(runs, policy_versions)
+            children(rollout_pool)[0].says.append(says(1, progress={requests_of(children(rollout_pool)[0])[0].key: 1}))
+            rollout_pool.receive(runs)
+            rollout_pool.dispatch(runs, policy_versions)
+            assert asked == ([1] if len(runs) == 2 and policy_versions is POLICY_VERSIONS else [])
 
 
-def test_more_waits_in_an_engine_whose_rollouts_end_many_at_a_time(fleet) -> None:
-    run, seat, held = step_run(stealing="queued", size=80), seats(fleet)[0], []
+def test_more_waits_in_an_engine_whose_rollouts_end_many_at_a_time(rollout_pool) -> None:
+    run, child, held = step_run(stealing="queued", size=80), children(rollout_pool)[0], []
 
     def given_after(num_ended: int) -> int:
         ended, held[:num_ended] = held[:num_ended], []
-        seat.says.append(says(1, *(written(request, 2, "length") for request in ended)))
-        seat.sent.clear()
-        fleet.receive({1: run})
-        fleet.dispatch({1: run}, LABELS)
-        held.extend(requests_of(seat))
+        child.says.append(says(1, *(written(request, 2, "length") for request in ended)))
+        child.sent.clear()
+        rollout_pool.receive({1: run})
+        rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+        held.extend(requests_of(child))
         return len(held)
 
     assert TinyRecipe().max_batch == 3

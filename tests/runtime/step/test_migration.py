@@ -21,8 +21,8 @@ from treering.history.draft.drafter import Drafter
 from treering.rl.collect import Collection
 from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.step.migration import Held, choose_move, prices_of
-from treering.runtime.step.planning import Plan
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.open_step import OpenStep
+from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, Moving, PlanRequest
@@ -46,8 +46,8 @@ class Moves(Dealt):
         super().__init__()
         self._moving: Moving = moving
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        size = outlook.forecasts[0].num_rollouts
+    def assign(self, request: PlanRequest) -> Assignment:
+        size = request.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-3:] = (1, 1, 2)
         beliefs = np.where(workers == 0, 1.0, 12.0)
@@ -108,7 +108,7 @@ def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeti
     )
 
 
-def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> StepRun:
+def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
     """A step of two groups of four; the first worker's are believed to have 4 tokens, the second's 8."""
     beliefs = np.where(np.array(workers) == 0, 4.0, 8.0)
     assignment = Assignment(
@@ -119,11 +119,11 @@ def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] 
         stealing=stealing,  # type: ignore[arg-type]
     )
     collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
-    plan = Plan(step=1, assignment=assignment, predicted=beliefs)
-    return StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    plan = RolloutPlan(step=1, assignment=assignment, predicted=beliefs)
+    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 
-def under_way(run: StepRun, so_far: dict[int, int]) -> list[Held]:
+def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
     """Starts everything; these run, with so many tokens each, and the others are over."""
     requests = {request.key: request for request in run.collection.requests()}
     for worker in (0, 1):
@@ -277,8 +277,8 @@ def ended_turn(request: Request) -> Rollout:
 def test_without_prices_nothing_moves() -> None:
     assignment = Assignment(workers=np.zeros(8), order=np.arange(8), moving="faster")
     collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
-    plan = Plan(step=1, assignment=assignment, predicted=np.ones(8))
-    run = StepRun(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
+    plan = RolloutPlan(step=1, assignment=assignment, predicted=np.ones(8))
+    run = OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
     assert run.moving == "off"
     assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5}), 0) is None
 

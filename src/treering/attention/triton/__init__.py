@@ -1,6 +1,6 @@
-"""The `triton` backend: kernels that read each key's range of rows, skip what no row sees, and mask where they must.
+"""The `triton` backend: kernels that read each key's range of query rows and skip blocks that no row sees.
 
-Importing this imports no triton: kernels are loaded on first use.
+Importing this does not import triton: kernels are loaded on first use.
 """
 
 from treering.attention.triton.backend import has_triton, triton_attention

@@ -1,4 +1,4 @@
-"""The `triton` backend as an operation of autograd: what may run on it, and where its gradients go.
+"""The `triton` backend as an autograd function: what it supports, and where its gradients go.
 
 N tokens   H query heads   G key heads   D head size
 """

@@ -1,4 +1,4 @@
-"""The forward kernel: a program per block of queries and head, an online softmax over the blocks of keys it visits."""
+"""The forward kernel: one program per block of queries and head, online softmax over the key blocks it visits."""
 
 from typing import no_type_check
 

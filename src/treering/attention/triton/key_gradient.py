@@ -1,7 +1,7 @@
-"""The kernels of the gradients of keys and values: a program per block of keys and key head sums over the queries.
+"""Kernels of the key and value gradients: one program per block of keys and key head, a sum over the queries.
 
-The query heads of a group are summed in one accumulator. Where several programs share a block, each leaves a partial
-sum in its slot and `add_slots_kernel` adds them in order: the same bits every time, without atomics.
+The query heads of a group are summed in one accumulator. Where several programs share a block, each writes a partial
+sum to its slot, and `add_slots_kernel` adds the slots in order: bitwise reproducible, without atomics.
 """
 
 from typing import no_type_check

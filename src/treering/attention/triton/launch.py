@@ -1,4 +1,4 @@
-"""Runs the kernels on tensors: grids, strides, launch options. Imports triton; knows no autograd and no gateways.
+"""Run the kernels on tensors: grids, strides, launch options. Imports triton.
 
 H query heads   G key heads   N query rows   K keys   D head size
 """

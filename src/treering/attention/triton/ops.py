@@ -1,6 +1,6 @@
-"""What the kernels share: reading tiles, the softcap, and which pairs of a tile are visible.
+"""Triton functions that the kernels share: loading tiles, the softcap, and which pairs of a tile are visible.
 
-Compiled by triton, or run by its interpreter on CPU: never by Python. Names in capitals are compile-time constants.
+Compiled by triton, or run by its interpreter on CPU. Names in capitals are compile-time constants.
 """
 
 from typing import no_type_check

@@ -1,4 +1,4 @@
-"""The kernels of the query's gradient: one program per block of queries and head, a sum over the keys it visits."""
+"""Kernels of the query gradient: one program per block of queries and head, a sum over the keys it visits."""
 
 from typing import no_type_check
 

@@ -1,4 +1,4 @@
-"""The index tensors of the kernels for one layout and window, on its device: made once, shared by all layers.
+"""The index tensors of the kernels for one layout and window, on its device: built once, shared by all layers.
 
 N query rows   K keys
 """

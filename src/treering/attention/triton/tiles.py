@@ -1,6 +1,6 @@
-"""How the kernels are cut: rows and keys of a tile by head size and dtype, warps and pipeline stages of a launch.
+"""Tile sizes of the kernels by head size and dtype, and the warps and pipeline stages of their launches.
 
-Knows sizes and nothing of triton. Tiles follow from what fits: accumulators in registers, tiles in shared memory.
+Sizes follow from what fits: accumulators in registers, tiles in shared memory.
 """
 
 from dataclasses import dataclass

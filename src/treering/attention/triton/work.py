@@ -1,8 +1,6 @@
-"""What each program of a kernel does: lists of blocks to visit, heaviest programs first.
+"""Work lists of the kernels: which blocks each program visits, heaviest programs first.
 
-Knows block numbers only; knows no tensors and no kernels.
-
-    P pairs of blocks   I items, one per program and head   S slots for partial sums
+P pairs of blocks   I items, one per program and head   S slots for partial sums
 """
 
 from dataclasses import dataclass, replace

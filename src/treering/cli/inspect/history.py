@@ -16,8 +16,8 @@ from rich.console import Console
 from treering.analysis.recording import Recorded, lengths_before, other_prompts, record, some_prompts
 from treering.analysis.replay import Drafted, Look, replay
 from treering.analysis.reuse import Reuse, ReuseMeter, Source
-from treering.cli.inspect.progress import InspectProgress
 from treering.cli.inspect.run_folder import RunFigures, drafter_settings, read_figures, trajectory_files
+from treering.cli.progress import StageProgress
 from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
 from treering.schedule.predict.calibration import Calibration, RankGroups, calibrate, group_ranks
 
@@ -103,7 +103,7 @@ def inspect_history(
     Example: two epochs in which each prompt is answered alike, every answer 103 tokens long and its own, have a reuse
     of 100 / 103 from history.
     """
-    with InspectProgress() as progress:
+    with StageProgress() as progress:
         recorded = _read(paths, Renderer(tokenizer=tokenizer, template=template), progress)
         chosen = recorded
         if max_rollouts is not None:
@@ -174,7 +174,7 @@ def run(
         show(report, Console())
 
 
-def _read(paths: Sequence[Path], renderer: Renderer, progress: InspectProgress) -> Recorded:
+def _read(paths: Sequence[Path], renderer: Renderer, progress: StageProgress) -> Recorded:
     files = trajectory_files(paths)
     progress.begin("reading", len(files), "files")
     trajectories: list[Trajectory] = []
@@ -187,7 +187,7 @@ def _read(paths: Sequence[Path], renderer: Renderer, progress: InspectProgress) 
     return record(trajectories, rendered)
 
 
-def _measure_reuse(recorded: Recorded, progress: InspectProgress) -> dict[int, dict[Source, Reuse | None]]:
+def _measure_reuse(recorded: Recorded, progress: StageProgress) -> dict[int, dict[Source, Reuse | None]]:
     progress.begin("reuse", len(SOURCES) * recorded.num_rollouts, "rollouts")
     meter = ReuseMeter(recorded)
     found: dict[int, dict[Source, Reuse | None]] = {}
@@ -199,7 +199,7 @@ def _measure_reuse(recorded: Recorded, progress: InspectProgress) -> dict[int, d
     return found
 
 
-def _replay(recorded: Recorded, paths: Sequence[Path], progress: InspectProgress) -> dict[Look, dict[int, Drafted]]:
+def _replay(recorded: Recorded, paths: Sequence[Path], progress: StageProgress) -> dict[Look, dict[int, Drafted]]:
     progress.begin("drafting", len(LOOKS) * int(recorded.lengths.sum()), "tokens")
     max_epochs, settings = drafter_settings(paths[0])
     return {

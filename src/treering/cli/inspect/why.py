@@ -6,16 +6,19 @@ Knows rows of a file and how tokens read. The search itself is `tree.divergence`
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
-from tokenizers import Tokenizer
 
 from treering.data import RenderedTrajectory
 from treering.data.rendering.encoder import open_tokenizer
 from treering.tree.divergence import Divergence, explain_losses
 from treering.tree.forest import Forest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 COLUMNS = ("row", "other", "position", "reads", "other reads", "tokens", "share", "shift")
 _NUM_TOKENS_SHOWN = 6
@@ -121,7 +124,7 @@ def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
     return table
 
 
-def _text(tokenizer: Tokenizer | None, trajectory: RenderedTrajectory, position: int) -> str | None:
+def _text(tokenizer: "Tokenizer | None", trajectory: RenderedTrajectory, position: int) -> str | None:
     if tokenizer is None:
         return None
     ids = trajectory.tokens[position : position + _NUM_TOKENS_SHOWN].tolist()

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from treering.cli.choice import one_of
+
 _FROM_LAWS = "Rollouts that are made up"
 _FROM_LOGS = "Rollouts of a log"
 _CLUSTER = "Workers and times"
@@ -78,11 +80,20 @@ def simulate(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Report means over so many seeds, and the worst.")] = 1,
     predictor: Annotated[
         Literal["median", "ema", "quantile"] | None,
-        typer.Option(help="What predicts lengths from the steps before: median.", rich_help_panel=_FROM_LOGS),
+        typer.Option(
+            parser=one_of("median", "ema", "quantile"),
+            metavar="median|ema|quantile",
+            help="What predicts lengths from the steps before: median.",
+            rich_help_panel=_FROM_LOGS,
+        ),
     ] = None,
     distort: Annotated[
         Literal["reversed", "constant", "random"] | None,
-        typer.Option(help="Control: predictions that are wrong on purpose."),
+        typer.Option(
+            parser=one_of("reversed", "constant", "random"),
+            metavar="reversed|constant|random",
+            help="Control: predictions that are wrong on purpose.",
+        ),
     ] = None,
     decode: Annotated[
         str,

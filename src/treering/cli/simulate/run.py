@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from treering.cli.bench_progress import BenchProgress
+from treering.cli.progress import WorkProgress
 from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
 from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, in_seconds
 from treering.errors import InputError
@@ -67,7 +67,7 @@ def _compare(who: list[Entrant], cases: list[Case]) -> tuple[list[Result], list[
         progress.tell(f"{name}, run {num_done + 1} of {num_runs}", num_done / num_runs)
         num_done += 1
 
-    with BenchProgress(Console(stderr=True)) as progress:
+    with WorkProgress(Console(stderr=True)) as progress:
         return compare(who, cases, tell)
 
 

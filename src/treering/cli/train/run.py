@@ -13,12 +13,11 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.progress import StepProgress
+from treering.cli.progress import RlProgress, StepProgress
 from treering.cli.run_folder import open_sinks, told_on, write_settings
 from treering.cli.settings import compute_options, count_steps
 from treering.cli.sharing import with_costs
 from treering.cli.train.loop import make_loop, make_model
-from treering.cli.train.progress import RlProgress
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource, load_task

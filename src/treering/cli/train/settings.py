@@ -97,7 +97,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
             decode=source.decode,
             num_threads=_engine_threads(config),
             backend=engine.backend,
-            equal_rows=engine.equal_rows,
+            duplicate_rows=engine.duplicate_rows,
             costs="none" if is_fixed else "measured",
         )
 

@@ -151,7 +151,8 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
     ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
     deaths = (
         f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
-        f"{account['judge_deaths'] + account['judges_stopped']} judges ({account['judged_again']:,} judged again), "
+        f"{account['reward_worker_deaths'] + account['reward_workers_stopped']} reward workers "
+        f"({account['evaluated_again']:,} evaluated again), "
         f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
     elsewhere = f"{account['stolen']:,} started, {account['moved']:,} went on at another worker than planned"

@@ -7,14 +7,18 @@ loads the small `tokenizers` package instead of a model library.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
 
 from treering.data.rendering.script import TURN_START, Script, join_scripts
 from treering.errors import ConfigError
+from treering.extras import require
 from treering.types import LossMask, TokenIds
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,13 +70,16 @@ class Encoder:
         return [join_encoded([encoded[script] for script in scripts]) for scripts in parts]
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
+def open_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a Hugging Face folder, without truncation and padding.
 
     Raises ConfigError where the folder holds no tokenizer.json, or a broken one.
 
     Example: `open_tokenizer(Path("qwen3")).token_to_id("<|im_end|>")` is 151645.
     """
+    require(f"the tokenizer {folder}", "tokenizers")
+    from tokenizers import Tokenizer
+
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"a tokenizer folder holds tokenizer.json, none in {folder}; pass a Hugging Face tokenizer")
@@ -86,12 +93,12 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _isolates(tokenizer: Tokenizer, marker: str) -> bool:
+def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
     added = tokenizer.get_added_tokens_decoder().values()
     return any(token.content == marker and not token.lstrip and not token.single_word for token in added)
 
 
-def _align(script: Script, encoding: Encoding) -> EncodedScript:
+def _align(script: Script, encoding: "Encoding") -> EncodedScript:
     tokens = np.array(encoding.ids, dtype=np.int32)
     starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
     edges = np.array(script.spans, dtype=np.int64).reshape(-1)

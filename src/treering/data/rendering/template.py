@@ -11,6 +11,7 @@ from typing import Any
 from treering.data.rendering.script import Script, Span
 from treering.data.trajectory import Message
 from treering.errors import ConfigError, InputError
+from treering.extras import require
 
 
 class ChatTemplate:
@@ -21,6 +22,7 @@ class ChatTemplate:
 
     def __init__(self, folder: Path) -> None:
         """Opens the folder; raises ConfigError where it is no tokenizer or has no chat template."""
+        require("--template hf", "transformers")
         from transformers import AutoTokenizer
 
         try:

@@ -1,1 +1,1 @@
-"""The running rollouts as arrays, and what one step computes of them."""
+"""The running batch as arrays, and the inputs and outputs of one step."""

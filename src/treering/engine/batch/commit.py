@@ -1,6 +1,6 @@
-"""What a step gives to the running rollouts: tokens that were drawn, up to the first stop or the limit.
+"""Appends a step's sampled tokens to the running rollouts, up to the first stop token or the length limit.
 
-Knows the columns and what was drawn for them. Knows nothing of drawing or of what becomes of finished rollouts.
+It also plans the moves of accepted drafts' keys and values to their final slots.
 
     B running rows   R sampled rows   J most drafts of a row   K slots that move
 """
@@ -14,23 +14,23 @@ from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.state import BatchState, StepInputs
 
-NOT_FINISHED, STOPPED, OUT_OF_ROOM = 0, 1, 2
+NOT_FINISHED, STOPPED, REACHED_LIMIT = 0, 1, 2
 
 
 class CommittedTokens(NamedTuple):
-    """Tokens of a step for its R sampled rows (in the order of `StepInputs.rows`), counts for all B, and moves."""
+    """Counts for the R sampled rows (in the order of `StepInputs.rows`), for all B rows, and K key-value moves."""
 
-    num_new: Int64Array  # [R] tokens that the rollout gained
-    finish: Int64Array  # [R] NOT_FINISHED, STOPPED or OUT_OF_ROOM
-    num_accepted: Int64Array  # [B] of the tokens gained, drafted ones
-    leaves: Int64Array  # [B] the last accepted draft's number within its row, -1 for none
-    sources: Int64Array  # [K] slots of accepted tokens that belong elsewhere, as `Decoder.move` takes them
-    targets: Int64Array  # [K] where their keys and values belong
+    num_new: Int64Array  # [R] tokens appended
+    finish: Int64Array  # [R] NOT_FINISHED, STOPPED or REACHED_LIMIT
+    num_accepted: Int64Array  # [B] draft tokens among the appended ones
+    leaves: Int64Array  # [B] index of the last accepted draft within its row, -1 for none
+    sources: Int64Array  # [K] slots of accepted tokens to copy from, as `Decoder.move` takes them
+    targets: Int64Array  # [K] slots to copy their keys and values to
 
 
 def commit_tokens(
     columns: BatchState,
-    work: StepInputs,
+    inputs: StepInputs,
     version: int,
     tokens: Int32Array,
     logprobs: Float64Array,
@@ -38,26 +38,26 @@ def commit_tokens(
     num_out: Int64Array,
     path: Int32Array,
 ) -> CommittedTokens:
-    """Appends what was sampled, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
+    """Appends the sampled tokens, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
 
-    Every sampled token but the last has been computed as a draft, number path[r, i] of its row, so only the last one is
-    missing in the arena. A row that goes on wants its accepted drafts behind one another, and few of them move: a
-    draft's likeliest path stands first. A row that another one led wants all that was computed for it in its own span.
+    Every sampled token but the last was computed as draft path[r, i] of its row, so only the last one is missing in
+    the arena. A continuing row needs its accepted drafts in consecutive slots; few have to move, because a draft's
+    likeliest path comes first. A duplicate row needs all that its leader computed copied into its own span.
     """
     c = columns
-    # Few arrays for all: compiled code hands them over one by one, which takes longer than to fill them.
-    sampled, every = np.zeros((2, work.rows.size), np.int64), np.zeros((2, work.num_fed.size), np.int64)
+    # Few arrays: numba unpacks each argument, which takes longer than filling it.
+    sampled, every = np.zeros((2, inputs.rows.size), np.int64), np.zeros((2, inputs.num_fed.size), np.int64)
     moves = np.empty((2, path.size), np.int64)
-    num_moves = _take(
+    num_moves = _append(
         c.tokens, c.logprobs, c.policy_logprobs, c.versions, c.was_sampled, c.num_tokens, c.num_computed, c.num_prompt,
-        c.num_prefix, c.own_start, c.limit, c.stop_tokens, work.rows, work.leaders, work.num_fed, version, tokens,
+        c.num_prefix, c.own_start, c.limit, c.stop_tokens, inputs.rows, inputs.leaders, inputs.num_fed, version, tokens,
         logprobs, policy_logprobs, num_out, path, sampled, every, moves,
     )  # fmt: skip
     return CommittedTokens(*sampled, *every, *moves[:, :num_moves])
 
 
 @njit(cache=True, nogil=True)
-def _take(
+def _append(
     context: Int32Array,
     all_logprobs: Float64Array,
     all_policy_logprobs: Float64Array,
@@ -83,7 +83,7 @@ def _take(
     every: Int64Array,
     moves: Int64Array,
 ) -> int:
-    """Fills `CommittedTokens`: sampled [2, R] and every [2, B] from zeros, moves [2, K at most]; returns K."""
+    """Fills `CommittedTokens`: sampled [2, R] and every [2, B] (both zeros) and moves [2, >= K]; returns K."""
     num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
     for row in range(num_fed.size):
         num_computed[row] += num_fed[row]
@@ -102,7 +102,7 @@ def _take(
             num_tokens[row] += 1
             num_new[index] += 1
             if num_tokens[row] >= limit[row]:
-                finish[index] = OUT_OF_ROOM
+                finish[index] = REACHED_LIMIT
             for stop in stop_tokens[row]:
                 if stop == token:
                     finish[index] = STOPPED
@@ -129,20 +129,20 @@ def _plan_moves(
     path: Int32Array,
     moves: Int64Array,
 ) -> int:
-    """Fills the moves of the rows that go on; returns how many there are.
+    """Fills the key-value moves of the rows that continue; returns their number.
 
-    Those to other rows come first: what they read is where the pass wrote it, until its own row moves it.
+    Copies into duplicate rows come first: the leader's own moves overwrite slots that they read.
     """
     num_moves = 0
-    for is_led in (True, False):
+    for is_duplicate in (True, False):
         for index in range(rows.size):
             row, leader = rows[index], leaders[index]
-            if finish[index] != NOT_FINISHED or (leader != row) != is_led:
+            if finish[index] != NOT_FINISHED or (leader != row) != is_duplicate:
                 continue
-            # In either span, behind the tokens that the pass began with.
-            behind = num_tokens[row] - num_new[index] - num_prefix[row]
-            source, target = own_start[leader] + behind, own_start[row] + behind
-            if is_led:
+            # Offset in either span of the first slot after the tokens that the pass began with.
+            offset = num_tokens[row] - num_new[index] - num_prefix[row]
+            source, target = own_start[leader] + offset, own_start[row] + offset
+            if is_duplicate:
                 moves[0, num_moves], moves[1, num_moves] = source - 1, target - 1
                 num_moves += 1
             for step in range(num_accepted[row]):
@@ -152,16 +152,16 @@ def _plan_moves(
     return num_moves
 
 
-def counts_of(work: StepInputs, gains: CommittedTokens, drafts: DraftTrees, num_prefilled: int) -> dict[str, int]:
-    """What a step adds to `EngineStats`, by its names; `num_prefilled` counts the pieces of shared prompts."""
-    num_drafted = int((drafts.offsets[work.leaders + 1] - drafts.offsets[work.leaders]).sum())
-    # Of a few numbers a list is summed sooner than an array.
+def counts_of(inputs: StepInputs, committed: CommittedTokens, drafts: DraftTrees, num_prefilled: int) -> dict[str, int]:
+    """A step's increments of `EngineStats`, by field; `num_prefilled` counts the chunks of shared prompts."""
+    num_drafted = int((drafts.offsets[inputs.leaders + 1] - drafts.offsets[inputs.leaders]).sum())
+    # For a few numbers, summing a list is faster than summing an array.
     return {
         "num_forwards": 1,
-        "num_rows": work.rows.size,
-        "num_sampled": sum(gains.num_new.tolist()),
-        "num_prefilled": num_prefilled + sum(work.num_fed.tolist()) - work.rows.size,
+        "num_rows": inputs.rows.size,
+        "num_sampled": sum(committed.num_new.tolist()),
+        "num_prefilled": num_prefilled + sum(inputs.num_fed.tolist()) - inputs.rows.size,
         "num_drafted": num_drafted,
-        "num_led": int((work.leaders != work.rows).sum()),
-        "num_accepted": sum(gains.num_accepted.tolist()),
+        "num_duplicate_rows": int((inputs.leaders != inputs.rows).sum()),
+        "num_accepted": sum(committed.num_accepted.tolist()),
     }

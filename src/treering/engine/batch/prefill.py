@@ -1,7 +1,4 @@
-"""Pieces of shared prompts that a pass computes, and how they join the tokens of the running rows.
-
-Knows prefixes and token counts. Knows nothing of rollouts.
-"""
+"""Chunked prefill of shared prompts, joined with the running rows' tokens into one batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from treering.engine.kv_cache.prefix_cache import Prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunk:
+class PrefillChunk:
     """Tokens `first` to `first + num_tokens - 1` of a prefix."""
 
     prefix: Prefix
@@ -22,33 +19,33 @@ class Chunk:
     num_tokens: int
 
     def complete(self) -> None:
-        """Notes that its keys and values are in the arena, or will be before anything reads them."""
+        """Marks its keys and values as computed; they are in the arena before anything reads them."""
         assert self.prefix.start is not None
-        self.prefix.spans.set_computed(self.prefix.start, self.first + self.num_tokens)
+        self.prefix.allocator.set_computed(self.prefix.start, self.first + self.num_tokens)
 
 
-def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[Chunk]:
-    """The first tokens that are missing, prefix by prefix, `max_tokens` in all; they count as computed from now on.
+def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
+    """Chunks of the missing prefix tokens, `max_tokens` in all; marks them as computed.
 
-    A pass writes all keys before any token reads, so a prefix goes on in the same pass behind what it shares with one
-    before it.
+    A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it
+    shares with an earlier one.
 
-    Example: prefixes that lack 300 and 500 tokens and max_tokens=512 give chunks of 300 and 212.
+    Example: prefixes with 300 and 500 missing tokens and max_tokens=512 give chunks of 300 and 212.
     """
     chunks = []
     for prefix in prefixes:
         num_tokens = min(prefix.num_tokens - prefix.num_computed, max_tokens)
         if num_tokens > 0:
-            chunk = Chunk(prefix=prefix, first=prefix.num_computed, num_tokens=num_tokens)
+            chunk = PrefillChunk(prefix=prefix, first=prefix.num_computed, num_tokens=num_tokens)
             chunk.complete()
             chunks.append(chunk)
             max_tokens -= num_tokens
     return chunks
 
 
-def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
-    """One batch: the rows' tokens, then the chunks', whose logits nobody wants."""
-    columns = [list(work[:9]), *(_columns(chunk) for chunk in chunks)]
+def join(inputs: StepInputs, chunks: Sequence[PrefillChunk]) -> TokenBatch:
+    """One batch: the rows' tokens, then the chunks', whose logits are not computed."""
+    columns = [list(inputs[:9]), *(_columns(chunk) for chunk in chunks)]
     merged = columns[0] if len(columns) == 1 else [np.concatenate(parts) for parts in zip(*columns, strict=True)]
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = merged
     return TokenBatch(
@@ -61,16 +58,16 @@ def join(work: StepInputs, chunks: Sequence[Chunk]) -> TokenBatch:
         num_own=num_own,
         tree_start=tree_start,
         tree_bits=tree_bits,
-        wanted=work.wanted,
+        wanted=inputs.wanted,
     )
 
 
-def _columns(chunk: Chunk) -> list[np.ndarray]:
-    """A chunk's columns in the order of `StepInputs`; to its own tokens, a prefix is the own span."""
+def _columns(chunk: PrefillChunk) -> list[np.ndarray]:
+    """A chunk's columns in the order of `StepInputs`; the prefix's span is the own span of its tokens."""
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)
-    nothing = np.zeros(chunk.num_tokens, np.int64)
+    zeros = np.zeros(chunk.num_tokens, np.int64)
     tokens = prefix.tokens[positions].astype(np.int64)
-    own_start = nothing + prefix.start
-    return [tokens, positions, own_start + positions, nothing, nothing, own_start, positions + 1, nothing, nothing]
+    own_start = zeros + prefix.start
+    return [tokens, positions, own_start + positions, zeros, zeros, own_start, positions + 1, zeros, zeros]

@@ -1,9 +1,8 @@
-"""The running rollouts as columns of numbers, and what a step is to compute of them.
+"""The running batch as arrays of columns, and the plan of a step's forward pass.
 
-Knows token counts, spans and stop tokens. Knows nothing of requests, weights or sampling. Rows 0 to B - 1 run; a row
-that leaves is replaced by the last one, so that a step never looks at an empty one.
+Rows 0 to B - 1 are running; the last row replaces a removed one, so rows are always dense.
 
-    M rows at most   B running rows   L longest context   Q stop tokens   T tokens of a pass   W sampled positions
+    M max rows   B running rows   L longest context   Q stop tokens   T tokens of a pass   W sampled positions
 """
 
 from collections.abc import Iterator
@@ -18,34 +17,34 @@ from treering.engine.batch.draft_tree import DraftTrees
 
 
 class BatchState(NamedTuple):
-    """One entry per row: int64 [M] where nothing else is said."""
+    """One entry per row, int64 [M] unless noted."""
 
     tokens: Int32Array  # [M, L] the context: prompt, then rollout
     logprobs: Float64Array  # [M, L] of the rollout's tokens, from column 0
     policy_logprobs: Float64Array  # [M, L]
     versions: Int32Array  # [M, L]
     was_sampled: BoolArray  # [M, L]
-    num_tokens: Int64Array  # context so far
+    num_tokens: Int64Array  # current length of the context
     num_prompt: Int64Array
-    limit: Int64Array  # context at most
-    num_computed: Int64Array  # tokens of the context whose keys and values are in the arena
+    limit: Int64Array  # longest context
+    num_computed: Int64Array  # context tokens whose keys and values are in the arena
     num_prefix: Int64Array  # of these, those in the shared span
     prefix_start: Int64Array
     own_start: Int64Array
     is_ready: BoolArray  # whether the shared span is computed
     keys: Int64Array  # of the noise
     groups: Int64Array  # equal for siblings
-    row_ids: Int64Array  # of the rollout, for its whole stay; never given twice
+    row_ids: Int64Array  # unique id of the rollout, never reused
     temperature: Float64Array
     top_k: Int64Array  # 0 is all
     top_p: Float64Array
-    stop_tokens: Int32Array  # [M, Q], -1 where a row has fewer
+    stop_tokens: Int32Array  # [M, Q], padded with -1
 
 
 class StepInputs(NamedTuple):
-    """What a pass computes: the columns of a `TokenBatch`, and which rows are sampled from which logits."""
+    """The inputs of a pass: the columns of a `TokenBatch`, and which rows are sampled from which logits."""
 
-    tokens: Int64Array  # [T], as the eight behind it
+    tokens: Int64Array  # [T], as are the next eight
     positions: Int64Array
     slots: Int64Array
     prefix_start: Int64Array
@@ -55,10 +54,10 @@ class StepInputs(NamedTuple):
     tree_start: Int64Array
     tree_bits: Int64Array
     wanted: Int64Array  # [W]
-    rows: Int64Array  # [R] rows that are sampled
-    leaders: Int64Array  # [R] for each of these, the row whose tokens the pass computes: itself, or one with the same
-    first_logits: Int64Array  # for each of these, its first entry of `wanted`
-    num_fed: Int64Array  # [B] context tokens that the pass computes, for whichever row, drafts left out
+    rows: Int64Array  # [R] sampled rows
+    leaders: Int64Array  # [R] the row computed for each of these: itself, or the one it duplicates
+    first_logits: Int64Array  # [R] first entry of each in `wanted`
+    num_fed: Int64Array  # [B] context tokens that the pass computes for the row or its leader, without drafts
 
 
 def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchState:
@@ -90,7 +89,7 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchSta
 
 
 def widen(columns: BatchState, *, max_context: int, max_stops: int) -> BatchState:
-    """The same rows with room for longer contexts or more stop tokens."""
+    """Copies the rows into wider columns, for longer contexts or more stop tokens."""
     wider = make_columns(max_rows=columns.num_tokens.size, max_context=max_context, max_stops=max_stops)
     pairs: Iterator[tuple[NDArray[Any], NDArray[Any]]] = zip(columns, wider, strict=True)
     for old, new in pairs:
@@ -109,45 +108,45 @@ def move_row(columns: BatchState, source: int, target: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def fill_room(
+def fill_max_drafts(
     is_ready: BoolArray,
     num_tokens: Int64Array,
     num_computed: Int64Array,
     limit: Int64Array,
     leaders: Int64Array,
-    room: Int64Array,
+    max_drafts: Int64Array,
 ) -> None:
-    """Puts into `room` [B] how many drafted tokens each row has slots for: 0 unless it lacks its last token alone.
+    """Fills `max_drafts` [B] with the number of draft tokens that each row has slots for; 0 unless the row is decoding.
 
-    A row that another one leads has none: it goes along with the leader's. The last token that a rollout may have is
-    drawn, never computed, so its slots end one before the limit.
+    A duplicate row gets 0: it uses its leader's drafts. A rollout's last possible token is sampled but never computed,
+    so the slots end one before the limit.
     """
-    for row in range(room.size):
+    for row in range(max_drafts.size):
         decodes = leaders[row] == row and is_ready[row] and num_tokens[row] - num_computed[row] == 1
-        room[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
+        max_drafts[row] = limit[row] - num_tokens[row] - 1 if decodes else 0
 
 
 def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
-    """The tokens of the next pass over rows 0 to B - 1, whose leaders are `leaders` [B].
+    """Plans the next pass over rows 0 to B - 1 with leaders `leaders` [B].
 
-    A row that another one leads computes nothing, and is sampled from the leader's logits along the leader's drafts. A
-    row that lacks one token computes it and its drafts, and is sampled behind each; one that lacks more takes what
-    `max_prefill` leaves for it, and is sampled once nothing is left. Drafts lie behind the context in the row's own
-    span, in their own order, each at the position of its depth.
+    A duplicate row computes nothing; it is sampled from its leader's logits, along its leader's drafts. A decoding row
+    (one missing token) computes that token and its drafts, and is sampled after each. A row that is missing more takes
+    its share of `max_prefill`, and is sampled once nothing is missing. Drafts lie after the context in the row's own
+    span, in the drafter's order, each at the position of its depth.
     """
     c, num_rows = columns, leaders.size
-    # One array for all: compiled code hands arrays over one by one, which takes longer than to fill them.
-    room = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
+    # One array for all columns: numba unpacks each argument, which takes longer than filling it.
+    per_token = np.empty((10, num_rows + max_prefill + drafts.tokens.size), np.int64)
     rows = np.empty((5, num_rows), np.int64)
-    num_tokens, num_wanted, num_sampled = _fill_work(
+    num_tokens, num_wanted, num_sampled = _fill_inputs(
         c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
-        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, room, rows,
+        max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, per_token, rows,
     )  # fmt: skip
-    return StepInputs._make([*room[:9, :num_tokens], room[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
+    return StepInputs._make([*per_token[:9, :num_tokens], per_token[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
 
 
 @njit(cache=True, nogil=True)
-def _fill_work(
+def _fill_inputs(
     context: Int32Array,
     num_tokens: Int64Array,
     num_computed: Int64Array,
@@ -161,15 +160,16 @@ def _fill_work(
     offsets: Int64Array,
     depths: Int64Array,
     bits: Int64Array,
-    room: Int64Array,
-    row_room: Int64Array,
+    per_token: Int64Array,
+    per_row: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills `StepInputs` in `room` and `row_room`; returns the numbers of tokens, wanted tokens and sampled rows."""
+    """Fills `StepInputs` into `per_token` and `per_row`; returns the numbers of tokens, wanted tokens and rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
-        room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8],
+        per_token[0], per_token[1], per_token[2], per_token[3], per_token[4], per_token[5], per_token[6], per_token[7],
+        per_token[8],
     )  # fmt: skip
-    wanted, rows, row_leaders, first_logits, num_fed = room[9], row_room[0], row_room[1], row_room[2], row_room[3]
-    first_of = row_room[4]
+    wanted, rows, row_leaders, first_logits, num_fed = per_token[9], per_row[0], per_row[1], per_row[2], per_row[3]
+    first_of = per_row[4]
     at = num_wanted = num_sampled = 0
     for row in range(leaders.size):
         if leaders[row] != row:
@@ -184,7 +184,7 @@ def _fill_work(
         num_fed[row] = missing if missing == 1 else min(missing, max_prefill)
         max_prefill -= num_fed[row] if missing > 1 else 0
         first_draft, num_drafts = offsets[row], offsets[row + 1] - offsets[row]
-        # Of its own span, what is filled once the fed tokens are computed.
+        # Slots of its own span in use once the fed tokens are computed.
         num_filled = num_computed[row] + num_fed[row] - num_prefixed[row]
         is_sampled = num_fed[row] == missing
         if is_sampled:

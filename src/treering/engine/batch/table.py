@@ -1,12 +1,9 @@
-"""The table of running rollouts: which request is in which row, and the memory that it holds.
-
-Owns the columns, the arena's spans and the shared prefixes. Knows nothing of weights, passes or the queue.
-"""
+"""The table of running rollouts: which request is in which row, and its key-value memory."""
 
 from collections.abc import Set
 
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
-from treering.engine.kv_cache.allocator import Arena
+from treering.engine.kv_cache.allocator import KVAllocator
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
@@ -18,20 +15,20 @@ _FIRST_STOPS = 4
 
 
 class Table:
-    """Rows 0 to num_rows - 1 run; requests beyond them wait elsewhere."""
+    """Rows 0 to num_rows - 1 are running; waiting requests are not in the table."""
 
-    def __init__(self, *, max_rows: int, arena: Arena, seed: int) -> None:
-        """No row, and an arena whose slots are all free."""
+    def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int) -> None:
+        """Starts without rows; all slots of `allocator` must be free."""
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
-        self.prefixes = PrefixCache(arena)
+        self.prefixes = PrefixCache(allocator)
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
         self._num_groups = 0
         self._num_added = 0
         self.num_changes = 0
-        """Rows that came or went so far; while it stays the same, so do the columns' arrays and who is in which row."""
+        """Number of added and removed rows; while it is unchanged, so are the columns' arrays and the row order."""
 
     @property
     def num_rows(self) -> int:
@@ -39,31 +36,31 @@ class Table:
         return len(self.requests)
 
     def add(self, request: Request) -> bool:
-        """Gives an expected request a row and its memory; False where there is no room at present."""
+        """Gives a registered request a row and key-value slots; returns False if there is no space yet."""
         if self.num_rows == self._max_rows:
             return False
-        prefix = self.prefixes.of(request.prompt)
-        # It must not be taken as idle while its own row is being placed.
+        prefix = self.prefixes.get(request.prompt)
+        # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
-        own_start = self._take_spans(prefix, request.sampling.max_tokens)
+        own_start = self._allocate_spans(prefix, request.sampling.max_tokens)
         if own_start is None:
             prefix.num_running -= 1
             return False
-        self._fill(self.num_rows, request, prefix, own_start)
+        self._fill_row(self.num_rows, request, prefix, own_start)
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
         return True
 
     def typical_context(self) -> int:
-        """Tokens that a running rollout has behind it when half of its room is used, in the mean; 256 if none runs."""
+        """Mean context length of the running rollouts at half of their limit; 256 if none runs."""
         c, num_rows = self.columns, self.num_rows
         if num_rows == 0:
             return _FIRST_CONTEXT
         return int((c.num_prompt[:num_rows] + c.limit[:num_rows]).mean()) // 2
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens behind its prompt that each row has, by key."""
+        """Tokens of each row after its prompt, by key."""
         columns = self.columns
         return {
             request.key: int(columns.num_tokens[row] - columns.num_prompt[row])
@@ -71,7 +68,7 @@ class Table:
         }
 
     def rollout(self, row: int, reason: FinishReason) -> Rollout:
-        """What a row has so far."""
+        """A row's tokens so far, as a rollout."""
         columns = self.columns
         first, last = columns.num_prompt[row], columns.num_tokens[row]
         own = slice(0, last - first)
@@ -87,8 +84,8 @@ class Table:
             finish_reason=reason,
         )
 
-    def cut_at_string(self, row: int, num_new: int, decode: Decode) -> bool:
-        """Whether one of a row's last `num_new` tokens completes a stop string; those behind it are dropped then."""
+    def truncate_at_stop(self, row: int, num_new: int, decode: Decode) -> bool:
+        """Whether one of a row's last `num_new` tokens completes a stop string; drops the tokens after it."""
         columns, request = self.columns, self.requests[row]
         strings = request.sampling.stop_strings
         if not strings:
@@ -100,9 +97,9 @@ class Table:
         return stays is not None
 
     def remove(self, row: int) -> Request:
-        """Frees a row and its memory; the last row takes its place."""
+        """Frees a row and its memory; the last row replaces it."""
         request, prefix = self.requests[row], self._row_prefixes[row]
-        self.prefixes.spans.give_back(int(self.columns.own_start[row]))
+        self.prefixes.allocator.free(int(self.columns.own_start[row]))
         prefix.num_running -= 1
         last = self.num_rows - 1
         if row != last:
@@ -113,46 +110,46 @@ class Table:
         self.num_changes += 1
         return request
 
-    def forget_values(self) -> None:
-        """Marks all keys and values as not computed: rows read their tokens again before they go on."""
-        self.prefixes.forget_values()
+    def invalidate(self) -> None:
+        """Marks all keys and values as not computed: rows prefill their tokens again before they continue."""
+        self.prefixes.invalidate()
         self.columns.num_computed[: self.num_rows] = self.columns.num_prefix[: self.num_rows]
         self.mark_ready()
 
     def mark_ready(self) -> None:
-        """Lets the rows go on whose prefix is complete."""
+        """Marks the rows whose prefix is complete as ready to run."""
         for row, prefix in enumerate(self._row_prefixes):
             self.columns.is_ready[row] = prefix.is_complete
 
     def rows_of(self, keys: Set[RolloutKey]) -> list[int]:
-        """Rows of these requests, last one first, so that removing one moves none that is still to come."""
+        """Rows of these requests, last one first, so that removing one does not move the next ones."""
         return [row for row in reversed(range(self.num_rows)) if self.requests[row].key in keys]
 
-    def _take_spans(self, prefix: Prefix, num_own: int) -> int | None:
-        """The own span of a row whose prefix has its span too; idle prefixes make room where it lacks."""
-        start = self._try_to_take(prefix, num_own)
-        if start is None and self.prefixes.drop_idle():
-            start = self._try_to_take(prefix, num_own)
+    def _allocate_spans(self, prefix: Prefix, num_own: int) -> int | None:
+        """Allocates the prefix's span and the row's own span; evicts idle prefixes if space is short."""
+        start = self._try_allocate(prefix, num_own)
+        if start is None and self.prefixes.evict_idle():
+            start = self._try_allocate(prefix, num_own)
         if start is None and self.num_rows == 0:
-            # Nothing else is in the arena, so only the prefix itself can stand in the way, in the middle of it, or what
-            # is kept just in case.
-            self.prefixes.drop_span(prefix)
-            self.prefixes.forget_values()
-            start = self._try_to_take(prefix, num_own)
+            # No row is running, so only the prefix itself, in the middle of the arena, or cached prompts can be in the
+            # way.
+            self.prefixes.free_span(prefix)
+            self.prefixes.invalidate()
+            start = self._try_allocate(prefix, num_own)
         return start
 
-    def _try_to_take(self, prefix: Prefix, num_own: int) -> int | None:
-        return self.prefixes.spans.take(num_own) if self.prefixes.place(prefix) else None
+    def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
+        return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
     def _group_of(self, request: Request) -> int:
-        """The number of its running siblings, else a new one."""
+        """The group number of its running siblings, else a new one."""
         for row, other in enumerate(self.requests):
             if (other.prompt_id, other.draw) == (request.prompt_id, request.draw):
                 return int(self.columns.groups[row])
         self._num_groups += 1
         return self._num_groups
 
-    def _fill(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
+    def _fill_row(self, row: int, request: Request, prefix: Prefix, own_start: int) -> None:
         sampling, so_far = request.sampling, request.so_far
         num_prompt = request.prompt.size
         self._widen(num_prompt + sampling.max_tokens, len(sampling.stop_tokens))
@@ -181,7 +178,7 @@ class Table:
 
 
 def _restore(c: BatchState, row: int, so_far: Rollout) -> None:
-    """Puts an earlier part of the rollout behind the prompt."""
+    """Appends the rollout so far to the prompt."""
     own = slice(0, so_far.num_tokens)
     first = c.num_prompt[row]
     c.tokens[row, first : first + so_far.num_tokens] = so_far.tokens

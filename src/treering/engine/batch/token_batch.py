@@ -1,4 +1,4 @@
-"""The tokens of one forward pass: where each stands, what it sees, and where its key and value are written."""
+"""The tokens of one forward pass: their positions, what they attend to, and the slots of their keys and values."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class TokenBatch:
 
     Every layer writes the keys and values of all tokens before any token reads.
 
-    Example: a rollout's 3rd token behind a prompt of 5, its prompt at slots 0-4 and its own span from slot 40: position
-    7, slot 42, prefix_start 0, num_prefix 5, own_start 40, num_own 3. Behind it two drafts for the same place, the
-    second with one behind it, at slots 43, 44 and 45: positions 8, 8 and 9, num_own 3, tree_start 43, and tree_bits
+    Example: the 3rd token of a rollout after a prompt of 5, with the prompt at slots 0-4 and its own span from slot 40:
+    position 7, slot 42, prefix_start 0, num_prefix 5, own_start 40, num_own 3. Two alternative drafts after it, the
+    second with a child, at slots 43, 44 and 45, have positions 8, 8 and 9, num_own 3, tree_start 43, and tree_bits
     0b001, 0b010 and 0b110.
     """
 
@@ -22,21 +22,21 @@ class TokenBatch:
     positions: Int64Array
     """Absolute positions, for RoPE."""
     slots: Int64Array
-    """Where the token's key and value go."""
+    """Slot that the token's key and value are written to."""
     prefix_start: Int64Array
-    """First slot of the shared prefix that it sees."""
+    """First slot of its shared prefix."""
     num_prefix: Int64Array
-    """Slots of the prefix, all of them visible; 0 is none."""
+    """Slots of the prefix, all visible; 0 for none."""
     own_start: Int64Array
     """First slot of its own span."""
     num_own: Int64Array
-    """Visible slots of its own span, from the first; its own one is the last of them, or one of its tree."""
+    """Visible slots from the start of its own span; the token's slot is the last of these, or in its tree."""
     tree_start: Int64Array
-    """Slot of the first drafted token of its tree; not read where tree_bits is 0."""
+    """Slot of the first draft token of its tree; ignored if tree_bits is 0."""
     tree_bits: Int64Array
-    """Bit j, of 64 and unsigned, makes slot tree_start + j visible, none of them twice; 0 outside of trees."""
+    """Bit j of 64, unsigned, makes slot tree_start + j visible, none of them twice; 0 outside of trees."""
     wanted: Int64Array
-    """[W] indices of the tokens whose logits are wanted, ascending."""
+    """[W] ascending indices of the tokens whose logits are computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""Forward passes over loose tokens: a plain decoder, one for CPU and one for CUDA."""
+"""Forward passes over batches of tokens: a plain torch decoder, a fused one for CPU and one for CUDA."""

@@ -1,9 +1,8 @@
-"""One forward pass of a decoder over loose tokens of many rollouts, each with its own view of the key-value arena.
+"""The decoder protocol: one forward pass over tokens of many rollouts, each with its own view of the key-value arena.
 
-A token sees a prefix span (a prompt that rollouts share) and a part of its rollout's own span, up to itself; a token of
-a drafted tree sees its ancestors there one by one. Decode steps, drafted tokens and prefill chunks are all the same
-thing here: tokens with a position, a slot to write and slots to read. Knows arithmetic; knows nothing of requests,
-sampling or schedules.
+A token attends to a prefix span (a prompt that rollouts share) and to its rollout's own span up to itself; a token of a
+draft tree attends to its ancestors there by a bit mask. Decode steps, draft tokens and prefill chunks are handled
+alike: tokens with a position, a slot to write and slots to read.
 
     T tokens of a pass   W tokens whose logits are wanted   S slots   V vocabulary   K slots that move
 """
@@ -17,12 +16,12 @@ from treering.engine.batch.token_batch import TokenBatch
 
 
 class Decoder(ABC):
-    """Weights, an arena of S slots, and one more that belongs to nobody."""
+    """Weights, a key-value arena of S slots, and a spare slot."""
 
     @property
     @abstractmethod
     def spare_slot(self) -> int:
-        """A slot outside of the arena: what a pass writes there is of no account."""
+        """A slot outside the arena; values written there are never used."""
 
     @abstractmethod
     def run(self, batch: TokenBatch) -> Tensor:
@@ -35,7 +34,7 @@ class Decoder(ABC):
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
         """Copies the keys and values of slots `sources` to slots `targets`, both int64 [K], in every layer, in order.
 
-        No slot is a target twice, nor before it is a source, so that a slot may be both.
+        Targets are unique. A slot may be both source and target, if it is a source first.
 
-        Example: where slots 3, 4, 5 hold c, d, e, moving [4, 5] to [3, 4] leaves d, e, e.
+        Example: if slots 3, 4, 5 hold c, d, e, moving [4, 5] to [3, 4] leaves d, e, e.
         """

@@ -1,6 +1,6 @@
 """The plain decoder: torch operations on gathered keys and values, for any device and dtype.
 
-It is the specification of the fused one. Knows one pass; knows nothing of where a batch comes from.
+It is the specification of the fused decoders.
 
     T tokens   S slots   C hidden size   H query heads   G key-value heads   D head size   K longest view of a token
 """
@@ -17,10 +17,10 @@ from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 
 
 class TorchDecoder(Decoder):
-    """One pass in plain torch; its memory is O(T K) a layer, so it is for short views and for comparison."""
+    """Forward passes in plain torch; a layer takes O(T K) memory, so use it for short contexts and for comparison."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """An arena of `num_slots` and a spare one beside the weights."""
+        """Allocates an arena of `num_slots` and a spare slot on the weights' device."""
         sizes = weights.sizes
         self._weights = weights
         self._num_slots = num_slots
@@ -56,7 +56,7 @@ class TorchDecoder(Decoder):
 
     @torch.inference_mode()
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
-        """See `Decoder.move`; all sources are read before any target is written."""
+        """See `Decoder.move`; reads all sources before it writes any target."""
         source, target = (torch.from_numpy(slots).to(self._weights.device) for slots in (sources, targets))
         for arena in (self._keys, self._values):
             arena[:, target] = arena[:, source]
@@ -72,7 +72,7 @@ class TorchDecoder(Decoder):
 
 
 def _views(batch: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
-    """The slots that each token sees, int64 [T, K], and which of these entries are real, bool [T, K]."""
+    """The visible slots of each token, int64 [T, K], and the mask of valid entries, bool [T, K]."""
     num_seen = batch.num_prefix + batch.num_own
     entry = np.arange(int(num_seen.max(initial=1)))[None]
     in_prefix = entry < batch.num_prefix[:, None]

@@ -1,7 +1,4 @@
-"""What the engine runs: it reads weights instead of calling the model, so what they do not tell it must refuse.
-
-Knows configurations and the types of modules; computes nothing.
-"""
+"""Rejects models that the engine would not compute exactly: it reads weights instead of calling the model."""
 
 from typing import Any
 
@@ -11,14 +8,14 @@ from treering.errors import UnsupportedError
 from treering.model.families import ModelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`config.model_type` of what the engine runs, with full attention: fewer than the tree step trains."""
+"""Supported values of `config.model_type`, with full attention only; fewer than the tree step trains."""
 
 
 def check_runnable(parts: ModelParts) -> None:
-    """Refuses a model that a fused pass over its weights would not reproduce.
+    """Rejects a model that a fused pass over its weights would not reproduce.
 
     Raises:
-        UnsupportedError: a family, window, projection, activation or head, by name.
+        UnsupportedError: names the unsupported family, window, projection, activation or head.
     """
     _check_family(parts)
     _check_modules(parts)
@@ -53,7 +50,7 @@ def _check_recurrence(parts: ModelParts) -> None:
 
 
 def _window(layer: Any, config: Any) -> int | None:
-    """Mistral reads its window from the configuration; Qwen's may name one that no layer uses."""
+    """The layer's window: Mistral's is in the configuration; Qwen's configuration may name one that no layer uses."""
     window: int | None = (
         config.sliding_window if config.model_type == "mistral" else getattr(layer.self_attn, "sliding_window", None)
     )
@@ -84,7 +81,7 @@ def _check_head(parts: ModelParts) -> None:
     num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
     if num_rows > num_embedded:
         raise UnsupportedError(
-            f"a token that is drawn is read next, and the head has {num_rows} rows where the embedding has "
+            f"every sampled token is embedded next, and the head has {num_rows} rows where the embedding has "
             f"{num_embedded}; resize the embedding to the head"
         )
 

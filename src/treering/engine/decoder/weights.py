@@ -1,7 +1,6 @@
-"""A decoder's weights as an engine reads them: a snapshot, with projections that share an input in one matrix.
+"""A snapshot of a model's weights for the decoders, with projections that share an input fused into one matrix.
 
-Knows where four families keep their weights. Knows nothing of batches or caches. The snapshot is the policy of one
-version: training goes on in the model, and nothing of it shows here before the next `read`.
+The snapshot is the policy of one version: training updates the model, and the snapshot changes only with `read`.
 
     L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary   P positions
 """
@@ -19,7 +18,7 @@ from treering.model.families import ModelParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The letters of this file as numbers, with the epsilon of the norms."""
+    """The model's dimensions, and the epsilon of the norms."""
 
     num_layers: int
     hidden_size: int
@@ -34,7 +33,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in] as torch keeps them, absent biases and norms are None."""
+    """One decoder layer; matrices are [out, in] as in torch, absent biases and norms are None."""
 
     input_norm: Tensor  # [C]
     qkv: Tensor  # [(H + 2 G) D, C]
@@ -52,7 +51,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecoderWeights:
-    """Everything that a forward pass reads."""
+    """All weights of a forward pass."""
 
     sizes: Sizes
     embedding: Tensor  # [V, C]
@@ -65,18 +64,18 @@ class DecoderWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the model computes in."""
+        """The model's dtype."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the snapshot lies: beside the model."""
+        """The device of the snapshot: the model's."""
         return self.embedding.device
 
     def read(self, parts: ModelParts) -> None:
-        """Copies the present weights of the model into the snapshot."""
+        """Copies the model's current weights into the snapshot."""
         fresh = _tensors(parts)
-        # An engine that was made in inference mode has tensors that nothing else may write to.
+        # Tensors of an engine created in inference mode can be written only in inference mode.
         with torch.inference_mode():
             for target, sources in zip(_flat(self), fresh, strict=True):
                 offset = 0
@@ -86,14 +85,14 @@ class DecoderWeights:
 
 
 def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
-    """A snapshot of a model of the supported families.
+    """Makes a snapshot of a model of the supported families.
 
     Args:
-        parts: of `find_parts`.
-        num_positions: P, longest sequence that will be run.
+        parts: from `find_parts`.
+        num_positions: P, longest sequence to run.
 
     Raises:
-        UnsupportedError: a projection, activation or norm that a fused pass would not reproduce, by name.
+        UnsupportedError: names the projection, activation or norm that a fused pass would not reproduce.
     """
     check_runnable(parts)
     with torch.no_grad():
@@ -116,7 +115,7 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
 
 
 def _layer_sources(layer: Any) -> dict[str, tuple[Tensor, ...] | None]:
-    """The model's own tensors behind each field of `LayerWeights`, in its order."""
+    """The model's tensors for each field of `LayerWeights`, in its order."""
     attention, mlp = layer.self_attn, layer.mlp
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)
     gates = (mlp.gate_proj, mlp.up_proj)
@@ -143,7 +142,7 @@ def _take_layer(layer: nn.Module, tensors: Iterator[Tensor]) -> LayerWeights:
 
 
 def _tensors(parts: ModelParts) -> list[tuple[Tensor, ...]]:
-    """The model's tensors in the snapshot's order; several that belong into one matrix stand together."""
+    """The model's tensors in the snapshot's order; each tuple is fused into one matrix."""
     decoder: Any = parts.decoder
     head: Any = parts.head
     layers = [sources for layer in parts.layers for sources in _layer_sources(layer).values() if sources is not None]
@@ -175,7 +174,7 @@ def _norm_of(attention: nn.Module, name: str) -> tuple[Tensor, ...] | None:
 
 
 def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE from the model's own module, whatever its scaling."""
+    """RoPE cosines and sines from the model's own module, so that any scaling is supported."""
     table = _table(parts)
     decoder: Any = parts.decoder
     positions = torch.arange(num_positions, device=table.device)[None]

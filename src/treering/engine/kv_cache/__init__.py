@@ -1,1 +1,1 @@
-"""Slots of keys and values: who owns which, and prompts that rollouts share."""
+"""Key-value memory: slot allocation and prompts shared by rollouts."""

@@ -1,7 +1,4 @@
-"""Who owns which part of the key-value arena: contiguous spans of token slots, first fit.
-
-Knows slot numbers, and of a span's tokens how many are computed. Knows nothing of keys, values, prompts or rollouts.
-"""
+"""Allocates contiguous spans of the key-value arena, first fit, and tracks how many tokens of each are computed."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -10,8 +7,8 @@ from treering.errors import InputError
 from treering.types import TokenIds
 
 
-class Arena(ABC):
-    """What a table of rollouts asks of the memory for keys and values."""
+class KVAllocator(ABC):
+    """The interface of key-value memory: spans of token slots."""
 
     @property
     @abstractmethod
@@ -19,37 +16,37 @@ class Arena(ABC):
         """Free slots, not necessarily in one piece."""
 
     @abstractmethod
-    def take(self, length: int) -> int | None:
-        """First slot of a span of that many slots, or None where there is no room; length >= 1."""
+    def allocate(self, length: int) -> int | None:
+        """First slot of a new span of `length` >= 1 slots, or None if there is no space."""
 
     @abstractmethod
-    def take_known(self, tokens: TokenIds) -> int | None:
-        """`take` for a prompt of these tokens, some of which may be computed already: see `num_computed`."""
+    def allocate_prompt(self, tokens: TokenIds) -> int | None:
+        """`allocate` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
 
     @abstractmethod
-    def give_back(self, start: int) -> None:
-        """Frees the span that `take` or `take_known` gave."""
+    def free(self, start: int) -> None:
+        """Frees a span from `allocate` or `allocate_prompt`."""
 
     @abstractmethod
     def num_computed(self, start: int) -> int:
-        """Tokens of a span, from its first, whose keys and values are there."""
+        """Leading tokens of a span whose keys and values are computed."""
 
     @abstractmethod
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """Notes that so many are there, or will be before anything reads them; never fewer than before."""
+        """Marks the first `num_tokens` as computed, or computed before anything reads them; never lowers the count."""
 
     @abstractmethod
-    def forget_values(self) -> None:
-        """Nothing is computed any more: the weights have changed."""
+    def invalidate(self) -> None:
+        """Marks everything as not computed, after a weight update."""
 
 
-class SpanAllocator(Arena):
+class SpanAllocator(KVAllocator):
     """An allocator over slots 0 to num_slots - 1.
 
-    Computed prompts that nobody reads are kept, for whoever asks for the same tokens next, until their room is needed:
-    oldest first. Two spans share nothing.
+    Computed prompts without readers stay cached for the next request with the same tokens, and are evicted oldest
+    first when space is needed. Spans do not overlap.
 
-    Example: of 10 slots, `take(4)` gives 0, `take(4)` gives 4, `take(4)` gives None; after `give_back(0)` it gives 0.
+    Example: of 10 slots, three times `allocate(4)` gives 0, 4 and None; after `free(0)` it gives 0.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -61,57 +58,57 @@ class SpanAllocator(Arena):
         self._taken: dict[int, int] = {}
         self._computed: dict[int, int] = {}
         self._prompts: dict[int, bytes] = {}
-        self._kept: dict[bytes, int] = {}  # by the tokens, oldest first
+        self._cached: dict[bytes, int] = {}  # by the tokens, oldest first
 
     @property
     def num_free(self) -> int:
-        """See `Arena.num_free`; what is only kept counts as free."""
-        return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._kept.values())
+        """See `KVAllocator.num_free`; cached prompts count as free."""
+        return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._cached.values())
 
-    def take(self, length: int) -> int | None:
-        """See `Arena.take`; None where no hole is long enough, with all that is only kept given up."""
+    def allocate(self, length: int) -> int | None:
+        """See `KVAllocator.allocate`; evicts cached prompts until a hole is long enough."""
         assert length >= 1
         start = self._fit(length)
-        while start is None and self._kept:
-            self._free(self._kept.pop(next(iter(self._kept))))
+        while start is None and self._cached:
+            self._free(self._cached.pop(next(iter(self._cached))))
             start = self._fit(length)
         return start
 
-    def take_known(self, tokens: TokenIds) -> int | None:
-        """See `Arena.take_known`; a kept span of these very tokens, else a new one."""
+    def allocate_prompt(self, tokens: TokenIds) -> int | None:
+        """See `KVAllocator.allocate_prompt`; the cached span of exactly these tokens, else a new one."""
         prompt = tokens.tobytes()
-        start = self._kept.pop(prompt, None)
+        start = self._cached.pop(prompt, None)
         if start is None:
-            start = self.take(tokens.size)
+            start = self.allocate(tokens.size)
         if start is not None:
             self._prompts[start] = prompt
         return start
 
     def num_computed(self, start: int) -> int:
-        """See `Arena.num_computed`."""
+        """See `KVAllocator.num_computed`."""
         return self._computed[start]
 
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """See `Arena.set_computed`."""
+        """See `KVAllocator.set_computed`."""
         self._computed[start] = max(self._computed[start], num_tokens)
 
-    def forget_values(self) -> None:
-        """See `Arena.forget_values`; nothing is kept any more."""
-        for start in self._kept.values():
+    def invalidate(self) -> None:
+        """See `KVAllocator.invalidate`; evicts all cached prompts."""
+        for start in self._cached.values():
             self._free(start)
-        self._kept = {}
+        self._cached = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
-    def give_back(self, start: int) -> None:
-        """See `Arena.give_back`; a prompt that is wholly computed is kept, once."""
+    def free(self, start: int) -> None:
+        """See `KVAllocator.free`; caches a fully computed prompt, unless the same prompt is already cached."""
         prompt = self._prompts.pop(start, None)
-        if prompt is not None and prompt not in self._kept and self._computed[start] == self._taken[start]:
-            self._kept[prompt] = start
+        if prompt is not None and prompt not in self._cached and self._computed[start] == self._taken[start]:
+            self._cached[prompt] = start
         else:
             self._free(start)
 
     def _fit(self, length: int) -> int | None:
-        """Takes the first hole that is long enough."""
+        """Allocates from the first hole that is long enough."""
         for index, (start, hole) in enumerate(self._holes):
             if hole < length:
                 continue
@@ -122,7 +119,7 @@ class SpanAllocator(Arena):
         return None
 
     def _free(self, start: int) -> None:
-        """Makes a span a hole, joined with the holes beside it."""
+        """Turns a span into a hole, merged with adjacent holes."""
         del self._computed[start]
         end = start + self._taken.pop(start)
         first = last = bisect_left(self._holes, (start, 0))

@@ -1,36 +1,35 @@
-"""Prompts whose keys and values lie in the arena once, for all rollouts that continue them.
+"""Prefix cache: stores the keys and values of each prompt once for all rollouts that continue it.
 
-Knows prompts, spans and how many requests need them. Knows nothing of rows or passes, and of what an arena keeps of
-prompts that no request has any more.
+Prompts without requests are dropped here; the arena itself may keep them cached.
 """
 
 from dataclasses import dataclass, field
 
-from treering.engine.kv_cache.allocator import Arena
+from treering.engine.kv_cache.allocator import KVAllocator
 from treering.types import TokenIds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prefix:
-    """All tokens of a prompt but its last, which every rollout computes for itself and is sampled behind."""
+    """All tokens of a prompt but the last, which every rollout computes itself, to sample its first token."""
 
     tokens: TokenIds
-    spans: Arena
+    allocator: KVAllocator
     num_requests: int = 0
     """Requests with this prompt, waiting ones included."""
     num_running: int = 0
-    """Rows that read it now."""
+    """Running rows that read it."""
     start: int | None = None
     """First slot; None while it has no span."""
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose keys and values are there, by whichever prefix that has the same beginning."""
-        return 0 if self.start is None else self.spans.num_computed(self.start)
+        """Leading tokens whose keys and values are computed, also by another prefix with the same beginning."""
+        return 0 if self.start is None else self.allocator.num_computed(self.start)
 
     @property
     def num_tokens(self) -> int:
-        """Length of its span; 0 for a prompt of one token, which needs none."""
+        """Length of its span; 0 for a prompt of one token, which needs no span."""
         return int(self.tokens.size)
 
     @property
@@ -43,49 +42,49 @@ class Prefix:
 class PrefixCache:
     """The prefixes of all unfinished requests, by their tokens."""
 
-    spans: Arena
+    allocator: KVAllocator
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
-    def expect(self, prompt: TokenIds) -> None:
-        """Counts a request that was submitted."""
+    def register(self, prompt: TokenIds) -> None:
+        """Registers a submitted request."""
         key = prompt.tobytes()
-        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy(), spans=self.spans))
+        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy(), allocator=self.allocator))
         prefix.num_requests += 1
 
-    def of(self, prompt: TokenIds) -> Prefix:
-        """The prefix of a prompt that a request was submitted with."""
+    def get(self, prompt: TokenIds) -> Prefix:
+        """The prefix of a submitted request's prompt."""
         return self._by_tokens[prompt.tobytes()]
 
-    def place(self, prefix: Prefix) -> bool:
-        """Gives a prefix its span, unless it has one; False where there is no room."""
+    def allocate(self, prefix: Prefix) -> bool:
+        """Allocates a prefix's span if it has none; False if there is no space."""
         if prefix.start is None and prefix.num_tokens > 0:
-            prefix.start = self.spans.take_known(prefix.tokens)
+            prefix.start = self.allocator.allocate_prompt(prefix.tokens)
         return prefix.start is not None or prefix.num_tokens == 0
 
-    def release(self, prompt: TokenIds) -> None:
-        """Counts a request that left the engine; the last one gives the span back."""
-        prefix = self.of(prompt)
+    def unregister(self, prompt: TokenIds) -> None:
+        """Unregisters a request; the last one of a prompt frees the span."""
+        prefix = self.get(prompt)
         prefix.num_requests -= 1
         if prefix.num_requests == 0:
-            self.drop_span(prefix)
+            self.free_span(prefix)
             del self._by_tokens[prompt.tobytes()]
 
-    def drop_idle(self) -> bool:
-        """Frees the spans that no row reads at present; whether there was one."""
+    def evict_idle(self) -> bool:
+        """Frees the spans that no running row reads; returns whether there was one."""
         idle = [prefix for prefix in self._by_tokens.values() if prefix.num_running == 0 and prefix.start is not None]
         for prefix in idle:
-            self.drop_span(prefix)
+            self.free_span(prefix)
         return bool(idle)
 
-    def drop_span(self, prefix: Prefix) -> None:
-        """Gives a prefix's span back, if it has one: what is not known where it is placed next is computed anew."""
+    def free_span(self, prefix: Prefix) -> None:
+        """Frees a prefix's span, if it has one; it is computed again next time unless the arena still caches it."""
         if prefix.start is not None:
-            self.spans.give_back(prefix.start)
+            self.allocator.free(prefix.start)
         prefix.start = None
 
-    def forget_values(self) -> None:
-        """Marks every prefix as not computed: the weights have changed."""
-        self.spans.forget_values()
+    def invalidate(self) -> None:
+        """Marks every prefix as not computed, after a weight update."""
+        self.allocator.invalidate()
 
     def incomplete(self) -> list[Prefix]:
         """Prefixes that running rows wait for."""

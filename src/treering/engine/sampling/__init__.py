@@ -1,1 +1,1 @@
-"""Keyed noise, sampling from logits, and verification of drafts."""
+"""Keyed noise, Gumbel-max sampling from logits, and verification of drafts."""

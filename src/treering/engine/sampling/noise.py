@@ -1,7 +1,7 @@
-"""Keyed noise: one uniform number for every (rollout, position, token), computed from their names alone.
+"""Keyed noise: one uniform number per (rollout, position, token), from a counter-based hash.
 
-Knows keys and bits: a counter-based hash, so no number depends on what else was drawn, in which batch, or when. Knows
-nothing of logits or of how a token is chosen. `uniforms` is the specification; every other form gives the same bits.
+No number depends on what else is sampled, in which batch, or when. `uniforms` is the specification; every other
+implementation gives the same bits.
 
     M rows   V vocabulary
 """
@@ -33,16 +33,16 @@ _MASK = 2**64 - 1
 
 
 def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int) -> int:
-    """The key of a rollout's noise: 64 bits of a hash, signed, so that it fits int64 arrays.
+    """The key of a rollout's noise: a 64-bit hash, signed, so that it fits int64 arrays.
 
-    The same on every machine and in every process. A prompt id that is a number differs from its digits as a string.
+    The same on every machine and in every process. An integer prompt id differs from the string of its digits.
 
     Example:
         >>> row_key(0, "q1", 0, 3), row_key(0, "1", 0, 0) == row_key(0, 1, 0, 0)
         (8783102507430300984, False)
     """
     name = json.dumps(prompt_id) if isinstance(prompt_id, str) else operator.index(prompt_id)
-    # As JSON writes the list of the four, in a quarter of its time: rollouts are short, and each has a key.
+    # The JSON of the four as a list, in a quarter of json's time: rollouts are short, and each needs a key.
     encoded = f"[{operator.index(seed)}, {name}, {operator.index(draw)}, {operator.index(sample)}]".encode("ascii")
     return int.from_bytes(blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
@@ -52,7 +52,7 @@ def uniforms(key: int, position: int, vocab_size: int) -> NDArray[np.float64]:
 
     Args:
         key: of the rollout, from `row_key`.
-        position: absolute position of the token that is drawn: prompt length + tokens before it.
+        position: absolute position of the sampled token: prompt length + rollout tokens before it.
         vocab_size: V. The first entries do not depend on it.
 
     Example:
@@ -97,7 +97,7 @@ def _mix_torch(bits: "Tensor") -> "Tensor":
 
 
 def _shift_right(bits: "Tensor", count: int) -> "Tensor":
-    """Logical shift: torch's own copies the sign bit down."""
+    """Logical shift: torch's own is arithmetic."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 

@@ -1,9 +1,10 @@
-"""How a token is drawn from logits and keyed noise: the specification, in torch, on any device.
+"""Gumbel-max sampling from logits with keyed noise: the specification, in torch, for any device.
 
-Knows distributions and their log-probabilities. Knows nothing of drafts: whoever verifies draws every drafted position
-with the position's own noise and keeps drafts while they agree, so the result cannot depend on them.
+Drafts do not appear here: verification samples every drafted position with the position's own noise and accepts drafts
+while they equal the samples, so results cannot depend on drafts.
 
-A token is the winner of an exponential race: argmax of p / E with E = -log(u), which is token i with probability p_i.
+The sampled token is argmax p / E with E = -log(u) exponential, which is token i with probability p_i (equivalent to
+adding Gumbel noise -log(E) to the log-probs).
 
     M rows   V vocabulary
 """
@@ -18,12 +19,12 @@ from treering.engine.sampling.noise import uniforms_torch
 from treering.errors import StateError
 
 MASS_SLACK = 1e-12
-"""Mass within this of `top_p` has reached it: whether 0.1 + 0.2 reaches 0.3 must not hang on rounding."""
+"""Tolerance for reaching `top_p`: whether 0.1 + 0.2 reaches 0.3 must not depend on rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
-    """One drawn token per row.
+class SampledTokens:
+    """One sampled token per row.
 
     Example: token 1 of logits [2, 1, 0] at temperature 1 under top_p=0.7 has logprobs log 0.269 and policy_logprobs
     log 0.245.
@@ -32,9 +33,9 @@ class Sampled:
     tokens: Int64[Tensor, " M"]
     """int64 [M]."""
     logprobs: Float64[Tensor, " M"]
-    """float64 [M], of the distribution that was sampled: after temperature, top-k and top-p."""
+    """float64 [M], under the sampled distribution: after temperature, top-k and top-p."""
     policy_logprobs: Float64[Tensor, " M"]
-    """float64 [M], at the temperature alone."""
+    """float64 [M], after temperature only."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.logprobs.shape == self.policy_logprobs.shape
@@ -48,23 +49,23 @@ def sample(
     temperature: Float64[Tensor, " M"],
     top_k: Int64[Tensor, " M"],
     top_p: Float64[Tensor, " M"],
-) -> Sampled:
-    """Draws one token per row from the distribution that `Sampling` defines.
+) -> SampledTokens:
+    """Samples one token per row from the distribution that `Sampling` defines.
 
-    In order: temperature; the top_k largest logits; of what is left, the tokens with a mass below top_p strictly before
-    them. Tokens rank by logit, of equal ones the smaller id first. Everything is computed in float64. A logit of -inf
-    hides its token. A row depends on nothing but its own entries.
+    Applies temperature, keeps the top_k largest logits, and of these keeps the tokens whose predecessors have a mass
+    below top_p. Tokens rank by logit, ties by smaller id first. Computes in float64. A logit of -inf hides its token. A
+    row depends only on its own entries.
 
     Args:
         logits: before temperature; any float type.
         keys: of the rows' rollouts, from `row_key`.
-        positions: absolute positions of the tokens that are drawn.
+        positions: absolute positions of the sampled tokens.
         temperature: > 0.
-        top_k: tokens that can be drawn; 0 is all.
-        top_p: mass that can be drawn, in (0, 1]; 1 is all.
+        top_k: number of tokens to draw from; 0 is all.
+        top_p: probability mass to draw from, in (0, 1]; 1 is all.
 
     Raises:
-        StateError: a row that holds NaN or +inf, or -inf alone.
+        StateError: a row with NaN or +inf, or with -inf only.
 
     Example: logits [2, 1, 0] at temperature 1 with top_p=0.7 give token 0 with probability 0.731, else token 1.
     """
@@ -80,14 +81,16 @@ def sample(
         kept = _kept(wide, scaled, top_k[:, None], top_p[:, None])
         processed = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1)
     exponentials = -uniforms_torch(keys, positions, logits.shape[1]).log()
-    # argmax gives the first of equal winners.
+    # argmax returns the first of equal maxima.
     tokens = (processed.exp() / exponentials).argmax(-1)
     at = tokens[:, None]
-    return Sampled(tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0])
+    return SampledTokens(
+        tokens=tokens, logprobs=processed.gather(1, at)[:, 0], policy_logprobs=policy.gather(1, at)[:, 0]
+    )
 
 
 def diverged(row: int) -> StateError:
-    """The error for logits that are no distribution, for every implementation that finds them.
+    """The error for invalid logits, shared by all implementations.
 
     Example: `raise diverged(3)` names row 3.
     """
@@ -103,7 +106,7 @@ def _kept(
     top_k: Int64[Tensor, "M 1"],
     top_p: Float64[Tensor, "M 1"],
 ) -> Bool[Tensor, "M V"]:
-    """Which tokens can be drawn."""
+    """Mask of the tokens that top-k and top-p keep."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[1], device=logits.device)
     is_kept = (rank < top_k) | (top_k == 0)

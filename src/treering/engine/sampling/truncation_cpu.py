@@ -1,7 +1,6 @@
-"""Which tokens can be drawn under top-k and top-p, on the CPU, compiled.
+"""Top-k and top-p filtering of a row of logits on the CPU, compiled.
 
-Knows a row of logits and the weights of its tokens. Knows nothing of noise. numba's cache of what is here notices no
-change of `MASS_SLACK`.
+numba's cache does not notice a change of `MASS_SLACK`.
 
     V vocabulary
 """
@@ -19,9 +18,9 @@ _LEAST_CANDIDATES = 64
 
 @njit(cache=True, nogil=True)
 def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -> int:
-    """Moves the ids with an amount below `reach` before them to the front, and counts them (quickselect).
+    """Moves the ids whose predecessors' amounts sum to less than `reach` to the front, and counts them (quickselect).
 
-    Ids rank by logit, of equal ones the smaller first.
+    Ids rank by logit, ties by smaller id first.
     """
     low, high, before = 0, ids.size, 0.0
     while low < high:
@@ -47,14 +46,14 @@ def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -
 
 @njit(cache=True, nogil=True)
 def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
-    """Fills the front of `ids` with the k largest logits, and counts them: fewer than k only for hidden tokens.
+    """Fills the front of `ids` with the k largest logits, and counts them; fewer than k only if tokens are hidden.
 
-    Candidates above the k-th largest so far are collected and, when there are twice too many, thinned out.
+    Collects candidates above the k-th largest logit so far, and selects the best k whenever there are 2 k.
     """
     num_ids, floor = 0, -np.inf
     capacity = max(2 * k, _LEAST_CANDIDATES)
     for token in range(row.size):
-        # An equal logit with a larger id ranks behind all of the k.
+        # An equal logit with a larger id ranks after all of the k.
         if row[token] <= floor:
             continue
         ids[num_ids] = token
@@ -71,7 +70,7 @@ def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
 @njit(cache=True, nogil=True)
 def _likely(row: Logits, ids: Int64Array, weights: Float64Array, total: float, top_p: float) -> int:
     """Moves the ids whose mass reaches `top_p` of `total` to the front, and counts them."""
-    # All tokens below it have less than 1 - top_p together, so what ranks above them has reached top_p.
+    # All tokens below it sum to less than 1 - top_p, so the tokens ranked above them reach top_p.
     least = (1.0 - top_p) * total / ids.size
     num_ids = 0
     for at in range(ids.size):
@@ -84,7 +83,7 @@ def _likely(row: Logits, ids: Int64Array, weights: Float64Array, total: float, t
 
 @njit(cache=True, nogil=True)
 def total_of(ids: Int64Array, weights: Float64Array) -> float:
-    """The weight of some tokens."""
+    """The total weight of some tokens."""
     total = 0.0
     for at in range(ids.size):
         total += weights[ids[at]]
@@ -93,7 +92,7 @@ def total_of(ids: Int64Array, weights: Float64Array) -> float:
 
 @njit(cache=True, nogil=True)
 def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array, top_k: int, top_p: float) -> int:
-    """Moves the ids that can be drawn to the front, and counts them."""
+    """Moves the ids that top-k and top-p keep to the front, and counts them."""
     num_ids = row.size
     if 0 < top_k < num_ids:
         num_ids = _largest(row, top_k, ids, ones)

@@ -1,1 +1,1 @@
-"""What joins an engine to its drafter: drafts, feedback, and measured costs."""
+"""Speculative decoding: proposes drafts to the engine, reports acceptance to the drafter, and measures costs."""

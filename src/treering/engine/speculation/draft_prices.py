@@ -1,7 +1,6 @@
-"""What drafting costs beside the passes, measured: drafts for made-up rows from a made-up history, behind real passes.
+"""Measures the cost of drafting: times drafts for synthetic rows from a synthetic history, between real passes.
 
-Knows drafting as every step does it. Knows nothing of the run's own drafter and table, which stay as they are, and what
-is done with the result.
+The run's own drafter and table are not touched.
 
     B rows
 """
@@ -16,13 +15,13 @@ import numpy as np
 
 from treering.engine.batch.commit import CommittedTokens
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.draw import Draw
+from treering.engine.batch.sampler import SampleAndVerify
 from treering.engine.batch.table import Table
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.request import Request, Sampling
 from treering.engine.speculation.speculation import Speculation
-from treering.engine.speculation.verify_costs import goes_on, measure, plan
+from treering.engine.speculation.verify_costs import make_pass, measure, needs_another_round
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
@@ -32,7 +31,7 @@ _Result = TypeVar("_Result")
 
 _NUM_ROUNDS = 15
 _BUDGET_S = 0.1
-"""Spent on rounds; one is finished however long it takes."""
+"""Time for all rounds; a started round always finishes."""
 _GROUP_SIZE = 8
 _LENGTH = 256
 _VOCAB_SIZE = 512
@@ -40,95 +39,97 @@ _FIRST_LENGTH = 32
 _STEP = 4
 _SHARE_OF_EDITS = 0.1
 _FEW, _MANY = 1, 12
-"""Tokens of a row's draft at most, of which the price of a token is the difference."""
+"""Most draft tokens of a row; the price of a token comes from the difference between the two."""
 
 
-class Spent(NamedTuple):
-    """One step's drafting."""
+class StepTimes(NamedTuple):
+    """One step's times in seconds."""
 
-    looking: float  # seconds until drafts stand as a pass takes them
-    plain: float  # seconds of a pass behind a pass
-    behind: float  # seconds of a pass behind looking
-    learning: float  # seconds
+    drafting: float  # proposing and clipping drafts
+    plain_pass: float  # a pass after a pass
+    pass_after_drafting: float  # a pass after drafting
+    feedback: float  # feedback to the drafter
     num_drafted: int
 
 
-def measure_with_prices(decoder: Decoder, draw: Draw, *, num_slots: int, max_batch: int, context: int) -> VerifyCosts:
-    """Seconds of passes, as `verify_costs.measure` has them, with the prices of drafting behind plain ones.
+def measure_with_prices(
+    decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
+) -> VerifyCosts:
+    """Measures passes (see `verify_costs.measure`), then the prices of drafting after a full batch's passes.
 
     Raises:
         InputError: a limit below 1.
-        StateError: logits that are no distribution.
+        StateError: logits with NaN or +inf, or -inf only.
 
-    Example: an engine with max_batch=8 runs passes of 1 to 64 tokens, and then drafts behind passes of 8.
+    Example: an engine with max_batch=8 times passes of 1 to 64 tokens, then drafting after passes of 8.
     """
-    costs = measure(decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context)
-    one_pass = plan(max_batch, decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context)
+    costs = measure(decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context)
+    one_pass = make_pass(max_batch, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context)
     return replace(costs, prices=measure_prices(one_pass, max_batch=max_batch))
 
 
 def measure_prices(
     one_pass: Callable[[], object], *, max_batch: int, clock: Callable[[], float] = time.perf_counter
 ) -> DraftPrices:
-    """Seconds of looking, growing and learning: medians of some rounds, in which sizes take turns; of passes the least.
+    """Measures the seconds of searching, drafting and feedback: medians over rounds that alternate the sizes.
 
-    A step's drafting begins where a pass has filled the machine's caches with weights, and takes a multiple of what it
-    takes again and again. So a pass stands before each part that is timed. Behind drafting it is the pass that takes
-    longer, which is part of the price of a look. Of passes the least counts: where threads wait for each other, what
-    takes a processor strikes most of them, and the difference of two such passes means nothing.
+    A pass fills the CPU caches with weights, so drafting right after a pass takes several times as long as drafting in
+    a loop. So a pass precedes each timed part. Drafting slows the next pass in the same way; that difference is part
+    of the price of a search. Passes count by their minimum: interference from other processes hits most multi-threaded
+    passes, and the difference of two disturbed passes is meaningless.
 
     Args:
-        one_pass: computes a pass of the engine, of no account otherwise.
+        one_pass: computes a pass of the engine; its result is ignored.
         max_batch: B.
         clock: seconds.
 
     Example: an engine with max_batch=8 times drafts of 1 and of 12 tokens for 8 rows, and of 1 token for one row.
     """
-    whole, single = Steps(max_batch, one_pass, clock), Steps(1, one_pass, clock)
+    whole, single = SyntheticSteps(max_batch, one_pass, clock), SyntheticSteps(1, one_pass, clock)
     for steps in (whole, single):
         steps.draft(_FEW)
-    rounds: list[tuple[Spent, Spent, Spent]] = []
+    rounds: list[tuple[StepTimes, StepTimes, StepTimes]] = []
     start = clock()
-    while goes_on(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
+    while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
         rounds.append((whole.draft(_MANY), whole.draft(_FEW), single.draft(_FEW)))
-    many, few, alone = (_middle(spent) for spent in zip(*rounds, strict=True))
+    many, few, alone = (_median_times(spent) for spent in zip(*rounds, strict=True))
     return prices_of(many, few, alone, num_rows=max_batch)
 
 
-def prices_of(many: Spent, few: Spent, alone: Spent, *, num_rows: int) -> DraftPrices:
-    """The prices that explain three steps: many and few tokens for `num_rows` rows, and few for a single one.
+def prices_of(many: StepTimes, few: StepTimes, alone: StepTimes, *, num_rows: int) -> DraftPrices:
+    """Solves for the prices from three steps: many and few tokens for `num_rows` rows, and few for a single row.
 
-    What rounding and noise would make a price below 0 is 0.
+    Negative prices, from noise, become 0.
 
-    Example: looking for 8 rows in 220 us with 60 tokens and in 120 us with 10, and for one row in 36 us with one token,
-    are 2 us a token, 10 us a row and 24 us a look, to which comes what the pass behind it takes longer.
+    Example: searching for 8 rows in 220 us with 60 tokens and in 120 us with 10, and for one row in 36 us with one
+    token, gives 2 us a token, 10 us a row and 24 us a search, plus the slowdown of the next pass.
     """
     num_more = many.num_drafted - few.num_drafted
     grown, drafted = (
         max(0.0, (more - less) / num_more) if num_more > 0 else 0.0
-        for more, less in ((many.looking, few.looking), (many.learning, few.learning))
+        for more, less in ((many.drafting, few.drafting), (many.feedback, few.feedback))
     )
-    bare, bare_alone = few.looking - grown * few.num_drafted, alone.looking - grown * alone.num_drafted
+    bare, bare_alone = few.drafting - grown * few.num_drafted, alone.drafting - grown * alone.num_drafted
     row = max(0.0, (bare - bare_alone) / (num_rows - 1)) if num_rows > 1 else 0.0
     return DraftPrices(
-        look=max(0.0, bare - row * num_rows) + max(0.0, few.behind - few.plain),
+        look=max(0.0, bare - row * num_rows) + max(0.0, few.pass_after_drafting - few.plain_pass),
         row=row,
         grown=grown,
-        learn=max(0.0, few.learning - drafted * few.num_drafted),
+        learn=max(0.0, few.feedback - drafted * few.num_drafted),
         drafted=drafted,
     )
 
 
-class Steps:
-    """A table of rows that go on by some tokens from step to step, and drafts from earlier rollouts like theirs."""
+class SyntheticSteps:
+    """Synthetic steps: a table of rows that grow by a few tokens per step, with a history of similar rollouts."""
 
     def __init__(self, num_rows: int, one_pass: Callable[[], object], clock: Callable[[], float]) -> None:
-        """Groups of rows, each with a prompt of its own and a history of as many rollouts."""
+        """Makes groups of rows, each with its own prompt and a history of as many rollouts."""
         self._one_pass, self._clock = one_pass, clock
         rng = np.random.default_rng(0)
         store = HistoryStore()
         self._texts: list[TokenIds] = []
-        self._table = Table(max_rows=num_rows, arena=SpanAllocator(num_rows * _LENGTH), seed=0)
+        self._table = Table(max_rows=num_rows, allocator=SpanAllocator(num_rows * _LENGTH), seed=0)
         for row in range(num_rows):
             group, number = divmod(row, _GROUP_SIZE)
             if number == 0:
@@ -139,19 +140,19 @@ class Steps:
         store.publish()
         self._speculation = Speculation(Drafter(store), vocab_size=_VOCAB_SIZE, costs="none")
 
-    def draft(self, most: int) -> Spent:
-        """A step with so many drafted tokens a row at most; the likeliest ones come true, so the next are no fewer."""
-        self._go_on(most)
+    def draft(self, most: int) -> StepTimes:
+        """Times a step with at most `most` draft tokens per row; accepts the likeliest path, so drafts stay as long."""
+        self._extend_rows(most)
         self._one_pass()
-        _, plain = self._time(self._one_pass)
-        proposed, looking = self._time(self._propose)
-        _, behind = self._time(self._one_pass)
-        gains = _gains_of(proposed)
-        _, learning = self._time(lambda: self._speculation.learn(gains))
-        return Spent(looking, plain, behind, learning, int(proposed.tokens.size))
+        _, plain_pass = self._time(self._one_pass)
+        proposed, drafting = self._time(self._propose)
+        _, pass_after_drafting = self._time(self._one_pass)
+        committed = _accept_all(proposed)
+        _, feedback = self._time(lambda: self._speculation.give_feedback(committed))
+        return StepTimes(drafting, plain_pass, pass_after_drafting, feedback, int(proposed.tokens.size))
 
-    def _go_on(self, most: int) -> None:
-        """Rows have more tokens and room for `most` drafts; another one takes a row's place, as happens in batches."""
+    def _extend_rows(self, most: int) -> None:
+        """Extends the rows, limits them to `most` drafts, and replaces one row, as happens in real batches."""
         table = self._table
         if table.num_rows > 1:
             self._add(table.remove(0))
@@ -166,7 +167,7 @@ class Steps:
 
     def _add(self, request: Request) -> None:
         table = self._table
-        table.prefixes.expect(request.prompt)
+        table.prefixes.register(request.prompt)
         is_added = table.add(request)
         assert is_added, "each row has its room"
         row = table.num_rows - 1
@@ -180,7 +181,7 @@ class Steps:
 
 
 def _request(row: int) -> Request:
-    """Of a prompt of one token, behind which the row's text stands."""
+    """A request with a one-token prompt; the row's text follows it."""
     return Request(
         prompt_id=str(row // _GROUP_SIZE),
         prompt=np.zeros(1, np.int32),
@@ -189,23 +190,25 @@ def _request(row: int) -> Request:
     )
 
 
-def _gains_of(proposed: DraftTrees) -> CommittedTokens:
-    """All tokens of each row's likeliest path came true."""
+def _accept_all(proposed: DraftTrees) -> CommittedTokens:
+    """The result of a step that accepted each row's likeliest path."""
     chains = np.concatenate([[0], np.cumsum(proposed.bits == 0)])[proposed.offsets]
-    accepted, nothing = np.diff(chains), np.zeros(0, np.int64)
+    accepted, empty = np.diff(chains), np.zeros(0, np.int64)
     return CommittedTokens(
-        num_new=nothing, finish=nothing, num_accepted=accepted, leaves=accepted - 1, sources=nothing, targets=nothing
+        num_new=empty, finish=empty, num_accepted=accepted, leaves=accepted - 1, sources=empty, targets=empty
     )
 
 
 def _edited(text: TokenIds, rng: np.random.Generator) -> TokenIds:
-    """A copy in which every tenth token is another."""
+    """A copy with a tenth of the tokens replaced."""
     edits = rng.integers(0, _VOCAB_SIZE, text.size, dtype=np.int32)
     copy: TokenIds = np.where(rng.random(text.size) < _SHARE_OF_EDITS, edits, text)
     return copy
 
 
-def _middle(spent: tuple[Spent, ...]) -> Spent:
-    """The median of each, and the least of passes."""
-    looking, plain, behind, learning, num_drafted = zip(*spent, strict=True)
-    return Spent(median(looking), min(plain), min(behind), median(learning), round(median(num_drafted)))
+def _median_times(spent: tuple[StepTimes, ...]) -> StepTimes:
+    """The median of each field, the minimum for passes."""
+    drafting, plain_pass, pass_after_drafting, feedback, num_drafted = zip(*spent, strict=True)
+    return StepTimes(
+        median(drafting), min(plain_pass), min(pass_after_drafting), median(feedback), round(median(num_drafted))
+    )

@@ -1,7 +1,7 @@
-"""Whether measured costs still hold: where passes take less than half of them, something slowed the measurement down.
+"""Detects measured costs that no longer hold: passes that take less than half of them.
 
-Knows numbers of tokens, seconds and costs. Knows no clock, and nothing of what a pass computes. What takes longer than
-measured is no sign: contexts grow, and others take the processors for a while.
+Then something slowed the measurement down. Slower passes are no sign of drift: contexts grow, and other programs use
+the processors for a while.
 """
 
 from treering.history.budget.costs import VerifyCosts
@@ -9,37 +9,37 @@ from treering.history.budget.selection import seconds_of
 
 _FIRST_WINDOW = 64
 _LONGER = 4
-"""Each window is so many times as long as the one before, once costs were measured again: that takes its time, too."""
+"""Growth factor of the window after each new measurement, which costs time too."""
 _FAST = 0.5
-"""Of measured seconds: a pass that takes less is not the one that was measured."""
+"""Fraction of the measured seconds below which a pass counts as fast."""
 _MOST_FAST = 0.5
-"""Of a window's passes: a single one may be fast by accident."""
+"""Fraction of a window's passes that may be fast: single passes are fast by accident."""
 
 
 class CostDrift:
-    """Counts the passes that are much faster than their costs say, window by window.
+    """Counts, per window, the passes that are much faster than measured.
 
-    Example: passes over 8 tokens were measured at 220 ms, while another program had the processors, and take 0.4 ms.
-    Behind 64 of them the costs no longer hold. Behind the next measurement the first window has 256 passes.
+    Example: passes over 8 tokens were measured at 220 ms, while another program used the processors, and take 0.4 ms.
+    After 64 of them the costs no longer hold. After the next measurement the window has 256 passes.
     """
 
     def __init__(self) -> None:
-        """Without costs, of which nothing is said."""
+        """Starts without costs; `note` returns False until `begin`."""
         self._costs: VerifyCosts | None = None
         self._window = _FIRST_WINDOW
         self._num_passes = self._num_fast = 0
 
     def begin(self, costs: VerifyCosts) -> None:
-        """Takes costs that were measured now."""
+        """Starts watching newly measured costs."""
         self._costs = costs
         self._num_passes = self._num_fast = 0
 
     def note(self, num_tokens: int, seconds: float) -> bool:
-        """Whether the costs are to be measured again, after one more pass; nothing is noted then until they are.
+        """Records a pass; returns whether to measure the costs again. Then ignores passes until `begin`.
 
         Args:
             num_tokens: of the pass.
-            seconds: that it took, drawing included, as costs have it.
+            seconds: of the pass, sampling included, as in the costs.
         """
         if self._costs is None:
             return False

@@ -1,6 +1,6 @@
-"""Between engine and drafter: which rows ask for drafts, and what the drafter learns from what became of them.
+"""Connects an engine to its drafter: requests drafts for the decoding rows and reports which were accepted.
 
-Knows the columns and the drafter's records. Knows nothing of how drafts are found or verified.
+It also weights rows by their expected remaining tokens.
 
     B rows
 """
@@ -9,8 +9,8 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.engine.batch.commit import CommittedTokens
-from treering.engine.batch.draft_tree import DraftTrees, as_drafted, clip_drafts, nothing
-from treering.engine.batch.state import fill_room
+from treering.engine.batch.draft_tree import DraftTrees, clip_drafts, count_accepted, no_drafts
+from treering.engine.batch.state import fill_max_drafts
 from treering.engine.batch.table import Table
 from treering.engine.speculation.drift import CostDrift
 from treering.engine.speculation.verify_costs import Costs
@@ -20,18 +20,18 @@ from treering.history.types import DraftRows, Drafts
 from treering.types import PromptId
 
 _LEAST_WORTH, _MOST_WORTH = 0.5, 4.0
-_GOES_ON = 0.25
-"""Of what a rollout has: as much is expected to follow at least, also beyond its prompt's usual length."""
+_LEAST_REMAINING = 0.25
+"""Fraction of a rollout's length that is expected to follow at least, even beyond its prompt's usual length."""
 
 
 class Speculation:
-    """A drafter at work in an engine, or none."""
+    """Runs an engine's drafter, if it has one."""
 
     def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs) -> None:
-        """None never drafts; `vocab_size` is the model's."""
+        """Without a drafter nothing is drafted; `vocab_size` is the model's."""
         self._drafter = drafter
         self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
-        """Whether passes are to be measured before the next one."""
+        """Whether to measure the costs before the next pass."""
         self._watch = CostDrift() if costs == "measured" else None
         if isinstance(costs, VerifyCosts):
             self.use_costs(costs)
@@ -43,7 +43,7 @@ class Speculation:
         self._latest: tuple[Drafts, DraftTrees] | None = None
 
     def use_costs(self, costs: VerifyCosts) -> None:
-        """Tells the drafter, if there is one, what passes take."""
+        """Passes the costs on to the drafter, if there is one."""
         self.wants_costs = False
         if self._drafter is not None:
             self._drafter.use_costs(costs)
@@ -51,15 +51,15 @@ class Speculation:
             self._watch.begin(costs)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """What a pass without prompts took: costs that the engine has measured may turn out not to hold."""
+        """Records the time of a pass without prefill; may set `wants_costs` if the measured costs no longer hold."""
         if self._watch is not None and self._watch.note(num_tokens, seconds):
             self.wants_costs = True
 
     def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> DraftTrees:
-        """Drafts of all rows that decode and lead; with nothing waiting, those that have far to go are worth more."""
+        """Drafts for all decoding rows that are not duplicates; weighted towards long rows once nothing is waiting."""
         self._latest = None
         if self._drafter is None or self._drafter.rests():
-            return nothing(table.num_rows)
+            return no_drafts(table.num_rows)
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:
             self._state = state
@@ -68,34 +68,34 @@ class Speculation:
         rows = self._rows
         assert rows.leaders is not None
         rows.leaders[:] = leaders
-        fill_room(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
+        fill_max_drafts(c.is_ready, c.num_tokens, c.num_computed, c.limit, rows.leaders, rows.max_drafts)
         drafts = self._drafter.propose(rows)
         proposed = clip_drafts(drafts, rows.max_drafts, self._vocab_size, c.stop_tokens[: table.num_rows])
         if drafts.tokens.size > 0:
             self._latest = drafts, proposed
         return proposed
 
-    def learn(self, gains: CommittedTokens) -> None:
-        """Tells the drafter what became of the drafts of the latest `propose`, if there were any.
+    def give_feedback(self, committed: CommittedTokens) -> None:
+        """Reports the acceptance of the latest drafts to the drafter, if there were any.
 
-        No draft reaches beyond a row's limit (`fill_room`), so none is cut off by anything that tokens do not tell.
+        No draft exceeds a row's limit (`fill_max_drafts`), so the tokens alone tell which drafts were accepted.
         """
         if self._drafter is None or self._rows is None or self._latest is None:
             return
         rows = self._rows
         assert rows.leaders is not None
-        accepted, leaves = as_drafted(
-            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, gains.num_accepted, gains.leaves
+        accepted, leaves = count_accepted(
+            *self._latest, rows.leaders, rows.tokens, rows.num_tokens, committed.num_accepted, committed.leaves
         )
         self._drafter.observe(rows, accepted, leaves=leaves)
 
     def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
-        """None while others wait: each row that ends makes room then, and no row is the last one."""
+        """Row weights; None while requests wait, because then each finished row is replaced and none is the last."""
         if num_waiting > 0:
             self._medians = {}
             return None
         c, rows = table.columns, slice(table.num_rows)
-        # Where no row was there before, nothing is kept of earlier ones: a run that is resumed begins there (law 8).
+        # If all rows are new, cached medians are dropped, as in a resumed run, which starts here (law 8).
         if (c.row_ids[rows] > self._newest_row).all():
             self._medians = {}
         self._newest_row = int(c.row_ids[rows].max(initial=-1))
@@ -110,30 +110,30 @@ class Speculation:
 
 
 def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
-    """How many tokens rows are expected to go on for, beside the mean of them, from 0.5 to 4.
+    """Row weights: expected remaining tokens over their mean, clipped to [0.5, 4].
 
     Args:
-        usual: float64 [B], median lengths of earlier rollouts, NaN where there is none: such a row is worth 1.
+        usual: float64 [B], median lengths of earlier rollouts, NaN if unknown: such a row has weight 1.
         num_written: int64 [B], tokens of the rollouts so far.
         num_left: int64 [B], tokens up to their limits.
 
     Returns:
-        float64 [B], or None where no length is known.
+        float64 [B], or None if no length is known.
 
-    Example: with usual lengths of 40, 40 and 20, of which 10, 38 and 28 are written, 30, 9.5 and 7 are expected: a
-    quarter of what is written at least. Beside their mean of 15.5 that is 1.94, 0.61 and 0.5.
+    Example: with usual lengths of 40, 40 and 20 and 10, 38 and 28 tokens written, 30, 9.5 and 7 are expected (at least
+    a quarter of what is written). Divided by their mean of 15.5 and clipped, the weights are 1.94, 0.61 and 0.5.
     """
     is_known = ~np.isnan(usual)
     if not is_known.any():
         return None
-    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_GOES_ON * num_written, 1)), num_left)
+    expected = np.minimum(np.maximum(usual - num_written, np.maximum(_LEAST_REMAINING * num_written, 1)), num_left)
     mean = expected[is_known].mean()
     worth = np.where(is_known, expected / mean, 1.0)
     return np.clip(worth, _LEAST_WORTH, _MOST_WORTH)
 
 
 def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
-    """Views of the running rows, good until one comes or goes; the drafter reads in them what a step has changed."""
+    """Views of the running rows, valid until a row is added or removed; each step updates them in place."""
     c, num_rows = table.columns, table.num_rows
     return DraftRows(
         prompt_ids=[request.prompt_id for request in table.requests],

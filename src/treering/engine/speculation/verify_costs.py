@@ -1,6 +1,6 @@
-"""What a pass over more tokens costs an engine, measured: a few passes of each size, on rows that nobody runs.
+"""Measures the time of a forward pass by its number of tokens, on synthetic rows.
 
-Knows a decoder and drawing, as every step calls them. Knows nothing of rollouts, and what is done with the result.
+The drafter uses the times to decide how many tokens to draft.
 
     T tokens of a pass   B rows at most
 """
@@ -13,8 +13,7 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.draw import Draw
-from treering.engine.batch.draw import draw as draw_tokens
+from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
@@ -22,51 +21,50 @@ from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 
 Costs = Literal["measured", "none"] | VerifyCosts
-"""What an engine tells its drafter of the time that passes take. measured: what they take here, measured before the
-first one, unless the drafter has been told before, and again where that turns out not to hold. none: nothing. A record
-is told as it is. With the last two no clock decides, for runs that must repeat bit for bit."""
+"""Pass costs that an engine gives its drafter. measured: measured here before the first pass, unless the drafter has
+costs, and again when they no longer hold. none: no costs. A `VerifyCosts` is used as it is. With the last two no clock
+decides, for runs that must repeat bit for bit."""
 
 _MOST_TOKENS = 256
 _TOKENS_PER_ROW = 8
 _NUM_SINGLE = 8
-"""Drafts behind a full batch, each number of which is timed: what computes rows in blocks makes steps of their cost."""
+"""Up to this many drafts beyond a full batch every count is timed: kernels that work in blocks have stepped costs."""
 _NUM_ROUNDS = 25
 _BUDGET_S = 0.2
-"""Spent on rounds; one is finished however long it takes."""
+"""Time for all rounds; a started round always finishes."""
 _FEW_ROUNDS = 5
 _PATIENCE = 5
-"""Budgets that so few rounds may take."""
+"""The first `_FEW_ROUNDS` rounds may take this many budgets."""
 
 
 def measure(
     decoder: Decoder,
-    draw: Draw = draw_tokens,
+    sampler: SampleAndVerify = sample_and_verify,
     *,
     num_slots: int,
     max_batch: int,
     context: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> VerifyCosts:
-    """Seconds of passes over 1 to 8 B tokens, or 256; the shortest of a few passes each.
+    """Seconds of passes over 1 to min(8 B, 256) tokens; the shortest of a few passes each.
 
-    What else the machine does makes passes longer, never shorter, and a size that it struck more often than another
-    would look dearer for as long as the engine runs. So sizes take turns, and the shortest counts. Tokens beyond the
-    B-th are drafts, spread over the rows. All keys and values are written to the spare slot, and whatever stands in the
-    others is read, so that running rollouts notice nothing.
+    Other load on the machine only makes passes longer, and a size that it hits more often would look too expensive for
+    as long as the engine runs. So the sizes alternate, and the shortest time counts. Tokens beyond the B-th are drafts,
+    spread over the rows. All keys and values are written to the spare slot, so running rollouts are not affected.
 
     Args:
-        decoder: what computes.
-        draw: what draws from its logits.
+        decoder: runs the passes.
+        sampler: samples from its logits.
         num_slots: slots of its arena.
         max_batch: B.
-        context: slots that each token sees, at least 1 and no more than a rollout may; fewer where the arena has fewer.
+        context: slots that each token sees, from 1 to a rollout's limit; capped at `num_slots`.
         clock: seconds.
 
     Raises:
         InputError: a limit below 1.
-        StateError: logits that are no distribution.
+        StateError: logits with NaN or +inf, or -inf only.
 
-    Example: an engine with max_batch=8 runs passes of 1, 2, 4, 8, 9, 10, ... 16, 24, 40 and 64 tokens, the last as 8
+    Example: an engine with max_batch=8 times passes of 1, 2, 4, 8, 9, 10, ... 16, 24, 40 and 64 tokens, the last as 8
     rows with 7 drafts each.
     """
     if min(max_batch, context, num_slots) < 1:
@@ -75,30 +73,32 @@ def measure(
             f"context={context} and num_slots={num_slots}; raise them"
         )
     sizes = _sizes(max_batch)
-    passes = [plan(size, decoder, draw, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes]
+    passes = [
+        make_pass(size, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes
+    ]
     for one_pass in passes:
-        # The first one of a size compiles, makes room and starts threads.
+        # The first pass of a size compiles, allocates and starts threads.
         one_pass()
     rounds: list[list[float]] = []
     start = clock()
-    while goes_on(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
+    while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
         rounds.append([_time(one_pass, clock) for one_pass in passes])
-    return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=never_falling(np.min(rounds, axis=0)))
+    return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=non_decreasing(np.min(rounds, axis=0)))
 
 
-def goes_on(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
-    """Whether another round is measured; few are not enough where something else took the processors meanwhile.
+def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
+    """Whether to measure another round: at least five where affordable, because other load may disturb a few.
 
-    Example: with a budget of 0.2 s and 25 rounds at most, there are 20 rounds of 10 ms and five of 150 ms. One of 0.6 s
-    is followed by another, one of 2 s is not.
+    Example: with a budget of 0.2 s and at most 25 rounds, there are 20 rounds of 10 ms, or five of 150 ms. A round of
+    0.6 s is followed by another, one of 2 s is not.
     """
     if num_rounds < _FEW_ROUNDS:
         return num_rounds == 0 or spent_s < _PATIENCE * budget_s
     return num_rounds < most and spent_s < budget_s
 
 
-def never_falling(seconds: Float64Array) -> Float64Array:
-    """The middle between the greatest before and the least behind each: more tokens never cost less.
+def non_decreasing(seconds: Float64Array) -> Float64Array:
+    """Makes times non-decreasing: the midpoint of the maximum up to each entry and the minimum from it on.
 
     Example: [1.0, 1.2, 1.0, 1.4] become [1.0, 1.1, 1.1, 1.4].
     """
@@ -108,7 +108,7 @@ def never_falling(seconds: Float64Array) -> Float64Array:
 
 
 def _sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, ... up to B, each of the eight behind it, then B + 16, B + 32, ... up to 8 B, or 256 tokens."""
+    """1, 2, 4, ... up to B, then B + 1 to B + 8, then B + 16, B + 32, ... up to min(8 B, 256)."""
     most = min(_TOKENS_PER_ROW * max_batch, _MOST_TOKENS)
     full = min(max_batch, most)
     doubled = [1 << power for power in range(most.bit_length())]
@@ -117,29 +117,29 @@ def _sizes(max_batch: int) -> list[int]:
     return [*fewer, full, *(full + count for count in drafted if full + count < most), *({most} - {full})]
 
 
-def plan(
-    num_tokens: int, decoder: Decoder, draw: Draw, *, num_slots: int, max_batch: int, context: int
+def make_pass(
+    num_tokens: int, decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
 ) -> Callable[[], object]:
-    """A pass over rows that see `context` slots each, at most `max_batch` of them, and the drawing behind it."""
+    """A callable that runs a pass and samples: at most `max_batch` rows, `context` visible slots for each token."""
     own_starts = np.arange(max_batch) * context % max(1, num_slots + 1 - context)
     context = min(context, num_slots)
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
-    work = _work_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
-    batch = TokenBatch(**{name: getattr(work, name) for name in TokenBatch.__slots__})
+    inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
+    batch = TokenBatch(**{name: getattr(inputs, name) for name in TokenBatch.__slots__})
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
-    return lambda: draw(decoder.run(batch), work, columns, drafts)
+    return lambda: sampler(decoder.run(batch), inputs, columns, drafts)
 
 
 def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
     start = clock()
     one_pass()
-    # A clock may stand still during a short pass, and no pass is free.
+    # A coarse clock may not advance during a short pass; times must be positive.
     return max(clock() - start, 1e-9)
 
 
 def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
-    """Chains of zeros, as equally long as they can be."""
+    """Draft chains of zeros, of lengths as equal as possible."""
     lengths = np.full(num_rows, num_drafts // num_rows) + (np.arange(num_rows) < num_drafts % num_rows)
     depths = np.concatenate([np.arange(1, length + 1) for length in lengths])
     return DraftTrees(
@@ -152,8 +152,8 @@ def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
     )
 
 
-def _work_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
-    """Every token sees `context` slots of its row, and all of them write one slot."""
+def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
+    """Step inputs in which every token sees `context` slots of its row and writes the slot `slot`."""
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))
     zeros, every = np.zeros(row.size, np.int64), np.ones(row.size, np.int64)

@@ -1,7 +1,7 @@
-"""What a recurrent layer of Hugging Face takes for its cache: it hands in the states of one call and catches the new.
+"""The cache that a Hugging Face recurrent layer sees in one call: provides initial states, captures the new ones.
 
-Answers the questions of transformers before 5.23 (`has_previous_state`, `layers[i].recurrent_states[0]`) and since
-(`get_recurrent_state`). Nothing is updated in place, so gradients flow through. Knows one call; knows no plans.
+Implements the interface of transformers before 5.23 (`has_previous_state`, `layers[i].recurrent_states[0]`) and since
+(`get_recurrent_state`). Nothing is updated in place, so gradients flow through.
 
     B rows   L tokens of the longest   D channels of the convolution   K its kernel size
 """

@@ -1,6 +1,6 @@
 """What one more call of a recurrent layer costs, in tokens: the exchange rate between forking and rescanning.
 
-Every level of forks is at least one more call per layer; without it, the tokens above the fork are computed once per
+Every level of forks takes at least one more call per layer; without it, the tokens above the fork are computed once per
 branch. Only the ratio of the two costs matters.
 """
 

@@ -1,8 +1,8 @@
-"""Padding that leaves a recurrent state as it is, so that rows of different lengths can share a call.
+"""Padding that leaves a recurrent state unchanged, so that rows of different lengths can share a call.
 
-Every token moves the state by a step that its own gates choose: with Gated DeltaNet a decay and a learning rate, with
-Mamba-2 a time step. Both are softplus or sigmoid of a projection; where that is very negative the step is exactly zero.
-So the projections' outputs are overwritten at padding. Knows mixers by the names of their projections.
+Every token updates the state by a step that its own gates choose: with Gated DeltaNet a decay and a learning rate, with
+Mamba-2 a time step. Both are softplus or sigmoid of a projection; where that is very negative, the step is exactly
+zero. So the projections' outputs are overwritten at padding.
 
     B rows   L tokens of the longest
 """

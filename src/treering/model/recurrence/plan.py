@@ -1,7 +1,6 @@
-"""The plan of a forest for recurrent layers: index tensors for every call, made once and read by every such layer.
+"""The plan of a forest for recurrent layers: index tensors for every call, built once and read by every such layer.
 
-Turns a schedule of rows into what to gather, which states to start from, which to keep, and where outputs go. Computes
-nothing itself.
+For each call: which tokens to gather, which states to start from, which to keep, and where the outputs go.
 
     N tokens   B rows of a call   L tokens of its longest row
 """

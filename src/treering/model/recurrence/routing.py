@@ -1,7 +1,7 @@
-"""Runs a recurrent layer along a forest: the patch of its `forward`, and the calls that a plan asks for.
+"""Run a recurrent layer along a forest: patch its `forward` to make the calls of a plan.
 
-The layer itself stays Hugging Face's: it is called on rows of tokens with a cache of ours, as generation would call
-it to continue several texts. Knows plans and caches; knows no models.
+The layer itself stays Hugging Face's: it is called on rows of tokens with our cache, as generation calls it to continue
+several texts.
 
     N tokens   C hidden size   R boundary tokens
 """

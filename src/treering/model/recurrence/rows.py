@@ -1,8 +1,8 @@
-"""Rows: which runs are computed one after another from which state, and where states are kept.
+"""Choose rows of runs for a recurrent layer: which runs are computed together, and which states are kept.
 
-*Forking* keeps the state behind a fork, so that the children start there, one level of calls later. *Rescanning* keeps
-none: each branch below computes the runs above the fork again, in the same call. Which forks keep theirs is chosen by
-cost among a family of thresholds. Knows runs and lengths; knows no tensors.
+*Forking* keeps the state after a fork: the children start from it, one level of calls later. *Rescanning* keeps no
+state: each branch below recomputes the runs above the fork, in the same call. The cheapest of a family of thresholds
+decides which forks keep their state.
 
     S runs   B rows
 """

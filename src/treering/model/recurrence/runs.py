@@ -1,7 +1,7 @@
-"""Runs: the pieces of a forest that a recurrent layer can be started and stopped at.
+"""Cut a forest into runs: pieces between which a recurrent layer can be stopped and restarted.
 
-A state can only be taken where a row of a call ends. So runs end at forks and where partitions below need the state;
-they are otherwise as long as they can be. Knows parents; knows no costs and no tensors.
+A state can only be read where a row of a call ends. So runs end at forks and where partitions below need the state, and
+are otherwise as long as possible.
 
     N tokens   S runs
 """

@@ -1,10 +1,10 @@
-"""Sums with a calculator: the smallest task of several turns.
+"""Sums with a calculator: the smallest task with several turns.
 
-Knows the text of calls, answers and right trajectories. Knows nothing of how many turns a rollout may take.
+The calculator writes the text after each "]", up to the space.
 
-    2+3+4 [2+3]5 [5+4]9 9.     the header that every prompt begins with, and a space
+    2+3+4 [2+3]5 [5+4]9 9.     the header of every prompt, and a space
     17+5+30                    the question, and a space
-    [17+5]22 [22+30]52 52.     a right trajectory: the calculator writes what follows a "]", up to the space
+    [17+5]22 [22+30]52 52.     a correct trajectory
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A vocabulary of characters, for tasks without a tokenizer. Knows symbols and ids; knows nothing of their meaning."""
+"""A character vocabulary, for tasks without a tokenizer."""
 
 import numpy as np
 

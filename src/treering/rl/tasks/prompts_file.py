@@ -1,7 +1,4 @@
-"""Prompts from a JSONL file: questions as text or chat messages, with a reward on the text of the response.
-
-Knows lines, forms of a prompt and where a response ends. Knows nothing of how a reward judges.
-"""
+"""Prompts from a JSONL file, as text or chat messages, with a reward on the text of the response."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Reward functions on text: the named ones, and the way to anybody's own.
-
-Knows answers and texts. Knows nothing of tokens and rollouts.
-"""
+"""Reward functions on text: named ones, and user functions by import path."""
 
 import difflib
 import importlib

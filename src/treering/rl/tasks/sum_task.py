@@ -1,7 +1,4 @@
-"""What the tasks about sums share: drawn questions as prompts of characters, and right trajectories to start from.
-
-Knows sums and symbols. Knows nothing of how a question is written or answered: that is each task's own.
-"""
+"""Base class of the tasks about sums: draws questions and builds correct trajectories for a warm start."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-r"""Chained sums: a task that a small model learns and a program can check.
+r"""Chained sums.
 
-Knows the text of questions and right responses. Knows nothing of tokenizers, engines and models.
+A small model can learn the task, and a program can check it.
 
-    2+3+4:2+3=5;5+4=9.\n    the header that every prompt begins with: one question with its response
+    2+3+4:2+3=5;5+4=9.\n    the header of every prompt: one question with its response
     17+5+30:                the question
-    17+5=22;22+30=52.       the right response
+    17+5=22;22+30=52.       the correct response
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Tasks: prompts, what the environment answers, and what a rollout is worth.
-
-Knows the questions that collection asks of any task. Knows nothing of engines, models and training.
-"""
+"""The task protocol: prompts, observations and rewards."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Questions about sums: which numbers to add, the same on every machine. Knows numbers; knows nothing of their text."""
+"""Draws the numbers of the sums, the same on every machine."""
 
 from dataclasses import dataclass, fields
 

@@ -1,7 +1,4 @@
-"""Text to tokens and back with a tokenizer folder, as a task of texts needs it.
-
-Knows special tokens and where a tokenizer says that a text ends. Knows nothing of prompts and rewards.
-"""
+"""Encodes and decodes text with a tokenizer folder, and finds its end tokens."""
 
 import json
 from pathlib import Path

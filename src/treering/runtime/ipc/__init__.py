@@ -1,1 +1,1 @@
-"""Child processes, their messages, and memory that they share."""
+"""Child processes, their messages and shared memory."""

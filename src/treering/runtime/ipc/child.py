@@ -1,6 +1,6 @@
-"""The child's side of a process: its inbox, its way to answer, and its end with the controller's.
+"""The child's side of the pipe to the controller: inbox, replies and shutdown.
 
-Knows pipes and how a process ends. Imports nothing heavy, so that a child listens before it has imported torch.
+Imports nothing heavy, so that a child reads its pipe before it imports torch.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Port:
-    """What a child talks through.
+    """The child's end of the pipe to the controller.
 
-    Messages are read by a thread of their own, so that the controller never waits for a child that is busy, and a
-    child whose controller is gone ends at once, whatever it does.
+    A separate thread reads the messages, so that the controller never blocks on a busy child, and a child whose
+    controller has died exits at once.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -36,11 +36,11 @@ class Port:
         threading.Thread(target=self._read, daemon=True).start()
 
     def take(self) -> Any:
-        """The next message; waits for it."""
+        """Waits for the next message and returns it."""
         return pickle.loads(self._inbox.get())
 
     def take_ready(self) -> list[Any]:
-        """The messages that have come, none if there is none."""
+        """All messages that have arrived; does not wait."""
         found = []
         while not self._inbox.empty():
             found.append(pickle.loads(self._inbox.get()))
@@ -62,7 +62,7 @@ class Port:
 
 
 Role: TypeAlias = Callable[[Port, SharedMemory, Any], None]
-"""What a child does, given its port, the weights' memory and its settings; it never returns of itself."""
+"""The main function of a child: takes its port, the weights' memory and its settings, and never returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,60 +72,61 @@ class Start:
     role: Role
     settings: object
     folder: str
-    """The controller's current one."""
+    """The controller's working directory."""
     environment: Mapping[str, str]
     """The controller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A child has built what it needs."""
+    """A child is ready for work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Failed:
-    """A child ends with an error."""
+    """A child has raised an error and exits."""
 
     error: Exception
 
 
 def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -> None:
-    """The target of a new process: takes its role from the first message, and sends an error that ends it.
+    """The entry point of a child process: runs the role of the first message, and sends its error if it raises.
 
     Args:
         connection: to the controller.
         memory: of the weights.
-        dies_with_parent: asks the system for that where it can promise it; not where the thread that has started this
-            process may end before the controller does.
+        dies_with_parent: asks the kernel to kill this process with its parent. Must be false if the thread that started
+            this process may end before the controller does.
     """
-    # Ctrl-C reaches every process of a terminal; the controller alone decides what it means.
+    # Ctrl-C reaches every process of a terminal; only the controller handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A daemon for the controller, whose exit ends it; but rewards may well start processes, which daemons cannot.
+    # The controller starts this process as a daemon, so that it ends with it; but daemons may not start processes, and
+    # rewards may.
     multiprocessing.current_process().daemon = False
     if dies_with_parent:
         _die_with_parent()
     port = Port(connection)
     try:
         start: Start = port.take()
-        # The server that forked this process began in whatever folder and environment there was then.
+        # The fork server may have started in another folder and with another environment.
         os.chdir(start.folder)
         os.environ.update(start.environment)
         start.role(port, memory, start.settings)
     except Exception as error:
-        port.send(Failed(error=_portable(error)))
-        # What is printed here may sit in a buffer; the reader ends this process without another word.
+        port.send(Failed(error=_picklable_error(error)))
+        # The reader thread exits without flushing buffered output.
         sys.stdout.flush()
         threading.Event().wait()
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel for SIGKILL at the parent's death: code that holds the interpreter's lock starves the reader."""
+    """Asks the kernel for SIGKILL at the parent's death: the reader thread starves while other code holds the GIL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _portable(error: Exception) -> Exception:
-    """The error with where it came from as a note, or its text as another one where it cannot be sent."""
+def _picklable_error(error: Exception) -> Exception:
+    """The error with its traceback as a note, or a StateError with its text if it cannot be pickled."""
     error.add_note(f"raised in a child process:\n{''.join(traceback.format_exception(error))}")
     try:
         copied = pickle.loads(pickle.dumps(error))

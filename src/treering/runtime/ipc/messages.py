@@ -1,7 +1,6 @@
-"""What controller and children say to each other; each record goes through a pipe as it is.
+"""Messages between the controller and its child processes.
 
-Knows records only. All of them are pickled by `child` and `process`, never by torch's own way of sharing tensors, whose
-memory dies with the process that sent it.
+`child` and `process` pickle them. Torch's own tensor sharing is not used, because its memory dies with the sender.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Group
 from treering.rl.drafting import DraftOptions
-from treering.rl.judging import RewardResult
 from treering.rl.options import RlOptions
 from treering.rl.trainer import Trained
+from treering.rl.turns import RewardResult
 from treering.runtime.ipc.recipe import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
@@ -23,79 +22,79 @@ from treering.train.loop.optim import OptimOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerSettings:
-    """What a rollout worker is told when it starts."""
+    """Settings of a rollout worker."""
 
     recipe: Recipe
     num_slots: int
     """Of the ring of weights."""
     history: Path | None
-    """Folder of the history that it drafts from; None drafts nothing."""
+    """Folder of the history that it drafts from; None disables drafts."""
     drafts: DraftOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Begin:
-    """To a worker that has nothing to do: go on with the weights of a version, and the history as it is now."""
+class BeginStep:
+    """To an idle worker: start a step with these weights and the current history."""
 
     step: int
     version: int
-    """Steps behind the weights: where the ring has them."""
-    label: int
-    """Updates behind the weights: what rollouts record."""
+    """The step that produced the weights: their version in the ring."""
+    policy_version: int
+    """The policy version of the weights, which rollouts record."""
     reports: bool
-    """Whether to say from time to time how far rollouts are."""
+    """Whether to report progress regularly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """To a worker: requests of the step that it has begun."""
+class SampleRequests:
+    """To a worker: requests of its current step."""
 
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Give:
-    """To a worker: take these rollouts out, for another one to go on with."""
+class GiveUp:
+    """To a worker: abort these rollouts and return them, for another worker to continue."""
 
     keys: Sequence[RolloutKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Heard:
-    """To a worker: its report has arrived, and the next one may come."""
+class ReportReceived:
+    """To a worker: its progress report has arrived, and it may send the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Refresh:
-    """To a worker: the history has grown within the step."""
+class RefreshHistory:
+    """To a worker: reload the history within the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
-    """From a worker: rollouts whose turn has ended, and what it took since the message before."""
+class SampledRollouts:
+    """From a worker: rollouts whose turn has ended, and counters since its previous message."""
 
     step: int
     rollouts: Sequence[Rollout]
     given: Sequence[Rollout] | None
-    """The answer to a `Give`: what was still running; None where there was none."""
+    """The answer to `GiveUp`: those that were still running; None if this is no answer."""
     progress: Mapping[RolloutKey, int]
-    """Tokens of what runs; empty where no report is due."""
+    """Tokens of the running rollouts; empty if no report is due."""
     stats: EngineStats
     busy_s: float
     times: PassTimes
-    """Of passes and loads since the message before."""
+    """Of forward passes and weight loads since the previous message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JudgeSettings:
-    """What a judge is told when it starts."""
+class RewardSettings:
+    """Settings of the reward worker."""
 
     recipe: Recipe
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Case:
+class RewardRequest:
     """A rollout whose turn has ended."""
 
     rollout: Rollout
@@ -103,23 +102,23 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cases:
-    """To an idle judge: what to judge, one after another."""
+class RewardRequests:
+    """To an idle reward worker: requests, to be answered in order."""
 
-    cases: Sequence[Case]
+    requests: Sequence[RewardRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judged:
-    """From the judge, for each case as soon as it has it."""
+class RewardReply:
+    """From the reward worker: the result of one request, sent as soon as it is known."""
 
     key: RolloutKey
-    verdict: RewardResult
+    result: RewardResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainerSettings:
-    """What a trainer is told when it starts; its weights are those of the ring's base."""
+    """Settings of the trainer, which starts from the weights of the ring's base slot."""
 
     recipe: Recipe
     num_slots: int
@@ -127,14 +126,14 @@ class TrainerSettings:
     optim: OptimOptions
     options: RlOptions
     version: int
-    """Of the base: steps behind it."""
+    """Of the base: steps done."""
     state: bytes
-    """As `Saved` has it."""
+    """See `TrainerState`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Train:
-    """To the trainer: train a step, and put its weights into the ring unless they are there from an earlier trainer."""
+class TrainStep:
+    """To the trainer: train a step; write its weights to the ring unless an earlier trainer did (`is_new`)."""
 
     step: int
     groups: Sequence[Group]
@@ -143,7 +142,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep:
-    """From the trainer: a step is trained, and its weights lie in the ring."""
+    """From the trainer: a step is trained, and its weights are in the ring."""
 
     step: int
     trained: Trained
@@ -152,12 +151,12 @@ class TrainedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Save:
-    """To the trainer: send your state."""
+class FetchState:
+    """To the trainer: send the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Saved:
+class TrainerState:
     """From the trainer: optimiser and random state, as `torch.save` writes them."""
 
     state: bytes

@@ -1,7 +1,4 @@
-"""The controller's side of a process: a seat that a child fills, and fills again when it dies.
-
-Knows how a child is started, heard and buried. Knows nothing of what children do.
-"""
+"""The controller's side of a child process: start it, exchange messages, and replace it when it dies."""
 
 import multiprocessing
 import os
@@ -21,7 +18,7 @@ from treering.runtime.ipc.child import Failed, Ready, Role, Start, main
 from treering.runtime.ipc.shared_memory import SharedMemory
 
 MAX_DEATHS = 5
-"""Deaths in a row, without anything done in between, after which a seat is given up."""
+"""Deaths in a row, without progress in between, that end the run."""
 
 _CLOSE_S = 5.0
 _PRELOADED = (
@@ -37,10 +34,10 @@ Context: TypeAlias = ForkServerContext | SpawnContext
 
 
 def start_method(recipe: object) -> Context:
-    """How children are started: forked from a server that has imported everything, which takes a tenth of a second.
+    """How children start: forked from a server that has imported everything, which takes a tenth of a second.
 
-    The server is started once in a process and has run nothing but imports. Where there is a CUDA device even these may
-    have touched its driver, which no forked process can use; there every child imports for itself.
+    The server is started once per process and runs only imports. With a CUDA device even imports may initialise the
+    driver, which a forked process cannot use; then every child is spawned and imports for itself.
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
@@ -51,7 +48,7 @@ def start_method(recipe: object) -> Context:
 
 
 def _start_server() -> None:
-    """Starts the server, if there is none, where it finds the modules that this process finds."""
+    """Starts the fork server if there is none, with this process's module search path."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -64,13 +61,13 @@ def _start_server() -> None:
 
 
 class ChildProcess:
-    """One child at a time, under one name.
+    """A named child process that can be restarted.
 
-    Example: a child killed by SIGKILL gives what it had sent, then `has_died`; `fill` starts the next one.
+    Example: a child killed by SIGKILL yields its sent messages, then `has_died`; `start` starts the next one.
     """
 
     def __init__(self, name: str, role: Role, memory: SharedMemory, context: Context) -> None:
-        """`name`: in errors; `context`: of `start_method`."""
+        """`name`: used in errors; `context`: from `start_method`."""
         self.name = name
         self._context = context
         self._role = role
@@ -78,29 +75,24 @@ class ChildProcess:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self.num_deaths = 0
-        """In a row, without anything done in between."""
+        """Deaths in a row, without progress in between."""
         self.is_ready = False
 
     @property
     def connection(self) -> Connection:
-        """What to wait for; only while the seat is filled."""
+        """The connection to wait for; only while a child runs."""
         assert self._connection is not None
         return self._connection
 
     @property
-    def is_filled(self) -> bool:
-        """Whether there is a child, as far as is known."""
-        return self._connection is not None
-
-    @property
     def pid(self) -> int | None:
-        """The child's process id; None where the seat is empty."""
+        """The child's process id; None if there is no child."""
         return None if self._process is None else self._process.pid
 
-    def fill(self, settings: object) -> None:
-        """Starts a child with the settings of its role."""
+    def start(self, settings: object) -> None:
+        """Starts the child with the settings of its role."""
         ours, theirs = self._context.Pipe()
-        # The kernel watches the thread that has started a process: that of the server, or this one, which may end soon.
+        # The kernel watches the thread that started the process: the server's, or this one, which may end early.
         is_forked = isinstance(self._context, ForkServerContext)
         dies_with_parent = is_forked or threading.current_thread() is threading.main_thread()
         self._process = self._context.Process(
@@ -113,22 +105,22 @@ class ChildProcess:
         self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
 
     def send(self, message: object) -> None:
-        """Sends a message; to a child that has died it goes nowhere, and `receive` will tell."""
+        """Sends a message. One to a dead child is dropped; `receive` reports the death."""
         try:
             self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except OSError:
             return
 
     def receive(self) -> tuple[list[Any], bool]:
-        """What the child has sent, and whether it has died: what it sent before stands all the same.
+        """The child's messages, and whether it has died. Messages sent before its death are still valid.
 
         Raises:
-            Exception: the one that ended the child.
+            Exception: the error that the child raised.
         """
         messages: list[Any] = []
         has_died = False
         try:
-            # A grandchild may hold the other end open, so the end of the process is asked for as well.
+            # A grandchild may hold the other end of the pipe open, so also check the process itself.
             is_gone = self._process is None or not self._process.is_alive()
             while self.connection.poll():
                 messages.append(pickle.loads(self.connection.recv_bytes()))
@@ -141,26 +133,26 @@ class ChildProcess:
         self.is_ready = self.is_ready or any(isinstance(message, Ready) for message in messages)
         return [message for message in messages if not isinstance(message, Ready)], has_died
 
-    def bury(self) -> None:
-        """Takes a dead child out.
+    def reap(self) -> None:
+        """Cleans up a dead child.
 
         Raises:
             StateError: it is the `MAX_DEATHS`-th in a row.
         """
-        status = self.empty()
+        status = self.stop()
         self.num_deaths += 1
         if self.num_deaths >= MAX_DEATHS:
             raise StateError(
-                f"a process that dies is started again, and the {self.name} died {self.num_deaths} times in a row "
-                f"without having done anything, last with {_words(status)}; free memory, or look at what it printed"
+                f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times "
+                f"in a row without progress, last with {_describe_status(status)}; free memory, or read its output"
             )
 
     def note_progress(self) -> None:
-        """Deaths are counted anew from here."""
+        """Resets the count of deaths."""
         self.num_deaths = 0
 
-    def empty(self) -> int | None:
-        """Ends the child, if there is one, and returns its exit status."""
+    def stop(self) -> int | None:
+        """Kills the child, if there is one, and returns its exit status."""
         if self._process is None:
             return None
         if self._process.is_alive():
@@ -174,8 +166,8 @@ class ChildProcess:
         return status
 
 
-def _words(status: int | None) -> str:
-    """An exit status for people: "signal SIGKILL", "exit status 1"."""
+def _describe_status(status: int | None) -> str:
+    """An exit status in words: "signal SIGKILL", "exit status 1"."""
     if status is None or status >= 0:
         return f"exit status {status}"
     try:

@@ -1,7 +1,4 @@
-"""What a child needs to build its part of a run by itself.
-
-Knows the questions only. Whoever starts a runtime answers them with an object that pickle can send to a new process.
-"""
+"""The protocol with which every child process builds its own model, task and engine. Recipes must be picklable."""
 
 from typing import Protocol
 
@@ -13,20 +10,20 @@ from treering.rl.tasks.task import Task
 
 
 class Recipe(Protocol):
-    """A model, a task and engines, the same in every process that asks.
+    """Builds a model, a task and engines, the same in every process.
 
-    Weights that a model comes with are of no account: each process takes the run's own before it uses them.
+    The weights of the model do not matter: each process loads those of the run first.
     """
 
     @property
     def max_batch(self) -> int:
-        """Rollouts that an engine of `make_engine` runs at one time."""
+        """Rollouts that an engine of `make_engine` runs at a time."""
 
     def make_model(self) -> nn.Module:
-        """The model, with whatever weights."""
+        """The model, with any weights."""
 
     def make_task(self) -> Task:
         """Prompts and rewards."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
-        """An engine whose weights, the model's present ones, are of a version."""
+        """An engine with the model's current weights, which have this policy version."""

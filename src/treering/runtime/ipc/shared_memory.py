@@ -1,7 +1,7 @@
-"""Memory that processes share: a file without a name, handed to children as a descriptor.
+"""Shared memory in an unnamed file, passed to children as a file descriptor.
 
-Knows bytes. A name in /dev/shm would outlive a killed run, and containers often give that folder 64 MB; a file that
-nobody can find again goes with the last process that has it open, whichever way they end.
+A name in /dev/shm would outlive a killed run, and containers often limit that folder to 64 MB. An unnamed file is freed
+with the last process that has it open, however that process ends.
 """
 
 import mmap
@@ -12,15 +12,15 @@ from typing import Any
 
 
 class SharedMemory:
-    """Bytes that this process and its children read and write, all zero at first.
+    """Bytes that this process and its children read and write, initially zero.
 
-    It can be pickled only as an argument of a process that is being spawned.
+    It can be pickled only as an argument of a new process.
 
-    Example: `SharedMemory(64).view[:2] = b"ab"` is read as b"ab" by a child that was given the object.
+    Example: `SharedMemory(64).view[:2] = b"ab"` is read as b"ab" by a child that got the object.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Makes room for `num_bytes`, at least 1; pages are taken when they are first written."""
+        """Reserves `num_bytes`, at least 1; pages are allocated at their first write."""
         self._fd = _nameless_file()
         os.ftruncate(self._fd, num_bytes)
         self.view = mmap.mmap(self._fd, num_bytes)
@@ -33,7 +33,7 @@ class SharedMemory:
         self.view = mmap.mmap(self._fd, state["num_bytes"])
 
     def close(self) -> None:
-        """Lets go of the file; `view` stays readable here for as long as somebody holds it."""
+        """Closes the file; `view` stays readable while it is referenced."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

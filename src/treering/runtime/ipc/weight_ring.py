@@ -1,9 +1,9 @@
-"""Weights in shared memory: a ring of versions that the trainer writes and rollout workers read.
+"""Weights in shared memory: a ring of versions that the trainer writes and the rollout workers read.
 
-Knows tensors, versions and checksums. Knows nothing of who may read when: a slot is told of only when it is whole, and
-is written anew only when nobody needs what it held.
+There are no locks: a version is announced only after its slot is complete, and a slot is overwritten only when no
+process needs its old version.
 
-    S slots of the ring, and one beside it for the weights that a new trainer starts from
+    S slots of the ring, plus one for the weights that a new trainer starts from
 """
 
 import math
@@ -20,15 +20,15 @@ from treering.runtime.ipc.shared_memory import SharedMemory
 
 _ALIGN = 64
 _HEADER = struct.Struct("<qI")
-"""Version, -1 while it is being written, and CRC-32 of the weights."""
+"""The version (-1 during a write) and the CRC-32 of the weights."""
 
 BASE = -1
-"""Names the slot beside the ring where a version is asked for."""
+"""The `slot` argument for the extra slot outside the ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Place:
-    """Where a tensor lies in a slot."""
+class TensorLayout:
+    """The position of a tensor in a slot."""
 
     name: str
     dtype: torch.dtype
@@ -37,31 +37,31 @@ class Place:
 
     @property
     def num_values(self) -> int:
-        """Values of the tensor."""
+        """Number of values."""
         return math.prod(self.shape)
 
 
-def places_of(model: nn.Module) -> tuple[list[Place], int]:
-    """Where each tensor of a model goes, tied ones once, and the bytes of a slot.
+def tensor_layouts(model: nn.Module) -> tuple[list[TensorLayout], int]:
+    """The layout of each tensor of a model, tied ones once, and the bytes of a slot.
 
-    Example: a float32 layer of weight [3, 2] and bias [3] has places at 0 and 64 in 128 bytes.
+    Example: a float32 layer with weight [3, 2] and bias [3] has offsets 0 and 64 in 128 bytes.
     """
-    places, end = [], 0
+    layouts, end = [], 0
     for name, tensor in _tensors(model).items():
-        places.append(Place(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=end))
+        layouts.append(TensorLayout(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=end))
         end += _padded(tensor.numel() * tensor.element_size())
-    return places, end
+    return layouts, end
 
 
 class WeightRing:
     """The weights of the latest S versions of one model.
 
-    Example: with 3 slots, after versions 0 to 4 were written, 2, 3 and 4 can be read, and 1 raises a StateError.
+    Example: with 3 slots, after writing versions 0 to 4, versions 2, 3 and 4 can be read, and 1 raises StateError.
     """
 
     def __init__(self, model: nn.Module, num_slots: int, memory: SharedMemory | None = None) -> None:
-        """`memory`: of a ring that another process has made for the same model; None makes one."""
-        self._places, self._num_bytes = places_of(model)
+        """`memory`: of a ring that another process made for the same model; None allocates it."""
+        self._layouts, self._num_bytes = tensor_layouts(model)
         self.num_slots = num_slots
         self._stride = _ALIGN + self._num_bytes
         size = (num_slots + 1) * self._stride
@@ -78,16 +78,16 @@ class WeightRing:
         return self._num_bytes
 
     def write(self, version: int, model: nn.Module, slot: int | None = None) -> None:
-        """Copies a model's weights in as `version`, into its own slot of the ring or into `BASE`."""
+        """Copies a model's weights into the ring as `version`, or into the slot `BASE`."""
         self.put(version, _tensors(model), slot)
 
     def put(self, version: int, tensors: Mapping[str, Tensor], slot: int | None = None) -> None:
-        """`write` of tensors by name, as `tensors` gives them."""
+        """As `write`, with tensors by name, as `tensors` returns them."""
         start = self._start(version, slot)
         self._set_header(start, -1, 0)
         with torch.no_grad():
-            for place, target in self._slot_tensors(start):
-                target.copy_(tensors[place.name])
+            for layout, target in self._slot_tensors(start):
+                target.copy_(tensors[layout.name])
         self._set_header(start, version, self._checksum(start))
 
     def read(self, version: int, model: nn.Module, slot: int | None = None) -> None:
@@ -99,19 +99,19 @@ class WeightRing:
         start = self._checked(version, slot)
         own = _tensors(model)
         with torch.no_grad():
-            for place, source in self._slot_tensors(start):
-                own[place.name].copy_(source)
+            for layout, source in self._slot_tensors(start):
+                own[layout.name].copy_(source)
 
     def tensors(self, version: int) -> dict[str, Tensor]:
         """Copies of a version's tensors by name.
 
         Raises:
-            StateError: as `read`.
+            StateError: see `read`.
         """
-        return {place.name: source.clone() for place, source in self._slot_tensors(self._checked(version, None))}
+        return {layout.name: source.clone() for layout, source in self._slot_tensors(self._checked(version, None))}
 
     def close(self) -> None:
-        """Gives the memory back once nothing refers to it."""
+        """Frees the memory once nothing refers to it."""
         self.memory.close()
 
     def _checked(self, version: int, slot: int | None) -> int:
@@ -119,7 +119,7 @@ class WeightRing:
         found, checksum = _HEADER.unpack_from(self.memory.view, start)
         if found != version or checksum != self._checksum(start):
             raise StateError(
-                f"weights of version {version} were to be read, and their slot holds version {found}"
+                f"weights of version {version} are needed, and their slot holds version {found}"
                 f"{'' if found != version else ', damaged'}; start again from the last checkpoint"
             )
         return start
@@ -134,19 +134,19 @@ class WeightRing:
         with memoryview(self.memory.view) as everything:
             return zlib.crc32(everything[start + _ALIGN : start + self._stride])
 
-    def _slot_tensors(self, start: int) -> list[tuple[Place, Tensor]]:
+    def _slot_tensors(self, start: int) -> list[tuple[TensorLayout, Tensor]]:
         found = []
-        for place in self._places:
-            if place.num_values == 0:
+        for layout in self._layouts:
+            if layout.num_values == 0:
                 continue
-            offset = start + _ALIGN + place.offset
-            flat = torch.frombuffer(self.memory.view, dtype=place.dtype, count=place.num_values, offset=offset)
-            found.append((place, flat.view(place.shape)))
+            offset = start + _ALIGN + layout.offset
+            flat = torch.frombuffer(self.memory.view, dtype=layout.dtype, count=layout.num_values, offset=offset)
+            found.append((layout, flat.view(layout.shape)))
         return found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own tensors by name; of tied ones the first."""
+    """The model's tensors by name; of tied ones the first."""
     seen: set[int] = set()
     found = {}
     for name, tensor in model.state_dict().items():

@@ -1,1 +1,1 @@
-"""The controller's side of rollout workers, reward workers and the trainer."""
+"""The controller's clients of the rollout workers, the reward worker and the trainer."""

@@ -1,7 +1,4 @@
-"""The rollout workers: who runs which step, what is under way where, and what becomes of it when a worker dies.
-
-Knows requests, versions and processes. Knows nothing of rewards, training and policies.
-"""
+"""The controller's client of the rollout workers: hands out requests and recovers those of a dead worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,49 +7,58 @@ from multiprocessing.connection import Connection
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.account import Account
-from treering.runtime.ipc.messages import Begin, Case, Give, Heard, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.ipc.messages import (
+    BeginStep,
+    GiveUp,
+    RefreshHistory,
+    ReportReceived,
+    RewardRequest,
+    SampledRollouts,
+    SampleRequests,
+    WorkerSettings,
+)
 from treering.runtime.ipc.process import ChildProcess, Context
 from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.step.migration import Held, choose_move
-from treering.runtime.step.step_run import StepRun
-from treering.runtime.workers.rollout_worker import work
+from treering.runtime.step.open_step import OpenStep
+from treering.runtime.workers.rollout_worker import run_rollout_worker
 from treering.schedule.measured_latency import PassTimes
 
-Runs = Mapping[int, StepRun]
-"""Steps that are being sampled, by number, in their order."""
+OpenSteps = Mapping[int, OpenStep]
+"""Steps that are being sampled, by number, in order."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Post:
-    """A worker as the controller sees it."""
+class _WorkerState:
+    """What the controller knows of a worker."""
 
-    seat: ChildProcess
+    child: ChildProcess
     step: int = 0
-    """That it is in; 0 for a new one."""
+    """Its current step; 0 for a new worker."""
     has_begun: bool = False
-    """Whether it was told so."""
+    """Whether it was sent that step."""
     running: dict[RolloutKey, Request] = field(default_factory=dict)
     awaited: set[RolloutKey] = field(default_factory=set)
-    """Rollouts that may come back from the judge for another turn."""
-    gives_to: int | None = None
-    """Worker that is to go on with what this one was asked to give up, until it has answered."""
-    has_news: bool = False
-    """Whether it has said how far it is since moves were looked for."""
+    """Rollouts that may get another turn after their reward request."""
+    move_target: int | None = None
+    """Worker that gets the rollouts this one was asked to give up, until it has answered."""
+    has_report: bool = False
+    """Whether it has reported progress since moves were last considered."""
     num_ended: int = 0
-    """Rollouts that have come since it was last given some."""
+    """Rollouts finished since it was last sent requests."""
     pace: int = 0
-    """The most that came between two times of late."""
+    """The most rollouts that recently finished between two dispatches."""
 
     def num_spare(self, max_batch: int) -> int:
-        """Rollouts that wait in its engine: twice what ends until it hears from the controller, and a few at least."""
+        """Requests to queue in its engine: twice those that finish between two dispatches, and at least a few."""
         return min(max(2 * self.pace, max_batch // 4, 1), max_batch)
 
 
 class RolloutPool:
-    """Rollout workers, each in its own step.
+    """The rollout workers, each in its own step.
 
-    A worker goes on to the next step when it has nothing left in its own and the weights are there; none waits for
-    another one. Use: `dispatch` whenever something has happened, `receive` whenever a connection is ready.
+    A worker starts the next step when it has nothing left in its own and the weights are available; it never waits for
+    other workers. Call `receive` when a connection is ready, and `dispatch` after every event.
     """
 
     def __init__(
@@ -68,179 +74,212 @@ class RolloutPool:
         self._settings = settings
         self._max_batch = settings.recipe.max_batch
         self._account = account
-        self._posts = [
-            _Post(seat=ChildProcess(f"rollout worker {number}", work, memory, context)) for number in range(num_workers)
+        self._workers = [
+            _WorkerState(child=ChildProcess(f"rollout worker {number}", run_rollout_worker, memory, context))
+            for number in range(num_workers)
         ]
         self.busy_s = 0.0
         self.times = PassTimes()
-        for post in self._posts:
-            post.seat.fill(settings)
+        for worker in self._workers:
+            worker.child.start(settings)
 
     @property
     def num_workers(self) -> int:
-        """Workers."""
-        return len(self._posts)
+        """Number of workers."""
+        return len(self._workers)
 
     @property
-    def seats(self) -> list[ChildProcess]:
-        """Where they sit."""
-        return [post.seat for post in self._posts]
+    def children(self) -> list[ChildProcess]:
+        """Their child processes."""
+        return [worker.child for worker in self._workers]
 
     def connections(self) -> list[Connection]:
-        """What to wait for."""
-        return [post.seat.connection for post in self._posts]
+        """Connections to wait for."""
+        return [worker.child.connection for worker in self._workers]
 
-    def dispatch(self, runs: Runs, labels: Mapping[int, int]) -> None:
-        """Gives every worker what it can start now.
+    def dispatch(self, open_steps: OpenSteps, policy_versions: Mapping[int, int]) -> None:
+        """Sends every worker the requests that it can start now.
 
         Args:
-            runs: the steps that are open.
-            labels: version -> updates behind it, of the versions that the ring has.
+            open_steps: the open steps.
+            policy_versions: step -> policy version after it, of the weights in the ring.
         """
-        # Those that listen already, and have least to do, come first at what is left over.
+        # Ready workers with the fewest rollouts choose first from the unassigned requests.
         order = sorted(
-            range(len(self._posts)), key=lambda n: (not self._posts[n].seat.is_ready, len(self._posts[n].running))
+            range(len(self._workers)),
+            key=lambda n: (not self._workers[n].child.is_ready, len(self._workers[n].running)),
         )
         for number in order:
-            post = self._posts[number]
-            run = _next_run(number, post, runs)
-            if run is None or run.version not in labels:
+            worker = self._workers[number]
+            open_step = _next_step(number, worker, open_steps)
+            if open_step is None or open_step.version not in policy_versions:
                 continue
-            if post.num_ended:
-                post.pace, post.num_ended = max(post.num_ended, post.pace - 1), 0
-            spare = post.num_spare(self._max_batch)
-            requests = run.take(number, num_running=len(post.running), max_batch=self._max_batch, num_spare=spare)
+            if worker.num_ended:
+                worker.pace, worker.num_ended = max(worker.num_ended, worker.pace - 1), 0
+            spare = worker.num_spare(self._max_batch)
+            requests = open_step.take(
+                number, num_running=len(worker.running), max_batch=self._max_batch, num_spare=spare
+            )
             if not requests:
                 continue
-            if post.step != run.step or not post.has_begun:
-                post.step, post.has_begun = run.step, True
-                reports = run.moving != "off"
-                post.seat.send(Begin(step=run.step, version=run.version, label=labels[run.version], reports=reports))
-            post.running.update((request.key, request) for request in requests)
-            post.seat.send(Sample(requests=requests))
-        for number, post in enumerate(self._posts):
-            if post.has_news:
-                post.has_news = False
-                self._move(number, post, runs, labels)
+            if worker.step != open_step.step or not worker.has_begun:
+                worker.step, worker.has_begun = open_step.step, True
+                reports = open_step.moving != "off"
+                worker.child.send(
+                    BeginStep(
+                        step=open_step.step,
+                        version=open_step.version,
+                        policy_version=policy_versions[open_step.version],
+                        reports=reports,
+                    )
+                )
+            worker.running.update((request.key, request) for request in requests)
+            worker.child.send(SampleRequests(requests=requests))
+        for number, worker in enumerate(self._workers):
+            if worker.has_report:
+                worker.has_report = False
+                self._move(number, worker, open_steps, policy_versions)
 
-    def receive(self, runs: Runs) -> list[tuple[StepRun, Case]]:
-        """Turns that have come from workers, each with its step; workers that have died are replaced.
+    def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, RewardRequest]]:
+        """Finished turns, each with its step. Replaces dead workers.
 
         Raises:
-            StateError: a worker dies again and again.
-            Exception: the error that ended a worker.
+            StateError: a worker dies repeatedly.
+            Exception: the error that a worker raised.
         """
         found = []
-        for number, post in enumerate(self._posts):
-            messages, has_died = post.seat.receive()
+        for number, worker in enumerate(self._workers):
+            messages, has_died = worker.child.receive()
             for message in messages:
-                found += self._take(post, message, runs)
+                found += self._take(worker, message, open_steps)
             if has_died:
-                self._replace(number, post, runs)
+                self._replace(number, worker, open_steps)
         return found
 
-    def note_judged(self, run: StepRun, key: RolloutKey, following: Request | None) -> None:
-        """Takes what the judge has said of a turn: the request of the next one, or None where the rollout is over."""
-        owner = next((number for number, post in enumerate(self._posts) if key in post.awaited), None)
+    def note_reward(self, open_step: OpenStep, key: RolloutKey, following: Request | None) -> None:
+        """Records the result of a turn: the request of the next turn, or None if the rollout is finished."""
+        owner = next((number for number, worker in enumerate(self._workers) if key in worker.awaited), None)
         if owner is not None:
-            self._posts[owner].awaited.remove(key)
+            self._workers[owner].awaited.remove(key)
         if following is not None:
-            run.go_on(following, owner)
+            open_step.resume(following, owner)
 
     def refresh(self) -> None:
-        """Tells workers that the history has grown within the step."""
-        for post in self._posts:
-            post.seat.send(Refresh())
+        """Tells the workers to reload the history within the step."""
+        for worker in self._workers:
+            worker.child.send(RefreshHistory())
 
     def close(self) -> None:
-        """Ends the workers."""
-        for post in self._posts:
-            post.seat.empty()
+        """Stops the workers."""
+        for worker in self._workers:
+            worker.child.stop()
 
-    def _take(self, post: _Post, message: Sampled, runs: Runs) -> list[tuple[StepRun, Case]]:
+    def _take(
+        self, worker: _WorkerState, message: SampledRollouts, open_steps: OpenSteps
+    ) -> list[tuple[OpenStep, RewardRequest]]:
         self.busy_s += message.busy_s
         self.times.add(message.times)
-        run = runs.get(message.step)
+        open_step = open_steps.get(message.step)
         if message.given is not None:
-            self._hand_on(post, message.given, run)
-        if run is None:
-            # An answer that says that nothing was left to give, behind the end of its step.
+            self._hand_over(worker, message.given, open_step)
+        if open_step is None:
+            # The answer to `GiveUp` came after the end of its step, with nothing left to give.
             assert not message.rollouts, "a step ends after its rollouts"
             return []
-        run.note_stats(message.stats)
-        self._hear(post, message.progress, run)
+        open_step.note_stats(message.stats)
+        self._note_progress(worker, message.progress, open_step)
         if message.rollouts:
-            # A report is no progress: a worker may die at the same place again and again.
-            post.seat.note_progress()
+            # Only finished rollouts count as progress: a worker may die at the same token every time.
+            worker.child.note_progress()
         found = []
         for rollout in message.rollouts:
-            del post.running[rollout.key]
-            post.num_ended += 1
-            case = Case(rollout=rollout, is_last_turn=run.collection.note_turn(rollout))
-            if not case.is_last_turn and rollout.finish_reason == "stop":
-                post.awaited.add(rollout.key)
-            found.append((run, case))
+            del worker.running[rollout.key]
+            worker.num_ended += 1
+            request = RewardRequest(rollout=rollout, is_last_turn=open_step.collection.note_turn(rollout))
+            if not request.is_last_turn and rollout.finish_reason == "stop":
+                worker.awaited.add(rollout.key)
+            found.append((open_step, request))
         return found
 
-    def _hear(self, post: _Post, progress: Mapping[RolloutKey, int], run: StepRun) -> None:
+    def _note_progress(self, worker: _WorkerState, progress: Mapping[RolloutKey, int], open_step: OpenStep) -> None:
         if not progress:
             return
         for key, num_tokens in progress.items():
-            run.note_progress(key, num_tokens)
-        post.has_news = True
-        post.seat.send(Heard())
+            open_step.note_progress(key, num_tokens)
+        worker.has_report = True
+        worker.child.send(ReportReceived())
 
-    def _move(self, number: int, post: _Post, runs: Runs, labels: Mapping[int, int]) -> None:
-        """Asks a worker to give something up where that pays; one at a time in a step."""
-        run = runs.get(post.step)
-        if run is None or run.prices is None or run.moving == "off":
+    def _move(
+        self, number: int, worker: _WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
+    ) -> None:
+        """Asks a worker to give up rollouts if a move saves time. One move at a time in each step."""
+        open_step = open_steps.get(worker.step)
+        if open_step is None or open_step.prices is None or open_step.moving == "off":
             return
-        if any(each.step == post.step and each.gives_to is not None for each in self._posts):
+        if any(each.step == worker.step and each.move_target is not None for each in self._workers):
             return
-        if run.moving == "consolidate" and not _is_awaited_elsewhere(number, run, runs, labels):
+        if open_step.moving == "consolidate" and not _is_awaited_elsewhere(
+            number, open_step, open_steps, policy_versions
+        ):
             return
         held = [
-            Held(requests=each.running, num_awaited=len(each.awaited)) if each.step == post.step else Held(requests={})
-            for each in self._posts
+            Held(requests=each.running, num_awaited=len(each.awaited))
+            if each.step == worker.step
+            else Held(requests={})
+            for each in self._workers
         ]
-        move = choose_move(run, run.prices, held, number)
+        move = choose_move(open_step, open_step.prices, held, number)
         if move is not None:
-            post.gives_to = move.target
-            post.seat.send(Give(keys=move.keys))
+            worker.move_target = move.target
+            worker.child.send(GiveUp(keys=move.keys))
 
-    def _hand_on(self, post: _Post, given: Sequence[Rollout], run: StepRun | None) -> None:
-        """Lets another worker go on with what one has given up; the same one, where that is in another step by now."""
-        assert post.gives_to is not None, "workers give what they are asked for"
-        target, post.gives_to = post.gives_to, None
+    def _hand_over(self, worker: _WorkerState, given: Sequence[Rollout], open_step: OpenStep | None) -> None:
+        """Moves given-up rollouts to the target, or back to their worker if the target has left the step."""
+        assert worker.move_target is not None, "workers give up only what was requested"
+        target, worker.move_target = worker.move_target, None
         for rollout in given:
-            assert run is not None, "what was given up keeps its step open"
-            request = post.running.pop(rollout.key)
+            assert open_step is not None, "a given-up rollout keeps its step open"
+            request = worker.running.pop(rollout.key)
             before = 0 if request.so_far is None else request.so_far.num_tokens
             if rollout.num_tokens > before:
                 request = replace(request, so_far=rollout)
-            if self._posts[target].step == run.step:
-                run.move(request, target)
+            if self._workers[target].step == open_step.step:
+                open_step.move(request, target)
             else:
-                run.go_on(request, self._posts.index(post))
+                open_step.resume(request, self._workers.index(worker))
 
-    def _replace(self, number: int, post: _Post, runs: Runs) -> None:
+    def _replace(self, number: int, worker: _WorkerState, open_steps: OpenSteps) -> None:
         self._account.worker_deaths += 1
-        post.seat.bury()
-        if post.step in runs:
-            runs[post.step].put_back(post.running.values())
-            runs[post.step].release(number)
-        # Where rollouts may come back from the judge, somebody has to be in their step.
-        self._posts[number] = _Post(seat=post.seat, step=post.step if post.awaited else 0, awaited=post.awaited)
-        post.seat.fill(self._settings)
+        worker.child.reap()
+        if worker.step in open_steps:
+            open_steps[worker.step].put_back(worker.running.values())
+            open_steps[worker.step].release(number)
+        # A step whose rollouts may get another turn needs a worker in it.
+        self._workers[number] = _WorkerState(
+            child=worker.child, step=worker.step if worker.awaited else 0, awaited=worker.awaited
+        )
+        worker.child.start(self._settings)
 
 
-def _next_run(number: int, post: _Post, runs: Runs) -> StepRun | None:
-    """The step that a worker is in for as long as it has something there, else the next one with something for it."""
-    if post.running or post.awaited:
-        return runs.get(post.step)
-    return next((run for step, run in sorted(runs.items()) if step >= post.step and run.has_work(number)), None)
+def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> OpenStep | None:
+    """The worker's current step while it has rollouts there, else the next step with work for it."""
+    if worker.running or worker.awaited:
+        return open_steps.get(worker.step)
+    return next(
+        (
+            open_step
+            for step, open_step in sorted(open_steps.items())
+            if step >= worker.step and open_step.has_work(number)
+        ),
+        None,
+    )
 
 
-def _is_awaited_elsewhere(number: int, run: StepRun, runs: Runs, labels: Mapping[int, int]) -> bool:
-    """Whether a later step could begin on a worker, were it free."""
-    return any(step > run.step and later.version in labels and later.has_work(number) for step, later in runs.items())
+def _is_awaited_elsewhere(
+    number: int, open_step: OpenStep, open_steps: OpenSteps, policy_versions: Mapping[int, int]
+) -> bool:
+    """Whether a later step could start on a worker if it were idle."""
+    return any(
+        step > open_step.step and later.version in policy_versions and later.has_work(number)
+        for step, later in open_steps.items()
+    )

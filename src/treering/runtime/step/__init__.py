@@ -1,1 +1,1 @@
-"""One step while it is sampled: its plan, its rollouts, and their migration."""
+"""One step while it is sampled: its plan, its rollouts and their migration."""

@@ -1,7 +1,6 @@
-"""Which running rollouts of a worker go to another one of their step.
+"""Chooses which running rollouts move from one worker to another one in the same step.
 
-Knows what workers run, and how far it is. Knows nothing of processes: whoever asks takes rollouts out and hands them
-on. The rules are those of the simulator (`schedule.destinations`, `schedule.migration`).
+The rules are those of the simulator (`schedule.simulator.destinations`, `schedule.simulator.migration`).
 
     W workers
 """
@@ -14,7 +13,7 @@ import numpy as np
 
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
-from treering.runtime.step.step_run import StepRun
+from treering.runtime.step.open_step import OpenStep
 from treering.schedule.cluster import Cluster
 from treering.schedule.simulator.destinations import (
     DRAIN,
@@ -30,102 +29,106 @@ from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, like
 _OUTLIERS = MappingProxyType({"faster": FASTER, "drain": DRAIN})
 
 _NUM_LONGEST = 8
-"""Rollouts of a worker that are looked at for outliers, the longest ones."""
+"""How many of a worker's rollouts, the longest ones, are checked for outliers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """What a worker has of a step."""
+    """A worker's rollouts of a step."""
 
     requests: Mapping[RolloutKey, Request]
-    """What it runs, and what waits in its engine."""
+    """Those in its engine, running or queued."""
     num_awaited: int = 0
-    """Rollouts that may come back to it from the judge."""
+    """Rollouts that may get another turn after their reward request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Move:
-    """Rollouts that a worker gives to another."""
+    """Rollouts that move to another worker."""
 
     target: int
     keys: tuple[RolloutKey, ...]
 
 
 def prices_of(cluster: Cluster) -> Prices:
-    """What rollouts take there; to read a token again takes no less than a row more in a decode step."""
+    """Times of a cluster. Prefilling a token takes at least as long as one more row in a decode step."""
     latency = cluster.latency
     token_s = latency.token_s(cluster.num_slots)
     row_s = (token_s[-1] - token_s[1]) / max(cluster.num_slots - 1, 1)
     return Prices(token_s, max(latency.prefill_s, row_s), float(cluster.max_tokens))
 
 
-def choose_move(run: StepRun, prices: Prices, held: Sequence[Held], worker: int) -> Move | None:
-    """What a worker should give up now; None where everything stays.
+def choose_move(open_step: OpenStep, prices: Prices, held: Sequence[Held], worker: int) -> Move | None:
+    """The rollouts that a worker should give up now, or None.
 
     Args:
-        run: the step, whose assignment says which moves there are.
-        prices: of tokens.
-        held: by worker.
-        worker: that may give.
+        open_step: the step; its assignment says which moves are allowed.
+        prices: the times of tokens.
+        held: the rollouts of each worker.
+        worker: the worker that may give up rollouts.
 
-    Example: a worker with the last 2 of its 30 rollouts gives both to one that runs 9.
+    Example: a worker with only 2 of its 30 rollouts left gives both to a worker that runs 9.
     """
-    if run.moving == "off":
+    if open_step.moving == "off":
         return None
-    loads = _loads(run, prices, held)
-    if run.moving == "consolidate":
-        return _tail(run, prices, loads, held, worker)
-    return _outlier(run, prices, loads, held[worker], worker)
+    loads = _loads(open_step, prices, held)
+    if open_step.moving == "consolidate":
+        return _tail(open_step, prices, loads, held, worker)
+    return _outlier(open_step, prices, loads, held[worker], worker)
 
 
-def _loads(run: StepRun, prices: Prices, held: Sequence[Held]) -> Loads:
-    """As if every engine had started what it can: it does with its next pass."""
+def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
+    """The workers' loads, assuming that every engine has filled its batch, as its next pass will."""
     workers, num_slots = range(len(held)), prices.token_s.size - 1
-    sizes = np.array([run.share_size(worker) for worker in workers], np.int64)
+    sizes = np.array([open_step.share_size(worker) for worker in workers], np.int64)
     counts = np.array([len(each.requests) for each in held], np.int64)
-    queued = np.array([run.num_queued(worker) + held[worker].num_awaited for worker in workers], np.int64)
+    queued = np.array([open_step.num_queued(worker) + held[worker].num_awaited for worker in workers], np.int64)
     return Loads(
         running=np.minimum(counts, num_slots),
-        reach=np.array([run.reach(worker) for worker in workers]),
+        reach=np.array([open_step.reach(worker) for worker in workers]),
         firsts=np.zeros(len(held), np.int64),
-        # What came from elsewhere waits beside the share, so there may be more than its size.
+        # Rollouts moved here come on top of the share, so there may be more than its size.
         heads=sizes - queued - np.maximum(counts - num_slots, 0),
         ends=sizes,
     )
 
 
-def _tail(run: StepRun, prices: Prices, loads: Loads, held: Sequence[Held], worker: int) -> Move | None:
-    """All that a worker has left, to the one that runs the most of what is left, where that pays."""
+def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held], worker: int) -> Move | None:
+    """Moves all that a worker has left to the worker with the fullest tail, if that saves time."""
     keys = tuple(held[worker].requests)
-    if run.can_be_stolen or not has_tail(loads, worker) or not all(_may_go(run, held[worker], key) for key in keys):
+    if (
+        open_step.can_be_stolen
+        or not has_tail(loads, worker)
+        or not all(_can_move(open_step, held[worker], key) for key in keys)
+    ):
         return None
     target = fullest_tail(loads, worker, prices.token_s.size - 1)
     if target < 0:
         return None
-    longest = max(likely_left(run.so_far(key), run.expected(key), prices.max_tokens) for key in keys)
-    context = float(sum(run.num_prompt_tokens(key) + run.so_far(key) for key in keys))
+    longest = max(likely_left(open_step.so_far(key), open_step.expected(key), prices.max_tokens) for key in keys)
+    context = float(sum(open_step.num_prompt_tokens(key) + open_step.so_far(key) for key in keys))
     freed = freed_s(longest, len(keys), loads.running[target], prices.token_s, prices.prefill_s, context)
     return Move(target=target, keys=keys) if freed > 0 else None
 
 
-def _outlier(run: StepRun, prices: Prices, loads: Loads, held: Held, worker: int) -> Move | None:
-    """The longest rollout that has outgrown its worker's share and has a better place."""
-    late = LATE * run.reach(worker)
-    outliers = [key for key in held.requests if run.so_far(key) >= late and _may_go(run, held, key)]
-    for key in sorted(outliers, key=run.so_far, reverse=True)[:_NUM_LONGEST]:
-        num_generated = float(run.so_far(key))
-        context = run.num_prompt_tokens(key) + num_generated
-        target = outlier_goes_to(loads, prices, _OUTLIERS[run.moving], worker, num_generated, context)
+def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, worker: int) -> Move | None:
+    """Moves the longest rollout that outgrew its worker's share, if another worker is better for it."""
+    late = LATE * open_step.reach(worker)
+    outliers = [key for key in held.requests if open_step.so_far(key) >= late and _can_move(open_step, held, key)]
+    for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
+        num_generated = float(open_step.so_far(key))
+        context = open_step.num_prompt_tokens(key) + num_generated
+        target = outlier_goes_to(loads, prices, _OUTLIERS[open_step.moving], worker, num_generated, context)
         if target >= 0:
             return Move(target=target, keys=(key,))
     return None
 
 
-def _may_go(run: StepRun, held: Held, key: RolloutKey) -> bool:
-    """Whether a rollout runs and could go on elsewhere as it would have here."""
-    if not run.has_started(key) or run.num_moves(key) >= MAX_MOVES:
+def _can_move(open_step: OpenStep, held: Held, key: RolloutKey) -> bool:
+    """Whether a rollout is running and would continue elsewhere with the same tokens."""
+    if not open_step.has_started(key) or open_step.num_moves(key) >= MAX_MOVES:
         return False
-    # Where a later turn began is known by how the one before ended, which one that was taken out no longer says.
+    # A later turn's start is known from the finish reason of the turn before, which an aborted rollout has lost.
     request = held.requests[key]
     is_later_turn = request.so_far is not None and request.so_far.finish_reason == "stop"
     return not (is_later_turn and request.sampling.stop_strings)

@@ -1,7 +1,7 @@
-"""Where each step's rollouts run: a policy and a predictor, asked and told in the order of steps.
+"""Plans which worker runs each rollout, with a scheduling policy and a length predictor.
 
-Knows steps, prompts, lengths and times. Knows nothing of processes. What it decides changes speed, never a rollout; it
-is part of a checkpoint all the same, because which rollouts run side by side decides how their sums are rounded.
+Plans change speed, never a rollout. They are checkpointed all the same: rounding depends on which rollouts share a
+batch.
 """
 
 import warnings
@@ -27,30 +27,30 @@ from treering.types import PromptId
 
 _QUANTILES = (np.arange(32) + 0.5) / 32
 _GUESSED_RATIOS = np.exp(PRIOR_SPREAD * np.array([NormalDist().inv_cdf(share) for share in _QUANTILES]))
-"""Of lengths of which nothing is known."""
+"""Ratios of actual to predicted lengths before any are known."""
 
 PromptsOf: TypeAlias = Callable[[int], NDArray[np.int64]]
-"""Gives the numbers of a step's prompts."""
+"""Returns the prompt numbers of a step."""
 
 NUM_TIMED = 8
-"""Steps whose times plans are made with: what passes take changes as rollouts grow, and one step may be disturbed."""
+"""Recent steps whose times are used: pass times change as rollouts grow, and one step may be disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
-    """Where one step's rollouts run, prompts in order, then samples."""
+class RolloutPlan:
+    """Which worker runs each rollout of a step; prompts in order, then samples."""
 
     step: int
     assignment: Assignment
     predicted: NDArray[np.float64]
-    """float64 [R]: lengths, as the policy was told."""
+    """float64 [R]: the lengths that the policy was given."""
 
 
 class Planner:
-    """Plans steps one after another, each once the steps that it may know of are told.
+    """Plans the steps in order, each after the lengths of the steps that it may use are known.
 
-    Policies are told the cluster's latency until enough is measured, and what was measured of late from then on; never
-    where nothing may run elsewhere than planned (`rebalancing`), because no clock decides anything there.
+    Policies use the cluster's latency until enough passes are measured, then the measured one. With rebalancing "none"
+    they always use the cluster's, because no clock may then influence the run.
 
     Example: at staleness 1 `plan(1)`, `plan(2)`, `tell(1, ...)`, `plan(3)`, `tell(2, ...)`, `plan(4)`.
     """
@@ -66,7 +66,7 @@ class Planner:
         group_size: int,
         num_steps: int,
     ) -> None:
-        """`prompt_ids`: of all prompts, by number; `num_steps`: of the run, beyond which nothing is foreseen."""
+        """`prompt_ids`: of all prompts, by number; `num_steps`: steps of the run, the last one forecast."""
         self._policy = policy
         self._predictor = predictor
         self._cluster = cluster
@@ -74,83 +74,83 @@ class Planner:
         self._prompts_of = prompts_of
         self._group_size = group_size
         self._num_steps = num_steps
-        self._plans: dict[int, Plan] = {}
-        self._told: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
+        self._plans: dict[int, RolloutPlan] = {}
+        self._observed: deque[tuple[int, NDArray[np.float64], NDArray[np.int64]]] = deque(maxlen=NUM_LEARNT)
         self._timed: deque[PassTimes] = deque(maxlen=NUM_TIMED)
         self._measured: Latency | None = None
 
     @property
     def cluster(self) -> Cluster:
-        """What the next plan is made for: with measured times, as soon as there are some."""
+        """The cluster of the next plan, with the measured latency if there is one."""
         return replace(self._cluster, latency=self._measured or self._cluster.latency)
 
     @property
     def measured(self) -> Latency | None:
-        """The latency that the next plan is made with, if it was measured; None is the cluster's."""
+        """The measured latency of the next plan; None if it uses the cluster's."""
         return self._measured
 
-    def plan(self, step: int) -> Plan:
-        """The plan of a step, made when it is first asked for.
+    def plan(self, step: int) -> RolloutPlan:
+        """The plan of a step, computed at the first call.
 
         Raises:
-            InputError: the policy names workers that are not there.
+            InputError: the policy names workers that do not exist.
         """
         if step not in self._plans:
             last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
             forecasts = tuple(self._forecast(later) for later in range(step, last + 1))
             assignment = self._policy.assign(PlanRequest(step=step, cluster=self.cluster, forecasts=forecasts))
             checked(assignment, forecasts[0].num_rollouts, self._cluster.num_workers)
-            self._plans[step] = Plan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
+            self._plans[step] = RolloutPlan(step=step, assignment=assignment, predicted=forecasts[0].lengths)
         return self._plans[step]
 
     def note_times(self, times: PassTimes) -> None:
-        """Takes what was timed since the step before."""
+        """Records the times since the previous step."""
         if self._cluster.rebalancing == "none":
             return
         self._timed.append(times)
         self._measured = merged(self._timed).latency()
 
     def tell(self, step: int, lengths: NDArray[np.int64]) -> None:
-        """Takes what the rollouts of a planned step came to be: int64 [R] >= 1."""
+        """Records the actual lengths of a planned step: int64 [R] >= 1."""
         plan = self._plans.pop(step)
-        self._told.append((step, plan.predicted, lengths))
+        self._observed.append((step, plan.predicted, lengths))
         self._policy.learn(step, plan.predicted, lengths)
         groups = lengths.reshape(-1, self._group_size)
         for number, group in zip(self._prompts_of(step).tolist(), groups, strict=True):
             self._predictor.observe(self._prompt_ids[number], group)
 
     def ratios(self) -> NDArray[np.float64]:
-        """float64 [H]: real over predicted lengths of the latest steps, evenly spaced; a wide guess before the first.
+        """float64 [H]: evenly spaced quantiles of actual over predicted lengths; a wide guess before the first step.
 
-        Example: after a step that was predicted 10 tokens a rollout and had 5 to 20, they go from 0.5 to 2.
+        Example: after a step with 10 predicted and 5 to 20 actual tokens per rollout, they range from 0.5 to 2.
         """
-        if not self._told:
+        if not self._observed:
             return _GUESSED_RATIOS
-        ratios = np.concatenate([lengths / predicted for _, predicted, lengths in self._told])
+        ratios = np.concatenate([lengths / predicted for _, predicted, lengths in self._observed])
         spaced: NDArray[np.float64] = np.quantile(ratios, _QUANTILES)
         return spaced
 
     def state(self) -> dict[str, Any]:
-        """Plans that are made and not told, what the policy was told and what was timed of late, and lengths."""
+        """Plans of unfinished steps, recent lengths and times, and the states of policy and predictor."""
         return {
             "made_for": self._made_for(),
             "plans": [_as_state(plan) for plan in self._plans.values()],
-            "told": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._told],
+            "told": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._observed],
             "policy": self._policy.state(),
             "lengths": self._predictor.state(),
             "timed": [times.state() for times in self._timed],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`; plans for another policy or cluster are made anew, and lengths learnt anew."""
+        """Resumes from a `state`. Drops plans of another policy or cluster, and lengths of another predictor."""
         self._plans = {}
         if list(state["made_for"]) == self._made_for():
             self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}
             self._policy.load_state(state["policy"])
-        self._told.clear()
+        self._observed.clear()
         for step, predicted, lengths in state["told"]:
-            self._told.append((step, predicted.numpy().copy(), lengths.numpy().copy()))
-            self._policy.learn(*self._told[-1])
+            self._observed.append((step, predicted.numpy().copy(), lengths.numpy().copy()))
+            self._policy.learn(*self._observed[-1])
         self._timed.clear()
         self._measured = None
         for timed in state.get("timed", []):
@@ -158,7 +158,9 @@ class Planner:
         try:
             self._predictor.load_state(state["lengths"])
         except InputError as error:
-            warnings.warn(f"lengths are learnt anew, because those of the checkpoint differ: {error}", stacklevel=2)
+            warnings.warn(
+                f"lengths are learnt anew, because another predictor wrote the checkpoint: {error}", stacklevel=2
+            )
 
     def _forecast(self, step: int) -> Forecast:
         numbers = self._prompts_of(step).tolist()
@@ -170,7 +172,7 @@ class Planner:
         return [self._policy.name, cluster.num_workers, cluster.num_slots, cluster.staleness, cluster.rebalancing]
 
 
-def _as_state(plan: Plan) -> dict[str, Any]:
+def _as_state(plan: RolloutPlan) -> dict[str, Any]:
     assignment = {field.name: getattr(plan.assignment, field.name) for field in fields(plan.assignment)}
     return {
         "step": plan.step,
@@ -182,9 +184,11 @@ def _as_state(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _from_state(state: Mapping[str, Any]) -> Plan:
+def _from_state(state: Mapping[str, Any]) -> RolloutPlan:
     assignment: dict[str, Any] = {
         name: value.numpy().copy() if isinstance(value, torch.Tensor) else value
         for name, value in state["assignment"].items()
     }
-    return Plan(step=state["step"], assignment=Assignment(**assignment), predicted=state["predicted"].numpy().copy())
+    return RolloutPlan(
+        step=state["step"], assignment=Assignment(**assignment), predicted=state["predicted"].numpy().copy()
+    )

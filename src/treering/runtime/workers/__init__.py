@@ -1,1 +1,1 @@
-"""What runs inside the child processes."""
+"""The code of the child processes."""

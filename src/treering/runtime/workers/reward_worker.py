@@ -1,26 +1,28 @@
-"""The judge: rewards and observations in a process of their own, because they are other people's code.
+"""The reward worker: runs rewards and observations, which are user code, in their own process.
 
-Knows one rollout after another. Knows nothing of time limits: whoever waits for it ends it.
+It has no time limit of its own: the controller kills it.
 """
 
 import sys
 
-from treering.rl.judging import judge
+from treering.rl.turns import evaluate_turn
 from treering.runtime.ipc.child import Port, Ready
-from treering.runtime.ipc.messages import Cases, Judged, JudgeSettings
+from treering.runtime.ipc.messages import RewardReply, RewardRequests, RewardSettings
 from treering.runtime.ipc.shared_memory import SharedMemory
 
 
-def run_reward_worker(port: Port, _: SharedMemory, settings: JudgeSettings) -> None:
-    """The role of the judge."""
+def run_reward_worker(port: Port, _: SharedMemory, settings: RewardSettings) -> None:
+    """The role of the reward worker."""
     task = settings.recipe.make_task()
     prompts = {prompt.prompt_id: prompt for prompt in task.prompts}
     port.send(Ready())
     while True:
-        cases: Cases = port.take()
-        for case in cases.cases:
-            rollout, prompt = case.rollout, prompts[case.rollout.prompt_id]
-            verdict = judge(task, prompt, rollout, is_last_turn=case.is_last_turn, max_tokens=settings.max_tokens)
-            # What rewards print would be lost with a process that is ended from outside.
+        requests: RewardRequests = port.take()
+        for request in requests.requests:
+            rollout, prompt = request.rollout, prompts[request.rollout.prompt_id]
+            result = evaluate_turn(
+                task, prompt, rollout, is_last_turn=request.is_last_turn, max_tokens=settings.max_tokens
+            )
+            # Buffered output of rewards would be lost if this process is killed.
             sys.stdout.flush()
-            port.send(Judged(key=rollout.key, verdict=verdict))
+            port.send(RewardReply(key=rollout.key, result=result))

@@ -1,7 +1,6 @@
-"""A rollout worker: an engine in a process, which samples what the controller sends with the weights that it names.
+"""A rollout worker: an engine in a child process that samples the requests the controller sends.
 
-Knows one step at a time. Knows nothing of other workers, rewards and training, and keeps nothing that matters: what it
-was sampling when it dies is sampled again, with the same tokens.
+It keeps no state that matters: after a crash its rollouts are sampled again, with the same tokens.
 """
 
 import time
@@ -15,16 +14,24 @@ from treering.history.draft.drafter import Drafter
 from treering.history.store.reader import HistoryReader
 from treering.rl.drafting import DraftOptions, make_drafter
 from treering.runtime.ipc.child import Port, Ready
-from treering.runtime.ipc.messages import Begin, Give, Heard, Refresh, Sample, Sampled, WorkerSettings
+from treering.runtime.ipc.messages import (
+    BeginStep,
+    GiveUp,
+    RefreshHistory,
+    ReportReceived,
+    SampledRollouts,
+    SampleRequests,
+    WorkerSettings,
+)
 from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.workers.pass_watch import PassWatch
+from treering.runtime.workers.pass_timer import PassTimer
 
 _REPORT_S = 0.2
-"""Between reports on how far rollouts are, at least."""
+"""Least seconds between progress reports."""
 
 
-def work(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
+def run_rollout_worker(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
     """The role of a rollout worker."""
     worker = _Worker(settings, memory)
     port.send(Ready())
@@ -37,15 +44,15 @@ def work(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
             port.send(sampled)
 
 
-class _Memory:
-    """The history of the controller's store, and the drafter that reads it."""
+class _DraftHistory:
+    """A reader of the controller's history, and its drafter."""
 
     def __init__(self, folder: Path, options: DraftOptions) -> None:
         self._reader = HistoryReader(folder)
         self.drafter = make_drafter(self._reader, options)
 
     def begin(self) -> None:
-        """Starts a step: what is published is seen, and whether drafts pay is found out anew."""
+        """Starts a step: loads the published history, and resets the drafter's per-step measurements."""
         self._reader.refresh()
         self.drafter.load_state(self.drafter.state())
 
@@ -54,23 +61,23 @@ class _Memory:
 
 
 class _Worker:
-    """The engine and what it was told."""
+    """The engine, its current step and its counters."""
 
     def __init__(self, settings: WorkerSettings, memory: SharedMemory) -> None:
         self._recipe = settings.recipe
         self._model = settings.recipe.make_model()
         self._ring = WeightRing(self._model, settings.num_slots, memory)
-        self._memory = None if settings.history is None else _Memory(settings.history, settings.drafts)
+        self._history = None if settings.history is None else _DraftHistory(settings.history, settings.drafts)
         self._engine: Engine | None = None
         self._step = 0
         self._before = EngineStats()
         self._busy_s = 0.0
         self._reports = False
         self._reported_s = 0.0
-        self._is_heard = True
+        self._is_report_received = True
         self._ended: list[Rollout] = []
         self._given: list[Rollout] | None = None
-        self._watch = PassWatch()
+        self._timer = PassTimer()
 
     @property
     def is_busy(self) -> bool:
@@ -78,87 +85,87 @@ class _Worker:
 
     def do(self, message: Any) -> None:
         started = time.perf_counter()
-        if isinstance(message, Begin):
+        if isinstance(message, BeginStep):
             self._begin(message)
-        elif isinstance(message, Sample):
+        elif isinstance(message, SampleRequests):
             assert self._engine is not None, "a step begins before its requests come"
             self._engine.submit(message.requests)
-        elif isinstance(message, Give):
+        elif isinstance(message, GiveUp):
             self._give(message.keys)
-        elif isinstance(message, Heard):
-            self._is_heard = True
-        elif isinstance(message, Refresh) and self._memory is not None:
-            self._memory.refresh()
+        elif isinstance(message, ReportReceived):
+            self._is_report_received = True
+        elif isinstance(message, RefreshHistory) and self._history is not None:
+            self._history.refresh()
         self._busy_s += time.perf_counter() - started
 
-    def advance(self) -> Sampled | None:
-        """One pass of the engine; a message where rollouts have ended or were given up, or a report is due."""
+    def advance(self) -> SampledRollouts | None:
+        """Runs one engine pass; returns a message if rollouts ended or were given up, or a report is due."""
         if self.is_busy:
             self._ended += self._pass()
-        return self._news() if self._ended or self._given is not None or self._is_report_due else None
+        return self._message() if self._ended or self._given is not None or self._is_report_due else None
 
     @property
     def _is_report_due(self) -> bool:
-        """Whether to say how far rollouts are; never before the report before was heard, lest one fills the pipe."""
+        """Whether to report progress; never before the last report was received, so that the pipe cannot fill up."""
         is_time = time.perf_counter() >= self._reported_s + _REPORT_S
-        return self._reports and self._is_heard and is_time and self.is_busy
+        return self._reports and self._is_report_received and is_time and self.is_busy
 
     def _pass(self) -> list[Rollout]:
         assert self._engine is not None, "only an engine is busy"
         started = time.perf_counter()
-        self._watch.begin()
+        self._timer.begin()
         rollouts = self._engine.step()
-        self._watch.end(self._engine.stats, num_unfinished=self._engine.num_unfinished)
+        self._timer.end(self._engine.stats, num_unfinished=self._engine.num_unfinished)
         self._busy_s += time.perf_counter() - started
         return rollouts
 
-    def _news(self) -> Sampled:
-        """What has happened since the message before."""
-        assert self._engine is not None, "nothing happens before a step has begun"
+    def _message(self) -> SampledRollouts:
+        """The results since the previous message."""
+        assert self._engine is not None, "a message comes after the first step has begun"
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
         before, self._before = self._before, self._engine.stats
         progress = self._engine.progress() if self._is_report_due else {}
         if progress:
-            self._reported_s, self._is_heard = time.perf_counter(), False
-        return Sampled(
+            self._reported_s, self._is_report_received = time.perf_counter(), False
+        return SampledRollouts(
             step=self._step,
             rollouts=rollouts,
             given=given,
             progress=progress,
             stats=self._before.since(before),
             busy_s=busy_s,
-            times=self._watch.take(),
+            times=self._timer.take(),
         )
 
     def _give(self, keys: Sequence[RolloutKey]) -> None:
-        assert self._engine is not None, "a worker gives up what it has begun"
+        assert self._engine is not None, "a worker gives up only running rollouts"
         out = self._engine.abort(keys)
         self._given = [rollout for rollout in out if rollout.finish_reason == "abort"]
         self._ended += [rollout for rollout in out if rollout.finish_reason != "abort"]
         if not self.is_busy:
-            self._watch.pause()
+            self._timer.pause()
 
-    def _begin(self, message: Begin) -> None:
+    def _begin(self, message: BeginStep) -> None:
         started, is_first = time.perf_counter(), self._engine is None
         self._step, self._reports = message.step, message.reports
-        if self._memory is not None:
-            self._memory.begin()
-        if self._engine is not None and self._engine.version == message.label:
-            # Nothing was learnt since, but what an engine keeps of the step before would change how sums are rounded.
+        if self._history is not None:
+            self._history.begin()
+        if self._engine is not None and self._engine.version == message.policy_version:
+            # The weights are the same, but an engine's caches of the previous step would change rounding.
             self._engine = None
         else:
             self._ring.read(message.version, self._model)
         if self._engine is not None:
-            self._engine.update_weights(message.label)
+            self._engine.update_weights(message.policy_version)
         else:
-            self._engine = self._recipe.make_engine(self._model, self._drafter, message.label)
+            self._engine = self._recipe.make_engine(self._model, self._drafter, message.policy_version)
             self._before = self._engine.stats
-            self._watch.note_engine(self._before)
+            self._timer.note_engine(self._before)
         if not is_first:
-            # The first engine of a process compiles, which no other step waits for.
-            self._watch.note_load(time.perf_counter() - started)
+            # Leave out the first engine of a process: it compiles, which happens only once.
+            self._timer.note_load(time.perf_counter() - started)
 
     @property
     def _drafter(self) -> Drafter | None:
-        return None if self._memory is None else self._memory.drafter
+        return None if self._history is None else self._history.drafter

@@ -1,7 +1,4 @@
-"""The trainer's process: model and optimiser, and the weights of every step into shared memory.
-
-Knows steps in their order. Knows nothing of rollout workers, of rewards and of who reads the weights.
-"""
+"""The trainer process: model and optimiser; writes the weights of every step to shared memory."""
 
 import io
 import time
@@ -12,13 +9,13 @@ import torch
 
 from treering.rl.trainer import Trainer
 from treering.runtime.ipc.child import Port, Ready
-from treering.runtime.ipc.messages import Save, Saved, Train, TrainedStep, TrainerSettings
+from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
 from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.ipc.weight_ring import BASE, WeightRing
 from treering.train.loop.checkpoint import random_state, set_random_state
 
 
-def train(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
+def run_trainer(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
     """The role of the trainer."""
     model = settings.recipe.make_model()
     ring = WeightRing(model, settings.num_slots, memory)
@@ -27,14 +24,14 @@ def train(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
     state = unpacked(settings.state)
     if state["optimizer"] is not None:
         trainer.load_state(state["optimizer"])
-    # Last, because building a model draws from it.
+    # Last, because building a model consumes random numbers.
     set_random_state(state["random"])
     port.send(Ready())
     while True:
         message = port.take()
-        if isinstance(message, Save):
-            port.send(Saved(state=packed(trainer.state())))
-        elif isinstance(message, Train):
+        if isinstance(message, FetchState):
+            port.send(TrainerState(state=packed(trainer.state())))
+        elif isinstance(message, TrainStep):
             started = time.perf_counter()
             trained = trainer.train(message.step, message.groups)
             ended = time.perf_counter()
@@ -45,13 +42,13 @@ def train(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
 
 
 def packed(optimizer: Mapping[str, Any] | None) -> bytes:
-    """An optimiser's state, None before the first step, with this process's random state."""
+    """Serialises an optimiser's state (None before the first step) and this process's random state."""
     stream = io.BytesIO()
     torch.save({"optimizer": optimizer, "random": random_state()}, stream)
     return stream.getvalue()
 
 
 def unpacked(state: bytes) -> dict[str, Any]:
-    """What `packed` was given: "optimizer" and "random"."""
+    """The inverse of `packed`: "optimizer" and "random"."""
     found: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
     return found

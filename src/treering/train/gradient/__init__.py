@@ -1,1 +1,1 @@
-"""The exact tree step: forests in, gradients of all branches out."""
+"""The exact tree step: takes forests, returns the gradients of all their branches."""

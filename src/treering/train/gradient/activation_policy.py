@@ -1,6 +1,6 @@
-"""What becomes of a partition's activations while the partitions below it run, and the memory model that chooses.
+"""Choose what to do with a partition's activations while the partitions below it run: keep, recompute or offload.
 
-Knows tokens and bytes. Knows nothing of trees beyond the lengths of their chains.
+The choice compares the bytes of the longest chain of partitions with free memory.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""The tree step: one optimizer batch of forests in, exact gradients of its branches out.
+"""The tree step: takes one optimizer batch of forests, adds the exact gradients of its branches to `.grad`.
 
-Joins plan, model and objective. Log-probs are gathered along each branch, so a loss written for flat sequences works
-unchanged, and autograd's scatter-add through the gather restores the gradients of shared tokens. An objective that must
-see a whole branch or pair, where that is not computed at one time, is split in two: a pass without gradients gives its
-gradient with respect to every log-prob, and the model's own backward takes these vectors.
+Log-probs are gathered along each branch, so a loss written for flat sequences works unchanged, and autograd's
+scatter-add through the gather sums the gradients of shared tokens. If an objective needs a whole branch or pair that is
+not computed in one forward, the step runs twice: a pass without gradients gives the loss's gradient with respect to
+every log-prob, and the model's own backward takes these vectors.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
-"""Boundaries: which recurrent states a partition continues, and which it leaves for those below.
+"""Find the recurrent states that each partition starts from and those it exports to the partitions below.
 
-From packed indices of a tree to places in partitions. Knows no layers and computes no states.
-
-    M tokens of a partition
+M tokens of a partition
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""What a tree step refuses before it adds the first gradient: inputs that do not fit the model, the objective or torch.
-
-Knows the rules; computes nothing.
-"""
+"""Checks before a tree step adds its first gradient: inputs that do not fit the model, the objective or torch."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Scores of edges as vectors over a forest: spread to packed indices, joined as leaves, and their gradients put to use.
+"""Convert between scores of a table's edges and vectors over a forest, and apply a loss's gradient to them.
 
-Any loss splits in two: its gradient with respect to the scores, and the model's vector-Jacobian product with that. Here
-are the tensors in between. Knows nothing of objectives.
+Any backward splits in two: the gradient of the loss with respect to the scores, and the model's vector-Jacobian product
+with it. This file holds the tensors in between.
 
     N tokens
 """

@@ -1,7 +1,4 @@
-"""An objective on the scores of some edges: the loss that they add, and the sums of the objective's metrics.
-
-The one place where per-entry data meets the model's outputs. Knows nothing of where scores come from.
-"""
+"""Evaluate an objective on the scores of some edges: their loss, and sums of the objective's metrics."""
 
 from dataclasses import dataclass, field
 

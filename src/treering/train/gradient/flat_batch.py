@@ -1,6 +1,6 @@
-"""The optimizer batch as flat entries: what each token of each branch counts for, weighs and carries.
+"""The optimizer batch as flat entries: one weight and one set of values for every token of every branch.
 
-Made once per step, before any forward, so that micro-batches and partitions change nothing. Knows no models.
+Built once per step, before any forward, so splitting into micro-batches and partitions does not change the loss.
 
     K branches through all forests   F flat entries: every token of every branch, branches one after another
 """

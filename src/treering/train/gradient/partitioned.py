@@ -1,9 +1,9 @@
-"""One tree in partitions: each is computed behind its ancestors' gateways; gradients are those of the whole tree.
+"""Train one tree in partitions that read each other's state through gateways; gradients equal the whole tree's.
 
-Depth-first over the partitions: a partition runs forward, then everything below it forward and backward, then its own
-backward, which picks up the gradients that came back through its gateway. What happens to its activations meanwhile is
-the caller's choice of `Parents`. The loss of an edge is taken where its parent token is, so it needs no gateway; and it
-is taken right before the backward, so that no logits wait.
+Partitions run depth-first: a partition's forward, then everything below it, then its own backward, which adds the
+gradients that came back through its gateway. `Parents` says what happens to its activations in between. The loss of an
+edge is computed in the partition of its parent token, so it needs no gateway, and right before the backward, so that no
+logits are held.
 
     N tokens of the tree   M tokens of a partition
 """

@@ -1,9 +1,9 @@
 """Losses on the routers of a mixture of experts: load balance, and the size of their logits.
 
 Both are means over every token of every branch of the optimizer batch and over all layers with experts, so a shared
-token weighs as much as the branches through it. The balance loss is a product of two such means. One of them, the
-routed shares, has no gradient: once it is known for the whole batch, the loss is a sum over tokens, and so any
-micro-batch, partition or rank adds its part. Knows routers and forests; knows no objectives and no plans.
+token counts once per branch through it. The balance loss is a product of two such means. One of them, the routed
+shares, has no gradient: once it is known for the whole batch, the loss is a sum over tokens, and any micro-batch,
+partition or rank can add its part.
 
     N tokens   E experts   k experts per token   L layers with experts
 """

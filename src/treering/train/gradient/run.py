@@ -1,7 +1,7 @@
-"""The run of one step: each micro-batch and each partitioned tree of a plan forward and backward, in order.
+"""Run one step: the forward and backward of each micro-batch and each partitioned tree of a plan, in order.
 
-Knows which of them must know the objective's gradient before their own forward: those that hold a branch or a pair
-only in part. Knows when the load of routers is known. Owns the sums that a step reports.
+Units that hold only part of a branch or pair are scored first without gradients; so is everything if the routers' load
+must be known before a backward. The loss and metric sums of the step are collected here.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""What a forward saves for its backward: how much that is, and keeping it in host memory until it is read.
-
-Knows torch's saved tensors. Knows nothing of trees: its own forwards are of chains.
-"""
+"""Measure the tensors that a forward saves for its backward, and keep them in host memory until they are read."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,4 @@
-"""How a step scores hidden states: one bundle of model parts and options that every forward of the step shares.
-
-Knows nothing of objectives, plans and gradients.
-"""
+"""Score hidden states: the model parts and options that every forward of a step shares."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""The optimiser loop: batches, updates, checkpoints and resumable runs."""
+"""The optimizer loop: batches, updates, checkpoints and resumable runs."""

@@ -1,7 +1,6 @@
 """Which trees train in which step: tasks, their order in every epoch, and their forests in either layout.
 
-Everything here is a pure function of the data, a seed and a step number, so a run has no sampler state to save. Knows
-tokens and masks; knows nothing of models and losses.
+Everything here is a pure function of the data, a seed and a step number, so a run has no sampler state to save.
 """
 
 from collections.abc import Iterable, Sequence

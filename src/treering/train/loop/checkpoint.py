@@ -1,7 +1,7 @@
-"""Checkpoints: folders that Hugging Face loads as a model, with what a run needs to go on as if it had never stopped.
+"""Checkpoints: folders that Hugging Face loads as a model, plus the state that makes a resumed run exact.
 
-Knows weights, optimiser state and torch's random state, and which folder is the newest whole one. How a folder appears
-at one time is `atomic`'s; what is trained, and when to save, is the run's.
+A checkpoint holds weights, optimizer state and torch's random state; `CheckpointStore` finds the newest complete one.
+`treering.atomic` makes a folder appear whole or not at all.
 """
 
 import re

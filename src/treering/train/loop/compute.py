@@ -1,7 +1,4 @@
-"""How a step computes: its precision, its memory options, its threads.
-
-Knows torch's switches and transformers' names for them. Knows nothing of losses and steps.
-"""
+"""How a step computes: precision, memory options, threads."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

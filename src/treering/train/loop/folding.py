@@ -1,6 +1,6 @@
-"""Smaller vocabularies: token ids renumbered by frequency, so that a tiny random model wastes no rows on unused ids.
+"""Fold vocabularies: renumber token ids by frequency, so that a tiny random model has no rows for unused ids.
 
-Knows ids and counts. Knows nothing of what an id means: a folded id is of no use to the tokenizer that made it.
+The tokenizer cannot decode folded ids.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The optimiser: AdamW, its learning-rate schedule as a formula, and clipping by the global norm.
-
-Knows parameters and step numbers. Knows nothing of losses, forests or files.
-"""
+"""AdamW, its learning-rate schedule as a formula, and gradient clipping by the global norm."""
 
 import math
 from collections.abc import Iterable

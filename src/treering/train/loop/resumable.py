@@ -1,7 +1,4 @@
-"""What a run asks of a loop: steps, their reports, and a state to go on from.
-
-Knows no particular loop, and nothing of files but the one that hints go into.
-"""
+"""The interface that a run needs of a training loop: steps, their reports, and a state to resume from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

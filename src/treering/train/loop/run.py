@@ -1,6 +1,6 @@
-"""A run: a loop with a folder, so that it can be killed at any moment and started again.
+"""A training loop with a run folder, so that it can be killed at any moment and resumed.
 
-Knows the order in which a step is trained, logged and saved. Knows nothing of configurations and displays.
+Each step is trained, then logged, then saved.
 """
 
 import json

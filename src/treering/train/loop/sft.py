@@ -1,7 +1,4 @@
-"""The training loop: one optimizer step at a time, over tasks as trees or, with the off-switch, as packed sequences.
-
-Owns model, optimiser and step number. Knows nothing of files, displays or how long a run should be.
-"""
+"""The SFT loop: one optimizer step at a time, on tasks as trees or (off-switch) as packed sequences."""
 
 import time
 from collections.abc import Mapping, Sequence

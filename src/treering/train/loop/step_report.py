@@ -1,7 +1,4 @@
-"""What one step of supervised training did, as numbers.
-
-Knows the names under which metrics are logged. Knows nothing of sinks, and nothing here is ever read back by a run.
-"""
+"""The report of one supervised training step, under the names of `treering.metrics`."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""One optimizer update: gradients of a batch, clipped, at the step's learning rate. What every loop does with a batch.
-
-Owns the optimiser. Knows nothing of where batches come from, of step plans or of files.
-"""
+"""One optimizer update: the gradients of a batch, clipped, applied at the step's learning rate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

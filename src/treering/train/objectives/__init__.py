@@ -1,6 +1,6 @@
 """Objectives: losses written for flat sequences, evaluated on branch views of a forest. One file per loss.
 
-They know neither forests, models nor micro-batches; denominators live in `treering.train.loss_weights`.
+Denominators are in `treering.train.loss_weights`.
 """
 
 from treering.train.objective import Entries as Entries

@@ -1,4 +1,4 @@
-"""CISPO: every token keeps its gradient, and the clip bounds its weight instead."""
+"""CISPO: clip the weight of each token instead of its gradient."""
 
 from typing import Unpack
 

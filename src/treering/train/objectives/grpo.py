@@ -1,4 +1,4 @@
-"""Group relative policy optimisation and its two corrections: one clipped surrogate per token, three denominators."""
+"""GRPO, DAPO and Dr. GRPO: one clipped surrogate per token, three denominators."""
 
 from typing import Unpack
 

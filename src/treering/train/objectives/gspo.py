@@ -1,4 +1,4 @@
-"""GSPO: the clipped surrogate of a sequence's ratio, which is the geometric mean of those of its tokens."""
+"""GSPO: the clipped surrogate of the sequence ratio, the geometric mean of its tokens' ratios."""
 
 from typing import Unpack
 

@@ -1,8 +1,6 @@
-"""Importance sampling: weights for tokens that another distribution sampled than the one that is trained.
+"""Importance sampling weights for tokens that were sampled from another distribution than the trained one.
 
-Knows two log-probabilities per entry, a mode and its bounds. Knows nothing of losses.
-
-    F flat entries
+F flat entries
 """
 
 import math

@@ -1,6 +1,6 @@
-"""The options that all policy objectives share, described once: importance sampling, a KL penalty, an entropy bonus.
+"""Options that all policy objectives share: importance sampling, a KL penalty, an entropy bonus.
 
-Knows their names and what belongs together; the formulas live in `importance` and `regularizers`.
+The formulas are in `importance` and `regularizers`.
 """
 
 import difflib

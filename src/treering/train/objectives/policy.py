@@ -1,7 +1,4 @@
-"""What all policy losses have in common: masks, old log-probs, and the shared options around a loss of one's own.
-
-Knows how the parts of a term fit together; the losses are in the files beside.
-"""
+"""What all policy losses share: masks, old log-probs, and the options added around each loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""PPO: the clipped surrogate with advantages of one's own, and the loss of a value head beside it."""
+"""PPO: the clipped surrogate with the caller's advantages, plus an optional value loss."""
 
 from typing import Unpack
 

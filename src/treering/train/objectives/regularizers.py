@@ -1,8 +1,6 @@
-"""What keeps a policy near a reference and its distribution wide: a KL penalty and an entropy bonus per entry.
+"""A KL penalty towards a reference policy and an entropy bonus, per entry.
 
-Knows log-probabilities and entropies of entries. Knows nothing of objectives.
-
-    F flat entries
+F flat entries
 """
 
 import math

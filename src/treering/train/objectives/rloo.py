@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE of whole sequences; its leave-one-out baseline is in the advantages."""
+"""RLOO: REINFORCE of whole sequences; the leave-one-out baseline is already in the advantages."""
 
 from typing import Unpack
 

@@ -1,8 +1,6 @@
-"""The ratio of a whole sequence, at each of its tokens: what GSPO and RLOO clip.
+"""The importance ratio of a whole sequence, at each of its tokens, which GSPO and RLOO clip.
 
-Knows trained entries and their branches. Knows nothing of advantages.
-
-    F flat entries
+F flat entries
 """
 
 from jaxtyping import Float

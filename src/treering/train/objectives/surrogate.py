@@ -1,8 +1,6 @@
-"""PPO's clipped surrogate, the core of most policy losses, and the clip that its callers share.
+"""PPO's clipped surrogate, the core of most policy losses, and the check of its clip range.
 
-Knows one ratio and one advantage per entry. Knows nothing of where either comes from.
-
-    F flat entries
+F flat entries
 """
 
 import torch

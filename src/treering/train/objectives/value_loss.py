@@ -1,8 +1,6 @@
 """The squared error of a value head, clipped around its earlier values.
 
-Knows values and returns of entries. Knows nothing of policies.
-
-    F flat entries
+F flat entries
 """
 
 import math

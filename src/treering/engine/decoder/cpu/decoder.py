@@ -1,7 +1,6 @@
-"""The fused decoder for CPU: torch's matrix products into standing buffers, one compiled loop between two of them.
+"""The fused decoder for CPU: torch's matrix products into preallocated buffers, with one compiled loop between them.
 
-A small model's step is mostly the cost of starting operations; this path starts eight a layer instead of forty. Knows
-one pass; knows nothing of where a batch comes from.
+A small model's step is dominated by launching operations; this path launches eight per layer instead of forty.
 
     T tokens   S slots   C hidden size   F MLP size   H query heads   G key-value heads   D head size
 """
@@ -21,19 +20,19 @@ from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64
 _MOST_LAID_OUT = 1 << 20
-"""Bytes of a matrix."""
+"""Largest matrix in bytes that is transposed in memory; see `_transposed`."""
 
 
 class CpuDecoder(Decoder):
-    """One pass over float32 or float64 weights on CPU."""
+    """Forward passes with float32 or float64 weights on CPU."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """An arena of `num_slots` and a spare one, kept in memory until the decoder goes."""
+        """Allocates an arena of `num_slots` and a spare slot."""
         sizes = weights.sizes
         dtype = weights.embedding.numpy().dtype
         lanes = lanes_of(dtype)
-        # Attention reads whole vectors, and beyond the last slot.
-        row = _odd_lines(num_slots + 1 + lanes, dtype.itemsize)
+        # Attention reads whole vectors, also past the last slot.
+        row = _padded_row_length(num_slots + 1 + lanes, dtype.itemsize)
         padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
         self._keys = np.zeros((sizes.num_layers, sizes.num_kv_heads, sizes.head_size, row), dtype)
@@ -45,7 +44,7 @@ class CpuDecoder(Decoder):
         self._rotation = weights.cos.numpy(), weights.sin.numpy()
         self._layers = [_Layer(layer) for layer in weights.layers]
         self._norm = weights.norm.numpy()
-        self._head = _by_inputs(weights.head)
+        self._head = _transposed(weights.head)
         self._buffers = _Buffers(weights, num_tokens=64)
 
     @property
@@ -58,12 +57,12 @@ class CpuDecoder(Decoder):
         """See `Decoder.run`."""
         if batch.num_tokens > self._buffers.num_tokens:
             self._buffers = _Buffers(self._weights, num_tokens=2 * batch.num_tokens)
-        use = self._buffers.first(batch.num_tokens)
-        torch.index_select(self._weights.embedding, 0, torch.from_numpy(batch.tokens), out=use.x)
+        views = self._buffers.first(batch.num_tokens)
+        torch.index_select(self._weights.embedding, 0, torch.from_numpy(batch.tokens), out=views.x)
         for index, layer in enumerate(self._layers):
-            self._attention(index, layer, batch, use)
-            self._mlp(layer, use)
-        last = use.x[torch.from_numpy(batch.wanted)]
+            self._attention(index, layer, batch, views)
+            self._mlp(layer, views)
+        last = views.x[torch.from_numpy(batch.wanted)]
         rms_norm(last.numpy(), self._norm, self._eps, last.numpy())
         return _linear(last, self._head, self._weights.head_bias, self._buffers.logits(last.shape[0]))
 
@@ -71,12 +70,12 @@ class CpuDecoder(Decoder):
         """See `Decoder.move`."""
         move_slots(self._keys, self._values, sources, targets)
 
-    def _attention(self, index: int, layer: "_Layer", batch: TokenBatch, use: "_Views") -> None:
-        rms_norm(use.x_np, layer.input_norm, self._eps, use.h_np)
-        _linear(use.h, layer.qkv, layer.qkv_bias, use.qkv)
+    def _attention(self, index: int, layer: "_Layer", batch: TokenBatch, views: "_Views") -> None:
+        rms_norm(views.x_np, layer.input_norm, self._eps, views.h_np)
+        _linear(views.h, layer.qkv, layer.qkv_bias, views.qkv)
         keys, values = self._keys[index], self._values[index]
         write_keys(
-            use.qkv_np,
+            views.qkv_np,
             layer.q_norm,
             layer.k_norm,
             self._eps,
@@ -87,32 +86,32 @@ class CpuDecoder(Decoder):
             values,
         )
         spans = batch.prefix_start, batch.num_prefix, batch.own_start, batch.num_own, batch.tree_start, batch.tree_bits
-        attend(use.qkv_np, keys, values, *spans, self._scale, self._scores, use.attended_np)
-        _add_linear(use.x, use.attended, layer.out, layer.out_bias)
+        attend(views.qkv_np, keys, values, *spans, self._scale, self._scores, views.attended_np)
+        _add_linear(views.x, views.attended, layer.out, layer.out_bias)
 
-    def _mlp(self, layer: "_Layer", use: "_Views") -> None:
-        rms_norm(use.x_np, layer.mlp_norm, self._eps, use.h_np)
-        _linear(use.h, layer.gate_up, layer.gate_up_bias, use.gate_up)
-        silu_mul(use.gate_up_np, use.gated_np)
-        _add_linear(use.x, use.gated, layer.down, layer.down_bias)
+    def _mlp(self, layer: "_Layer", views: "_Views") -> None:
+        rms_norm(views.x_np, layer.mlp_norm, self._eps, views.h_np)
+        _linear(views.h, layer.gate_up, layer.gate_up_bias, views.gate_up)
+        silu_mul(views.gate_up_np, views.gated_np)
+        _add_linear(views.x, views.gated, layer.down, layer.down_bias)
 
 
 class _Layer:
-    """A layer's weights as the pass takes them: matrices [in, out] for torch, vectors for the loops."""
+    """A layer's weights: matrices [in, out] for torch, norm vectors as arrays for the loops."""
 
     def __init__(self, layer: LayerWeights) -> None:
-        nothing = np.zeros(0, layer.input_norm.numpy().dtype)
+        empty = np.zeros(0, layer.input_norm.numpy().dtype)
         self.input_norm, self.mlp_norm = layer.input_norm.numpy(), layer.mlp_norm.numpy()
-        self.q_norm = nothing if layer.q_norm is None else layer.q_norm.numpy()
-        self.k_norm = nothing if layer.k_norm is None else layer.k_norm.numpy()
-        self.qkv, self.out = _by_inputs(layer.qkv), _by_inputs(layer.out)
-        self.gate_up, self.down = _by_inputs(layer.gate_up), _by_inputs(layer.down)
+        self.q_norm = empty if layer.q_norm is None else layer.q_norm.numpy()
+        self.k_norm = empty if layer.k_norm is None else layer.k_norm.numpy()
+        self.qkv, self.out = _transposed(layer.qkv), _transposed(layer.out)
+        self.gate_up, self.down = _transposed(layer.gate_up), _transposed(layer.down)
         self.qkv_bias, self.out_bias = layer.qkv_bias, layer.out_bias
         self.gate_up_bias, self.down_bias = layer.gate_up_bias, layer.down_bias
 
 
 class _Views:
-    """The first rows of the buffers, as tensors and as the arrays over the same memory."""
+    """The first rows of the buffers, as tensors and as numpy arrays over the same memory."""
 
     def __init__(self, buffers: dict[str, Tensor], num_tokens: int) -> None:
         views = {name: buffer[:num_tokens] for name, buffer in buffers.items()}
@@ -125,7 +124,7 @@ class _Views:
 
 
 class _Buffers:
-    """Standing room for the activations of a layer, so that a pass allocates nothing but its logits' rows."""
+    """Preallocated activations of a layer, so that a pass allocates only the rows it takes logits of."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
         sizes = weights.sizes
@@ -139,36 +138,36 @@ class _Buffers:
             "gated": sizes.intermediate_size,
         }
         self.num_tokens = num_tokens
-        self._tensors = {name: _room(num_tokens, width, weights.dtype) for name, width in widths.items()}
+        self._tensors = {name: _padded_zeros(num_tokens, width, weights.dtype) for name, width in widths.items()}
         self._logits = torch.zeros(0, weights.head.shape[0], dtype=weights.dtype)
         self._views: dict[int, _Views] = {}
 
     def first(self, num_tokens: int) -> _Views:
-        """Views of that many rows; made once for each number."""
+        """Views of the first `num_tokens` rows, cached by number."""
         views = self._views.get(num_tokens)
         if views is None:
             views = self._views[num_tokens] = _Views(self._tensors, num_tokens)
         return views
 
     def logits(self, num_rows: int) -> Tensor:
-        """Room for that many rows of logits."""
+        """The first `num_rows` rows of the logits buffer."""
         if num_rows > self._logits.shape[0]:
             self._logits = self._logits.new_zeros(2 * num_rows, self._logits.shape[1])
         return self._logits[:num_rows]
 
 
-def _room(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [num_tokens, width] with room for a vector behind them, as the loops want."""
+def _padded_zeros(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [num_tokens, width], padded by a vector at the end for the compiled loops."""
     spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
     return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
 
 
 @torch.inference_mode()
-def _by_inputs(matrix: Tensor) -> Tensor:
-    """A snapshot's matrix [out, in] as a view [in, out]; a small one is laid out that way in memory, in its own place.
+def _transposed(matrix: Tensor) -> Tensor:
+    """A snapshot's matrix [out, in] as a view [in, out]; a small one is also transposed in memory, in place.
 
-    So the next `DecoderWeights.read` fills the same memory. A product with a few rows takes up to half as long then;
-    with matrices that are larger than a core's cache two rows would take longer.
+    The next `DecoderWeights.read` fills the same memory. Products with few rows take down to half the time; for
+    matrices larger than a core's cache, products with two rows would get slower.
     """
     if matrix.nbytes <= _MOST_LAID_OUT:
         turned = matrix.T.contiguous()
@@ -186,13 +185,13 @@ def _add_linear(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None) 
         x.add_(bias)
 
 
-def _odd_lines(num_slots: int, itemsize: int) -> int:
-    """Row length of the keys: an odd number of cache lines, so that the D rows of a head do not share cache sets."""
+def _padded_row_length(num_slots: int, itemsize: int) -> int:
+    """Row length of the keys: an odd number of cache lines, so that the D rows of a head use different cache sets."""
     per_line = _CACHE_LINE // itemsize
     num_lines = -(-num_slots // per_line)
     return (num_lines | 1) * per_line
 
 
 def supports(weights: DecoderWeights) -> bool:
-    """Whether the fused pass computes these weights: float32 or float64 on CPU."""
+    """Whether the fused decoder supports these weights: float32 or float64 on CPU."""
     return weights.device.type == "cpu" and weights.embedding.dtype in (torch.float32, torch.float64)

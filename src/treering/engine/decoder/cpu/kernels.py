@@ -1,9 +1,8 @@
-"""What stands between the matrix products of a decoder on CPU, each as one compiled loop without the interpreter lock.
+"""The operations between a CPU decoder's matrix products, each one compiled loop without the interpreter lock.
 
-Knows numbers only. All float arrays of a call have one dtype, float32 or float64, and the loops compute in it.
+All float arrays of a call have one dtype, float32 or float64, and the loops compute in it.
 
     T tokens   C hidden size   F MLP size   H query heads   G key-value heads   D head size   S slots   P positions
-    K longest view of a token, a tree of 64 drafts included
 """
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from treering.arrays import Int64Array
 from treering.engine.decoder.cpu.simd import (
     add,
+    broadcast,
     divide,
     exponential,
     lanes,
     load,
     muladd,
     multiply,
-    spread,
     store,
     subtract,
     total,
@@ -28,13 +27,13 @@ from treering.history.jit import lean
 
 Floats = NDArray[np.floating]
 
-# Sums may be reordered into vectors; NaN and infinity keep their meaning, so that diverged weights are seen.
+# Sums may be reordered into vectors; NaN and infinity keep their meaning, so that diverged weights are detected.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
 def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
-    """Row by row, weight * x / sqrt(mean(x**2) + eps) into `out`, for x [T, C]; eps is [1]."""
+    """Writes weight * x / sqrt(mean(x**2) + eps) of each row of x [T, C] to `out`; eps is [1]."""
     num_columns = x.shape[1]
     count = eps.dtype.type(num_columns)
     for t in range(x.shape[0]):
@@ -48,12 +47,12 @@ def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
 
 @njit(cache=True, nogil=True)
 def silu_mul(gate_up: Floats, out: Floats) -> None:
-    """Puts silu(gate) * up into `out` [T, F], for gate_up [T, 2 F] with the gates first.
+    """Writes silu(gate) * up to `out` [T, F], for gate_up [T, 2 F] with the gates first.
 
-    Whole vectors are written, so less than one behind the last row is overwritten.
+    Writes whole vectors, so up to a vector after the last row is overwritten.
     """
     size = out.shape[1]
-    one, zero = spread(out.dtype.type(1)), spread(out.dtype.type(0))
+    one, zero = broadcast(out.dtype.type(1)), broadcast(out.dtype.type(0))
     for t in range(out.shape[0]):
         for f in range(0, size, lanes(out)):
             gate, up = load(gate_up, 2 * t * size + f), load(gate_up, 2 * t * size + size + f)
@@ -61,7 +60,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
             store(out, t * size + f, multiply(shrunk, up))
 
 
-# Without numba's runtime: counting references to the slices of each head took most of the time.
+# Without numba's runtime: reference counting of each head's slices took most of the time.
 @njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy", _nrt=False)
 def write_keys(
     qkv: Floats,
@@ -75,9 +74,9 @@ def write_keys(
     keys: Floats,
     values: Floats,
 ) -> None:
-    """Norms and rotates queries and keys of qkv [T, (H + 2 G) D] in place, and puts keys and values into the arena.
+    """Norms and rotates queries and keys of qkv [T, (H + 2 G) D] in place, and writes keys and values to the arena.
 
-    keys is [G, D, S], values [G, S, D] or wider, cos and sin [P, D]; empty norms are left out.
+    keys is [G, D, S], values [G, S, D] or wider, cos and sin [P, D]; empty norms are skipped.
     """
     num_kv_heads, head_size, _ = keys.shape
     num_heads = qkv.shape[1] // head_size - 2 * num_kv_heads
@@ -87,36 +86,40 @@ def write_keys(
         for head in range(num_heads + num_kv_heads):
             norm = q_norm if head < num_heads else k_norm
             if in_vectors:
-                _turn(qkv, t * qkv.shape[1] + head * head_size, norm, eps, cos, sin, at * head_size, head_size // 2)
+                _norm_and_rotate(
+                    qkv, t * qkv.shape[1] + head * head_size, norm, eps, cos, sin, at * head_size, head_size // 2
+                )
                 continue
             x = qkv[t, head * head_size : (head + 1) * head_size]
             if norm.size > 0:
                 _norm_head(x, norm, eps)
             _rotate(x, cos[at], sin[at])
         for g in range(num_kv_heads):
-            first, behind = (num_heads + g) * head_size, (num_heads + num_kv_heads + g) * head_size
+            key_at, value_at = (num_heads + g) * head_size, (num_heads + num_kv_heads + g) * head_size
             for d in range(head_size):
-                keys[g, d, slot] = qkv[t, first + d]
+                keys[g, d, slot] = qkv[t, key_at + d]
             if in_vectors:
-                _copy(qkv, t * qkv.shape[1] + behind, values, (g * values.shape[1] + slot) * values.shape[2], head_size)
+                _copy(
+                    qkv, t * qkv.shape[1] + value_at, values, (g * values.shape[1] + slot) * values.shape[2], head_size
+                )
                 continue
             for d in range(head_size):
-                values[g, slot, d] = qkv[t, behind + d]
+                values[g, slot, d] = qkv[t, value_at + d]
 
 
 @lean
-def _turn(
+def _norm_and_rotate(
     qkv: Floats, first: int, norm: Floats, eps: Floats, cos: Floats, sin: Floats, angle: int, half: int
 ) -> None:  # fmt: skip
-    """Norms and rotates the head that begins at number `first` of qkv, by vectors; its halves are whole ones."""
+    """Norms and rotates the head at index `first` of qkv in vectors; half a head must be a whole number of vectors."""
     step = lanes(qkv)
-    scale = spread(qkv.dtype.type(1))
+    scale = broadcast(qkv.dtype.type(1))
     if norm.size > 0:
-        squares = spread(qkv.dtype.type(0))
+        squares = broadcast(qkv.dtype.type(0))
         for d in range(0, 2 * half, step):
             x = load(qkv, first + d)
             squares = muladd(x, x, squares)
-        scale = spread(qkv.dtype.type(1) / np.sqrt(total(squares) / qkv.dtype.type(2 * half) + eps[0]))
+        scale = broadcast(qkv.dtype.type(1) / np.sqrt(total(squares) / qkv.dtype.type(2 * half) + eps[0]))
     for d in range(0, half, step):
         low, high = load(qkv, first + d), load(qkv, first + half + d)
         if norm.size > 0:

@@ -1,10 +1,10 @@
-"""Vectors of numbers for compiled loops: what LLVM keeps in one register, as a type of numba's.
+"""Explicit SIMD vectors for numba loops: an LLVM vector as a numba type.
 
-numba leaves it to LLVM to find vectors in loops, which it does for long loops only: of a row of 40 scores it computes
-32 in vectors and 8 one by one. Here a loop says what is a vector. Knows bits and registers; knows nothing of models.
+numba leaves vectorisation to LLVM, which vectorises only long loops: of a row of 40 scores it computes 32 in vectors
+and 8 one by one. These intrinsics make vectors explicit.
 
-A vector has as many numbers as 64 bytes hold, 16 of float32 or 8 of float64, on every machine: narrower registers take
-several. Arrays are contiguous, and places in them are counted in numbers from their first one, whatever their shape.
+A vector holds 64 bytes, 16 float32 or 8 float64, on every machine; narrower registers take several. Arrays must be
+contiguous, and indices into them count elements from the first, whatever the shape.
 """
 
 import math
@@ -19,10 +19,10 @@ NUM_BYTES = 64
 
 
 class Vector(types.Type):
-    """The numbers of one register."""
+    """The numba type of a vector."""
 
     def __init__(self, dtype: Any) -> None:
-        """Of float32 or float64."""
+        """`dtype` is numba's float32 or float64."""
         self.dtype = dtype
         self.lanes = lanes_of(np.dtype(dtype.name))
         super().__init__(name=f"Vector({dtype.name})")
@@ -36,7 +36,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def lanes_of(dtype: np.dtype) -> int:
-    """Numbers in a vector.
+    """Elements of a vector.
 
     Example: 16 of float32.
     """
@@ -45,14 +45,14 @@ def lanes_of(dtype: np.dtype) -> int:
 
 @intrinsic
 def lanes(typing: Any, array: Any) -> Any:
-    """Numbers in a vector of an array's type, known when the loop is compiled."""
+    """Elements of a vector of an array's dtype, a compile-time constant."""
     size = lanes_of(np.dtype(array.dtype.name))
     return types.intp(array), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), size)
 
 
 @intrinsic
 def load(typing: Any, array: Any, at: Any) -> Any:
-    """The vector that begins at number `at`."""
+    """Loads the vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
@@ -62,7 +62,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
-    """Puts a vector behind number `at`."""
+    """Stores a vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
@@ -72,31 +72,31 @@ def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def spread(typing: Any, number: Any) -> Any:
-    """A vector of one number."""
+def broadcast(typing: Any, number: Any) -> Any:
+    """Broadcasts a number to a vector."""
     vector = Vector(number)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, args[0], vector.lanes)
+        return _broadcast(builder, args[0], vector.lanes)
 
     return vector(number), generate
 
 
 @intrinsic
-def spread_from(typing: Any, array: Any, at: Any) -> Any:
-    """A vector of the number `at`."""
+def broadcast_from(typing: Any, array: Any, at: Any) -> Any:
+    """Broadcasts the element at index `at` to a vector."""
     vector = Vector(array.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.gep(_data(context, builder, signature, args), [args[1]])
-        return _spread(builder, builder.load(place), vector.lanes)
+        return _broadcast(builder, builder.load(place), vector.lanes)
 
     return vector(array, types.intp), generate
 
 
 @intrinsic
 def muladd(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """Gives a * b + c, rounded once where the machine can."""
+    """Returns a * b + c, rounded once if the machine has fused multiply-add."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _muladd(builder, *args)
@@ -106,37 +106,37 @@ def muladd(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
-    """Gives a + b."""
+    """Returns a + b."""
     return a(a, a), lambda context, builder, signature, args: builder.fadd(*args)
 
 
 @intrinsic
 def subtract(typing: Any, a: Any, b: Any) -> Any:
-    """Gives a - b."""
+    """Returns a - b."""
     return a(a, a), lambda context, builder, signature, args: builder.fsub(*args)
 
 
 @intrinsic
 def multiply(typing: Any, a: Any, b: Any) -> Any:
-    """Gives a * b."""
+    """Returns a * b."""
     return a(a, a), lambda context, builder, signature, args: builder.fmul(*args)
 
 
 @intrinsic
 def divide(typing: Any, a: Any, b: Any) -> Any:
-    """Gives a / b."""
+    """Returns a / b."""
     return a(a, a), lambda context, builder, signature, args: builder.fdiv(*args)
 
 
 @intrinsic
 def maximum(typing: Any, a: Any, b: Any) -> Any:
-    """The larger ones; of NaN and a number either."""
+    """The elementwise maximum; of NaN and a number either."""
     return a(a, a), lambda context, builder, signature, args: _larger(builder, *args)
 
 
 @intrinsic
-def choose(typing: Any, bits: Any, a: Any, b: Any) -> Any:
-    """The numbers of `a` where a bit is set, the lowest for the first of them, those of `b` elsewhere."""
+def select(typing: Any, bits: Any, a: Any, b: Any) -> Any:
+    """Elements of `a` where a bit is set (the lowest bit is the first element), of `b` elsewhere."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = builder.trunc(args[0], ir.IntType(a.lanes))
@@ -147,13 +147,13 @@ def choose(typing: Any, bits: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def largest(typing: Any, a: Any) -> Any:
-    """The largest number of a vector."""
+    """The largest element of a vector."""
     return a.dtype(a), lambda context, builder, signature, args: _reduce(builder, args[0], _larger)
 
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
-    """The sum of a vector, by halves."""
+    """The sum of a vector, added pairwise by halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _reduce(builder, args[0], lambda builder, x, y: builder.fadd(x, y))
@@ -163,10 +163,10 @@ def total(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def exponential(typing: Any, a: Any) -> Any:
-    """Gives e**a, within 2 units in the last place; below the normal numbers the least of them, and NaN stays NaN.
+    """Returns e**a, within 2 units in the last place; clamped to normal numbers, and NaN stays NaN.
 
-    2**n e**r with |r| <= ln(2) / 2. Adding 1.5 * 2**(mantissa bits) rounds to the integer n, which then stands in the
-    lowest bits.
+    Computes 2**n e**r with |r| <= ln(2) / 2. Adding 1.5 * 2**(mantissa bits) rounds to the integer n, which ends up in
+    the lowest bits.
     """
     numbers = np.finfo(np.dtype(a.dtype.name))
     integer = ir.IntType(numbers.bits)
@@ -212,7 +212,7 @@ def _data(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return cgutils.create_struct_proxy(signature.args[0])(context, builder, value=args[0]).data
 
 
-def _spread(builder: Any, number: Any, size: int) -> Any:
+def _broadcast(builder: Any, number: Any, size: int) -> Any:
     undefined = ir.Constant(ir.VectorType(number.type, size), ir.Undefined)
     one = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(ir.IntType(32), size), [0] * size))

@@ -1,4 +1,4 @@
-"""The decoder for CUDA: paged keys and values, captured passes, tokens drawn and verified where the logits are.
+"""The decoder for CUDA: paged keys and values, CUDA graphs, and sampling and verification on the device.
 
-Importing this imports no triton: kernels are loaded by the decoder that runs them.
+Importing this package does not import triton; the modules with kernels do.
 """

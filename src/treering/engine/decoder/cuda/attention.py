@@ -1,7 +1,7 @@
-"""Attention of a pass over paged keys and values: a program per tile of tokens, key head and part of the keys.
+"""Attention over paged keys and values: one program per tile of tokens, key head and part of the keys.
 
-A tile's queries are all heads that share a key head, of several tokens of one row. What is left of several parts is
-added up by `treering.engine.decoder.cuda.parts`. Knows pages and tables; knows nothing of layers.
+A tile holds all query heads of one key head, for several tokens of one row. Partial results are combined by
+`treering.engine.decoder.cuda.parts`.
 
     T tokens   I tiles   H query heads   G key heads   D head size   S slots   P parts   W width of a token's line
 """
@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 @no_type_check
 def factor(tile, WIDE: tl.constexpr):
-    """A factor of a matrix product; the interpreter has none of bfloat16."""
+    """An operand of a matrix product, in float32 for the interpreter, which does not support bfloat16."""
     if WIDE:
         return tile.to(tl.float32)
     return tile
@@ -32,7 +32,7 @@ def factor(tile, WIDE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
-    """Of the keys from number `at` on, those of the prefix first."""
+    """Addresses of the keys from index `at` on; prefix keys come first."""
     key_number = at + tl.arange(0, KEY_TILE)
     return tl.where(key_number < num_prefix, prefix_start + key_number, own_start + key_number - num_prefix)
 
@@ -40,7 +40,7 @@ def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _pages(table_ptr, addresses, at, end, KEY_TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Behind the addresses of the keys from number `at` on; 0 from `end` on."""
+    """Pages of the addresses of the keys from index `at` on; 0 from `end` on."""
     return tl.load(table_ptr + addresses // PAGE, mask=at + tl.arange(0, KEY_TILE) < end, other=0)
 
 
@@ -77,7 +77,7 @@ def attend_kernel(
 ):
     """Outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P).
 
-    Where the keys are whole, which is one part, writes out [T, H, D] instead, and nothing for tokens of no tile.
+    With a single part (WHOLE) writes out [T, H, D] instead; tokens outside all tiles are not written.
     """
     tile = tiles_ptr + tl.program_id(0) * 6
     head = tl.program_id(1)
@@ -89,7 +89,7 @@ def attend_kernel(
     is_row = row // GROUPS < count
     token = first + row // GROUPS
     query_head = head * GROUPS + row % GROUPS
-    # Masks and offsets of what a row sees: counts in the order of keys, the prefix first.
+    # What a row sees of its own span and tree; key indices count the prefix first.
     num_own = tl.load(tokens_ptr + 3 * num_tokens + token, mask=is_row, other=0)
     tree_offset = tl.load(tokens_ptr + 4 * num_tokens + token, mask=is_row, other=0)
     tree_bits = tl.load(tokens_ptr + 5 * num_tokens + token, mask=is_row, other=0)
@@ -109,7 +109,7 @@ def attend_kernel(
     out = tl.zeros([ROWS, PADDED], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    # Pages are looked up two tiles ahead, so that copies of the next tile's keys and values wait for no other load.
+    # Page lookups run two tiles ahead, so that loads of the next tile's keys and values wait for no other load.
     address = _addresses(begin, prefix_start, num_prefix, own_start, KEY_TILE)
     slot = _slots(_pages(table_ptr, address, begin, end, KEY_TILE, PAGE), address, PAGE)
     address = _addresses(begin + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
@@ -129,7 +129,7 @@ def attend_kernel(
         visible = is_row[:, None] & is_key[None, :] & ((own[None, :] < num_own[:, None]) | in_tree)
         scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet has a peak of -inf, and -inf - -inf is no number.
+        # A row that has seen no key yet has a peak of -inf, and -inf - -inf is NaN.
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(peak - shift)
@@ -166,7 +166,7 @@ def attend(
     *,
     rows: int,
 ) -> None:
-    """Attention of every token over what it sees.
+    """Attention of every token over its visible keys.
 
     Args:
         qkv: [T, (H + 2 G) D], queries rotated.
@@ -174,10 +174,10 @@ def attend(
         values: the same.
         tokens: int64 [6, T], of `PassTables`.
         tiles: int64 [I, 6], of `PassTables`; a tile of 0 tokens does nothing.
-        table: int32, page behind each 16 addresses.
+        table: int32, the page of each 16 addresses.
         parts: float32 [P, T, H, D], overwritten unless P, a power of two, is 1.
         lse: float32 [P, T, H], the same.
-        out: [T, H D], written. Tokens of no tile get zeros, or with one part keep what is there.
+        out: [T, H D], written. Tokens outside all tiles get zeros, or with one part stay unchanged.
         rows: queries of a tile.
     """
     num_key_heads, num_slots, head_size = keys.shape
@@ -194,9 +194,9 @@ def attend(
 
 
 def num_stages(rows: int, dtype: torch.dtype) -> int:
-    """Stages of the loop over keys that give these two buffers: one is read while the next tile's is filled.
+    """Pipeline stages of the loop over keys that give two buffers: one is read while the next is filled.
 
-    Example: 2 for 64 rows in bfloat16, whose products read keys where they lie. Others take them into registers first,
-    and with 2 stages their one buffer would be empty until then.
+    Example: 2 for 64 rows in bfloat16, whose products read keys from shared memory. Others copy keys to registers
+    first, so 2 stages would give them a single buffer.
     """
     return 2 if rows == 64 and dtype != torch.float32 else 3

@@ -1,6 +1,6 @@
-"""Standing room for the activations of a pass, so that it allocates nothing and can be captured.
+"""Preallocated activations of a pass, so that it allocates nothing and can be captured in a CUDA graph.
 
-Knows sizes; knows nothing of what is computed in it.
+Smaller passes use views of the same memory.
 
     T tokens   P parts of the keys   C hidden size   F MLP size   H query heads   G key heads   D head size
 """
@@ -18,11 +18,11 @@ from treering.types import ModelShape
 
 
 class Views(NamedTuple):
-    """The room of one pass; in the model's dtype where nothing else is said."""
+    """The buffers of one pass, in the model's dtype unless noted."""
 
-    x: Tensor  # [T, C] what layers add to
+    x: Tensor  # [T, C] residual stream
     h: Tensor  # [T, C] its norm
-    update: Tensor  # [T, C] what is added next
+    update: Tensor  # [T, C] to be added to x next
     qkv: Tensor  # [T, (H + 2 G) D]
     attended: Tensor  # [T, H D]
     gate_up: Tensor  # [T, 2 F]
@@ -32,10 +32,10 @@ class Views(NamedTuple):
 
 
 class Buffers:
-    """Room for passes of up to `num_tokens` tokens, which all use the same memory."""
+    """Buffers for passes of up to `num_tokens` tokens, which all use the same memory."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
-        """Allocates everything but logits, which only some passes leave here."""
+        """Allocates everything but the logits, which only some passes write here."""
         sizes, device = weights.sizes, weights.device
         self._weights = weights
         self._num_tokens = num_tokens
@@ -47,14 +47,14 @@ class Buffers:
 
     @property
     def logits(self) -> Tensor:
-        """Logits of all tokens, [T, V]; allocated by the first pass that leaves some."""
+        """Logits of all tokens, [T, V]; allocated at first use."""
         if self._logits is None:
             head = self._weights.head
             self._logits = torch.zeros(self._num_tokens, head.shape[0], dtype=head.dtype, device=head.device)
         return self._logits
 
     def first(self, num_tokens: int, num_tiles: int) -> Views:
-        """Views for a pass of that many tokens in that many tiles."""
+        """Views for a pass of `num_tokens` tokens in `num_tiles` tiles."""
         weights = self._weights
         shape = num_parts(num_tiles, weights.sizes.num_kv_heads, num_processors(weights.device)), num_tokens
         num_lines = shape[0] * num_tokens
@@ -74,10 +74,10 @@ class Buffers:
         )
 
 
-def room_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
-    """What `Buffers` take on a device with that many multiprocessors, logits left out.
+def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
+    """Bytes of `Buffers` without logits, on a device with `num_processors` multiprocessors.
 
-    Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, beside 68 MB for parts.
+    Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, plus 68 MB for parts.
     """
     num_lines = _most_lines(sizes, num_tokens, num_processors)
     line = torch.float32.itemsize * sizes.num_heads * (sizes.head_size + 1)
@@ -85,14 +85,14 @@ def room_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int
 
 
 def _widths(sizes: Sizes | ModelShape) -> tuple[int, ...]:
-    """Of the fields of `Views` from x to gated."""
+    """Widths of the fields of `Views` from x to gated."""
     heads = sizes.num_heads * sizes.head_size
     qkv = heads + 2 * sizes.num_kv_heads * sizes.head_size
     return *[sizes.hidden_size] * 3, qkv, heads, 2 * sizes.intermediate_size, sizes.intermediate_size
 
 
 def _most_lines(sizes: Sizes | ModelShape, num_tokens: int, num_processors: int) -> int:
-    """Tokens times parts of a pass of up to `num_tokens` tokens, more than half as many."""
-    # Of half as many tokens tiles are fewer, and so parts more.
+    """Most tokens times parts of a pass with more than `num_tokens` / 2 and up to `num_tokens` tokens."""
+    # Fewer tokens mean fewer tiles, and so more parts.
     fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
     return num_tokens * num_parts(max(1, fewest_tiles), sizes.num_kv_heads, num_processors)

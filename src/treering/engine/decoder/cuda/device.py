@@ -1,6 +1,6 @@
-"""What only a CUDA device does: capturing a pass, and copies that the host does not wait for. On CPU, the same plainly.
+"""Graph capture and asynchronous copies on CUDA, with plain equivalents on CPU.
 
-Everything else of this package runs on either, so that it can be tested where there is no device.
+The rest of the package runs on both, so it can be tested without a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _WARM_UPS = 2
-"""Runs before a capture: kernels compile and libraries make their workspaces, which a capture does not allow."""
+"""Runs before a capture: kernels compile and libraries allocate workspaces, which a capture does not allow."""
 
 
-class Mailbox:
-    """Room for arrays on their way to the device; its memory there stays where it is.
+class StagingBuffer:
+    """A staging buffer that copies arrays to a fixed address on the device.
 
-    Example: `send([a, b])` gives tensors of the same shapes and dtypes on the device. They last until the next `send`.
+    Example: `send([a, b])` returns tensors of the same shapes and dtypes on the device, valid until the next `send`.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Room for that many bytes; every array takes a multiple of 16."""
+        """Allocates `num_bytes`; every array takes a multiple of 16."""
         is_cuda = device.type == "cuda"
-        with plain_mode():
+        with no_grad_mode():
             self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
             self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Copies arrays in one go; on CUDA, the host goes on at once and the stream's later work sees them."""
+        """Copies arrays in one transfer; on CUDA the host does not wait, and later work of the stream sees them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         host, tensors, at = self._host.numpy(), [], 0
@@ -49,18 +49,18 @@ class Mailbox:
 
 
 @contextmanager
-def plain_mode() -> Iterator[None]:
-    """Neither gradients nor inference mode, whatever the caller is in.
+def no_grad_mode() -> Iterator[None]:
+    """Turns off gradients and inference mode.
 
-    A tensor made in inference mode can be written nowhere else, and a capture makes some that belong to the whole
-    process: the seed of torch's random numbers, which the next capture writes.
+    Tensors created in inference mode can be written only there, and a capture creates some for the whole process: the
+    seed of torch's random numbers, which the next capture writes.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """What an array of that many bytes takes in a `Mailbox`.
+    """Bytes that an array of `num_bytes` takes in a `StagingBuffer`.
 
     Example: 1 byte takes 16, and 17 take 32.
     """
@@ -68,7 +68,7 @@ def padded_bytes(num_bytes: int) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, to which kernels go; nothing for CPU."""
+    """Makes a CUDA device the current one, for kernel launches; does nothing for CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -80,16 +80,16 @@ def num_processors(device: torch.device) -> int:
     return count
 
 
-def fetch(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's values on the host; the one place where the host waits for the device."""
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Copies a tensor to the host; the only place where the host waits for the device."""
     values: NDArray[Any] = tensor.cpu().numpy()
     return values
 
 
 def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What runs `work` from now on: on CUDA a graph of it, for which it runs a few times now; on CPU itself.
+    """Captures `work` in a CUDA graph, after warm-up runs, and returns its replay; on CPU returns `work` itself.
 
-    The work reads and writes memory that stays where it is, allocates none and never waits.
+    `work` must use memory at fixed addresses, allocate none and never wait for the device.
     """
     if device.type != "cuda":
         return work
@@ -100,7 +100,7 @@ def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None
             work()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # What other threads do on the device meanwhile is no part of the graph and no error.
+    # Other threads may use the device meanwhile.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph.replay
@@ -108,5 +108,5 @@ def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of a device for warm-ups and captures: a library's workspaces belong to the stream it ran on."""
+    """A device's only stream for warm-ups and captures: library workspaces belong to the stream that they ran on."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

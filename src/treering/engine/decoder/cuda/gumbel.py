@@ -1,7 +1,6 @@
-"""Samples a token at every wanted position, as `engine.sampling.reference` does, with no [W, V] array but logits.
+"""Gumbel-max sampling on the device, as in `engine.sampling.reference`, without a [W, V] array besides the logits.
 
-Computes noise and probabilities in float64 where they are used, so the tokens are those of the specification up to
-rounding of a near-tie. Knows logits and keys; knows nothing of drafts.
+Computes noise and probabilities in float64 inside the kernel, so tokens equal the reference's up to near-ties.
 
     W wanted positions   V vocabulary   N tiles of V
 """
@@ -28,7 +27,7 @@ def _mixed(bits, FIRST: tl.constexpr, SECOND: tl.constexpr, S0: tl.constexpr, S1
 
 @triton.jit
 @no_type_check
-def race_kernel(
+def gumbel_max_kernel(
     logits_ptr,
     keys_ptr,
     positions_ptr,
@@ -49,7 +48,7 @@ def race_kernel(
     S2: tl.constexpr,
     DROPPED: tl.constexpr,
 ):
-    """Of each tile of a position's logits: the largest, the sum of exponentials beside it, and the winner of the race.
+    """Per tile of a position's logits: the maximum, the sum of exponentials relative to it, and the Gumbel-max token.
 
     A tile with NaN or +inf has a peak of +inf. Grid (W, N).
     """
@@ -59,7 +58,7 @@ def race_kernel(
     logits = tl.load(logits_ptr + wanted * VOCABULARY + token, mask=is_token, other=float("-inf")).to(tl.float64)
     is_bad = (logits != logits) | (logits == float("inf"))
     peak = tl.where(tl.max(is_bad.to(tl.int32), 0) > 0, float("inf"), tl.max(tl.where(is_bad, 0.0, logits), 0))
-    # Where nothing is finite there is no winner; the numbers only must not be NaN.
+    # A tile without finite logits has no winner; this only avoids NaN.
     shift = tl.where((peak == float("inf")) | (peak == float("-inf")), 0.0, peak)
     scaled = (tl.where(is_bad, 0.0, logits) - shift) / tl.load(temperature_ptr + wanted)
     weight = tl.exp(scaled)
@@ -82,7 +81,7 @@ def race_kernel(
 
 @triton.jit
 @no_type_check
-def finish_kernel(
+def reduce_tiles_kernel(
     logits_ptr,
     temperature_ptr,
     peaks_ptr,
@@ -95,7 +94,7 @@ def finish_kernel(
     VOCABULARY: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The winner of all tiles and its log-probability; token -1 where logits are no distribution. Grid (W,)."""
+    """The best token of all tiles and its log-probability; token -1 for invalid logits. Grid (W,)."""
     wanted = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, PADDED)
     is_tile = tile < num_tiles
@@ -117,22 +116,22 @@ def finish_kernel(
     tl.store(logprobs_ptr + wanted, tl.where(is_bad, 0.0, logprob))
 
 
-class Raced(NamedTuple):
-    """One drawn token per wanted position."""
+class GumbelSamples(NamedTuple):
+    """One sampled token per wanted position."""
 
     tokens: Tensor
-    """int32 [W]; -1 for logits that are no distribution."""
+    """int32 [W]; -1 for invalid logits."""
     logprobs: Tensor
     """float64 [W]."""
 
 
-def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> Raced:
-    """Draws one token per row as `sampling.sample` does without top-k and top-p; starts two kernels and never waits.
+def gumbel_max(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> GumbelSamples:
+    """Samples one token per row as `reference.sample` does without top-k and top-p, in two kernels and without waiting.
 
     Args:
         logits: [W, V] before temperature, contiguous; any float type.
         keys: int64 [W], of the rows' rollouts.
-        positions: int64 [W], absolute positions of the tokens that are drawn.
+        positions: int64 [W], absolute positions of the sampled tokens.
         temperature: float64 [W], > 0.
 
     Example: equal logits give each of 4 tokens the log-probability -1.386.
@@ -145,14 +144,14 @@ def race(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -
     winners = torch.empty(num_wanted, num_tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_wanted, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(num_wanted, dtype=torch.float64, device=logits.device)
-    race_kernel[(num_wanted, num_tiles)](
+    gumbel_max_kernel[(num_wanted, num_tiles)](
         logits, keys, positions, temperature, peaks, totals, bests, winners, num_tiles,
         VOCABULARY=vocabulary, TILE=_TILE, POSITION=POSITION_STEP, TOKEN=TOKEN_STEP,
         FIRST=MIX_FACTORS[0], SECOND=MIX_FACTORS[1], S0=MIX_SHIFTS[0], S1=MIX_SHIFTS[1], S2=MIX_SHIFTS[2],
         DROPPED=NUM_DROPPED_BITS, num_warps=4,
     )  # fmt: skip
-    finish_kernel[(num_wanted,)](
+    reduce_tiles_kernel[(num_wanted,)](
         logits, temperature, peaks, totals, bests, winners, tokens, logprobs, num_tiles,
         VOCABULARY=vocabulary, PADDED=max(2, 1 << (num_tiles - 1).bit_length()), num_warps=1,
     )  # fmt: skip
-    return Raced(tokens, logprobs)
+    return GumbelSamples(tokens, logprobs)

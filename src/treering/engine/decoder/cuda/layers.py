@@ -1,7 +1,6 @@
-"""What a layer does between its matrix products: norms, rotations, writing keys and values, the gate of an MLP.
+"""Kernels between a layer's matrix products: norms, rotation with writing of keys and values, and the MLP's gate.
 
-One kernel each, a program for every token. Rounds where the model's own modules round, but for the rotation, which
-rounds once. Knows tensors; knows nothing of layers' order.
+One program per token. They round where the model's own modules round, except that the rotation rounds once.
 
     T tokens   C hidden size   H query heads   G key heads   D head size   F MLP size   S slots
 """
@@ -20,7 +19,7 @@ _GATE_TILE = 1024
 @triton.jit
 @no_type_check
 def _times(left, right):
-    """A product that is rounded once, to the dtype of both; the interpreter has none for bfloat16."""
+    """A product rounded once to the operands' dtype; the interpreter does not support it in bfloat16."""
     return (left.to(tl.float32) * right.to(tl.float32)).to(left.dtype)
 
 
@@ -66,7 +65,7 @@ def rotate_kernel(
     HAS_NORM: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Norms and rotates queries where they lie and keys into their page, and copies values; grid (T, H + 2 G).
+    """Norms and rotates queries in place and keys into their page, and copies values; grid (T, H + 2 G).
 
     A head is held as two halves of `PADDED` columns.
     """
@@ -106,7 +105,7 @@ def rotate_kernel(
         is_key = head < HEADS + KEY_HEADS
         key_head = tl.where(is_key, head - HEADS, head - HEADS - KEY_HEADS).to(tl.int64)
         place = (key_head * num_slots + slot) * HEAD_SIZE + column
-        # Of every column, although it is the same: a mask of one number is no mask to some versions of the interpreter.
+        # Broadcast to all columns: some versions of the interpreter ignore a scalar mask.
         of_keys = head + 0 * column < HEADS + KEY_HEADS
         tl.store(keys_ptr + place, first, mask=is_column & of_keys)
         tl.store(keys_ptr + place + HALF, second, mask=is_column & of_keys)
@@ -156,7 +155,7 @@ def rotate_and_write(
         keys: [G, S, D] of the layer.
         values: the same.
         tokens: int64 [6, T], of `PassTables`.
-        table: int32, page behind each 16 addresses.
+        table: int32, the page of each 16 addresses.
         eps: of the norms.
     """
     num_key_heads, num_slots, head_size = keys.shape

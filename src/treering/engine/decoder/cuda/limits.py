@@ -1,4 +1,4 @@
-"""What the kernels for CUDA compute, in words. Knows dtypes and sizes; knows no kernels."""
+"""The limits of the CUDA kernels: supported dtypes and sizes. Imports no kernels."""
 
 import torch
 
@@ -6,10 +6,10 @@ from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
 from treering.engine.decoder.weights import DecoderWeights
 
 
-def lack_of(weights: DecoderWeights) -> str | None:
-    """Why these weights are not computed by the kernels, to follow their name in a sentence; None where they are.
+def unsupported_reason(weights: DecoderWeights) -> str | None:
+    """Why the kernels do not support these weights, as the end of a sentence; None if they do.
 
-    Example: float64 weights are "computes float32, bfloat16 and float16, and the model is torch.float64".
+    Example: float64 weights give "computes float32, bfloat16 and float16, and the model is torch.float64".
     """
     from treering.attention.triton.ops import INTERPRETED
 

@@ -1,8 +1,8 @@
-"""A product of few rows with a matrix, which is bound by reading the matrix once: a program per tile of its columns.
+"""Matrix products with few rows, bound by reading the matrix once: one program per tile of columns.
 
-A tile of the matrix is one factor of each step and the rows are the other, so that matrix units are as full as so few
-rows allow. Columns that are too few to keep all multiprocessors busy are cut along their depth into parts, which a
-second kernel adds in order, so results are the same bits every time. Knows matrices; knows nothing of models.
+Each step multiplies a tile of the matrix by all rows, to fill the matrix units as far as so few rows allow. If there
+are too few column tiles to keep all multiprocessors busy, the depth is split into parts (split-K), which a second
+kernel adds in a fixed order, so results are bitwise reproducible.
 
     T tokens   N columns   K depth   I tiles of columns   P parts of the depth
 """
@@ -18,11 +18,11 @@ from treering.attention.triton.ops import INTERPRETED
 from treering.engine.decoder.cuda.attention import factor
 
 MAX_TOKENS = 64
-"""Beyond, a product is bound by arithmetic, which torch's libraries do best."""
+"""Products with more rows are bound by arithmetic, where torch's libraries are best."""
 
 WIDTHS = (64, 32, 16)
 _STEP = 8192
-"""Numbers of the larger factor of a step; with the smaller one 20 to 32 KiB, of which several are on their way."""
+"""Elements of a step's larger operand; both operands take 20 to 32 KiB, and several steps are in flight."""
 NUM_STAGES = 4
 
 _MAX_PARTS = 8
@@ -30,10 +30,10 @@ _FULL = 0.9
 _ADDED_TILE = 1024
 
 
-class Tile(NamedTuple):
-    """How a product is cut.
+class LinearTile(NamedTuple):
+    """How a product is tiled.
 
-    Example: 32 columns in one part are 128 programs for a matrix of 4,096 columns.
+    Example: 32 columns in one part give 128 programs for a matrix of 4,096 columns.
     """
 
     columns: int
@@ -63,7 +63,7 @@ def linear_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.arange(0, TOKENS)
     is_token = token < num_tokens
-    # Columns behind the last are read as if they were it, which takes no mask.
+    # Columns after the last read the last one, which needs no mask.
     weights = weight_ptr + tl.minimum(column, num_columns - 1).to(tl.int64)[:, None] * depth
     rows = x_ptr + token[:, None] * depth
     per_part = tl.cdiv(tl.cdiv(depth, STEP), PARTS) * STEP
@@ -99,7 +99,7 @@ def add_depths_kernel(
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Out [T, N] from the sums over parts of the depth, [P, T, N], the first one first; grid (T, tiles of N)."""
+    """Adds the sums over parts of the depth [P, T, N] in order into out [T, N]; grid (T, tiles of N)."""
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < num_columns
     place = tl.program_id(0) * num_columns + column
@@ -111,16 +111,16 @@ def add_depths_kernel(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, parts: Tensor | None) -> None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: LinearTile, parts: Tensor | None) -> None:
     """Writes x times the transposed weight, plus the bias, to out; sums in float32 and rounds once.
 
     Args:
-        x: [T, K], contiguous, T up to 64; bfloat16 or float16 as all of them.
+        x: [T, K], contiguous, T up to 64; bfloat16 or float16, like all tensors but parts.
         weight: [N, K], contiguous.
         bias: [N] or None.
         out: [T, N], contiguous.
-        tile: how it is cut.
-        parts: float32 [P, T, N], overwritten; None where the tile has one part.
+        tile: how to tile it.
+        parts: float32 [P, T, N], overwritten; None if the tile has one part.
 
     Example: x [[1, 2]] and weight [[3, 4], [5, 6]] give [[11, 17]].
     """
@@ -141,7 +141,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
 
 
 def padded_tokens(num_tokens: int) -> int:
-    """Rows that a product takes: 16, 32 or 64.
+    """Rows of a product after padding: 16, 32 or 64.
 
     Example: 1 token takes 16 rows, and 17 take 32.
     """
@@ -151,33 +151,33 @@ def padded_tokens(num_tokens: int) -> int:
 def step_of(tokens: int, columns: int) -> int:
     """Depth that a step of a tile reads.
 
-    Example: 256 for 16 rows and 32 columns, which is 16 KiB of a matrix in bfloat16.
+    Example: 256 for 16 rows and 32 columns, 16 KiB of a matrix in bfloat16.
     """
     return _STEP // max(tokens, columns)
 
 
-def tiles_of(weight: Tensor, num_tokens: int, num_processors: int) -> list[Tile]:
-    """The two tiles worth trying: those of fewest parts, and of these the widest. None for what this does not compute.
+def tiles_of(weight: Tensor, num_tokens: int, num_processors: int) -> list[LinearTile]:
+    """The two best candidate tiles: fewest parts first, then widest; [] for products that the kernel does not support.
 
-    A tile keeps nine of ten multiprocessors busy, if need be with parts. The depth has to
-    be a multiple of 16, or lines of the matrix would be read in small pieces.
+    A tile is split into parts until nine of ten multiprocessors are busy. The depth must be a multiple of 16, or the
+    matrix would be read in small pieces.
 
     Example: with 132 multiprocessors a matrix of 4,096 columns has tiles of 32 and of 16, and one of 2,048 columns has
     tiles of 16, and of 32 in two parts.
     """
     if weight.dtype not in (torch.bfloat16, torch.float16) or num_tokens > MAX_TOKENS or weight.shape[1] % 16:
         return []
-    return sorted((_tile(weight, columns, num_tokens, num_processors) for columns in WIDTHS), key=_dearness)[:2]
+    return sorted((_tile(weight, columns, num_tokens, num_processors) for columns in WIDTHS), key=_cost_order)[:2]
 
 
-def _dearness(tile: Tile) -> tuple[int, int]:
+def _cost_order(tile: LinearTile) -> tuple[int, int]:
     return tile.parts, -tile.columns
 
 
-def _tile(weight: Tensor, columns: int, num_tokens: int, num_processors: int) -> Tile:
+def _tile(weight: Tensor, columns: int, num_tokens: int, num_processors: int) -> LinearTile:
     num_tiles = -(-weight.shape[0] // columns)
     num_steps = -(-weight.shape[1] // step_of(padded_tokens(num_tokens), columns))
     parts = 1
     while parts * num_tiles < _FULL * num_processors and 2 * parts <= min(_MAX_PARTS, num_steps):
         parts *= 2
-    return Tile(columns, parts)
+    return LinearTile(columns, parts)

@@ -1,6 +1,6 @@
-"""The parts that the keys of a pass are cut into, and attention's sums over them, added up in order.
+"""Combines attention over parts of the keys (split-KV).
 
-So results are the same bits every time. Knows sums; knows nothing of keys.
+The order of the sums is fixed, so results are bitwise reproducible.
 
     T tokens   H query heads   D head size   P parts
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 MAX_PARTS = 32
 _PROGRAMS = 4
-"""Of each multiprocessor, so that memory is never waited for by one alone."""
+"""Programs per multiprocessor, enough to hide memory latency."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -29,11 +29,11 @@ def add_parts_kernel(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Out [T, H, D] of all keys from those of their parts; zeros for a token that fills a bucket. Grid (T, H)."""
+    """Combines the parts' outputs into out [T, H, D]; zeros for padding tokens. Grid (T, H)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, column = tl.arange(0, PARTS), tl.arange(0, PADDED)
     num_seen = tl.load(tokens_ptr + 3 * num_tokens + token) | tl.load(tokens_ptr + 5 * num_tokens + token)
-    # Of every part, although it is the same: a mask of one number is no mask to some versions of the interpreter.
+    # Broadcast to all parts: some versions of the interpreter ignore a scalar mask.
     is_token = num_seen + 0 * part != 0
     place = (part * num_tokens + token) * HEADS + head
     lse = tl.load(lse_ptr + place, mask=is_token, other=0.0)
@@ -46,9 +46,9 @@ def add_parts_kernel(
 
 
 def add_parts(parts: Tensor, lse: Tensor, tokens: Tensor, out: Tensor, *, head_size: int) -> None:
-    """Writes out [T, H D] from what `attend_kernel` leaves of two parts or more.
+    """Combines the output of `attend_kernel` for two or more parts into out [T, H D].
 
-    Example: outputs 1.0 and 3.0 of two parts whose lse are equal are 2.0.
+    Example: outputs 1.0 and 3.0 of two parts with equal lse give 2.0.
     """
     num_parts, num_tokens, num_heads, _ = parts.shape
     add_parts_kernel[(num_tokens, num_heads)](
@@ -58,14 +58,14 @@ def add_parts(parts: Tensor, lse: Tensor, tokens: Tensor, out: Tensor, *, head_s
 
 
 def num_parts(num_tiles: int, num_key_heads: int, num_processors: int) -> int:
-    """Into how many parts the keys are cut: a power of two that gives every multiprocessor enough programs.
+    """Number of parts of the keys: a power of two that gives every multiprocessor enough programs.
 
-    Example: with 132 of them and 8 key heads, one row is read in 32 parts, 16 rows in 4 and 64 rows in one.
+    Example: with 132 multiprocessors and 8 key heads, one tile gets 32 parts, 16 tiles get 4 and 64 tiles one.
     """
     wanted = max(1, min(MAX_PARTS, _PROGRAMS * num_processors // (num_tiles * num_key_heads)))
     return 1 << (wanted.bit_length() - 1)
 
 
 def padded_size(head_size: int) -> int:
-    """Columns that a head takes in a tile: a power of two, 16 at least."""
+    """Columns of a head in a tile: a power of two, at least 16."""
     return max(16, 1 << (head_size - 1).bit_length())

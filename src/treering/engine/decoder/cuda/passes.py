@@ -1,7 +1,6 @@
-"""A pass as the kernels read it: one column of int64 for each thing about a token, and tiles of tokens of one row.
+"""The tables of a pass for the kernels: int64 columns per token, and tiles of tokens of one row.
 
-Tokens of a row stand together in a tile, so that the keys that they share are read once for all of them. Knows numbers
-of tokens, addresses and heads; knows nothing of tensors, models or devices.
+Tokens of a row share a tile, so that their common keys are read once for all of them.
 
     T tokens of a pass   I tiles
 """
@@ -14,7 +13,7 @@ from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 
 ROWS_OF_TILES = (16, 64)
-"""Queries of a tile, tokens times heads: the fewest that matrix units take, and what still fits beside the keys."""
+"""Queries of a tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""
 
 TOKEN_COLUMNS = 6
 """token, position, address, num_own, tree_offset, tree_bits"""
@@ -24,18 +23,18 @@ TILE_COLUMNS = 6
 
 
 class PassTables(NamedTuple):
-    """What a pass reads besides weights."""
+    """The inputs of a pass besides weights."""
 
-    tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset addresses behind the own span's first
-    tiles: Int64Array  # [I, 6], see TILE_COLUMNS; num_read addresses of the own span are seen by some token
+    tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset addresses after the own span's start
+    tiles: Int64Array  # [I, 6], see TILE_COLUMNS; some token sees the first num_read addresses of the own span
     rows: int  # queries of a tile, of ROWS_OF_TILES
 
 
 def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
-    """The tables of a pass whose key heads serve `num_groups` query heads each, 64 at most.
+    """The tables of a pass with `num_groups` query heads per key head, at most 64.
 
-    Example: a row of 3 tokens and one of 1, with 4 heads to a key head, are two tiles of 16 rows; a chunk of 100
-    tokens, which is longer than the 4 that those hold, makes all tiles 64 rows, and 7 of its own.
+    Example: with 4 heads per key head, a row of 3 tokens and one of 1 are two tiles of 16 queries. A chunk of 100
+    tokens, more than the 4 that fit there, makes all tiles 64 queries and takes 7 of them.
     """
     starts, lengths = _runs(batch)
     rows = next((rows for rows in ROWS_OF_TILES if rows // num_groups >= lengths.max(initial=1)), ROWS_OF_TILES[-1])
@@ -58,7 +57,7 @@ def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
 
 
 def _runs(batch: TokenBatch) -> tuple[Int64Array, Int64Array]:
-    """First tokens and lengths of the stretches that read the same spans."""
+    """First tokens and lengths of the runs of tokens with the same spans."""
     spans = np.stack([batch.prefix_start, batch.num_prefix, batch.own_start])
     is_start = np.ones(batch.num_tokens, bool)
     is_start[1:] = (spans[:, 1:] != spans[:, :-1]).any(0)
@@ -67,12 +66,12 @@ def _runs(batch: TokenBatch) -> tuple[Int64Array, Int64Array]:
 
 
 def _length(bits: Int64Array) -> Int64Array:
-    """Number of the highest bit, from 1; one too many where the bits below it are all set and many."""
+    """Index of the highest set bit, from 1; may be one too high for long runs of set bits, by rounding."""
     return np.frexp(bits.view(np.uint64).astype(np.float64))[1].astype(np.int64)
 
 
 def bucket(count: int) -> int:
-    """The number that a captured pass has instead of `count` >= 1: powers of two up to 64, then multiples of 64.
+    """Rounds `count` >= 1 up to the size of a captured pass: powers of two up to 64, then multiples of 64.
 
     Example: 1, 2, 3, 64, 65 and 130 become 1, 2, 4, 64, 128 and 192.
     """

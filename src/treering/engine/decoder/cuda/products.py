@@ -1,8 +1,7 @@
-"""Which kernel computes each product of a captured pass: torch's, or ours in one of two tiles, whichever is faster.
+"""Chooses the kernel of each matrix product in a captured pass: torch's, or ours in one of two tiles, by timing.
 
-Every way sums in float32 and rounds once, so the choice changes rounding and nothing else. It is made once for each
-matrix and number of tokens, before a pass of so many is captured. Knows the weights and a clock of the device; knows
-nothing of passes.
+All sum in float32 and round once, so the choice affects rounding only. It is made once per matrix and number of tokens,
+before such a pass is captured.
 
     T tokens   N columns   K depth   P parts of the depth
 """
@@ -17,45 +16,45 @@ from triton.runtime.errors import OutOfResources
 
 from treering.attention.triton.ops import INTERPRETED
 from treering.engine.decoder.cuda.device import capture, num_processors
-from treering.engine.decoder.cuda.linear import Tile, linear, tiles_of
+from treering.engine.decoder.cuda.linear import LinearTile, linear, tiles_of
 from treering.engine.decoder.weights import DecoderWeights
 
 ProductsBy = Literal["measured", "torch", "kernel"]
-"""measured: what is fastest on this device; torch's where there is none, and where torch is to be deterministic, for
-then no clock decides. torch: torch's always, the off-switch. kernel: ours wherever it can be, for tests."""
+"""measured: the fastest on this device; torch's without a device, or with torch's deterministic algorithms, so that no
+clock decides. torch: always torch's, the off-switch. kernel: ours wherever supported, for tests."""
 
 Product = Callable[[str, Tensor, Tensor, Tensor | None, Tensor], None]
-"""Takes a matrix's name, x [T, K], the matrix [N, K], its bias [N] or None, and out [T, N], which it writes."""
+"""Arguments: the matrix's name, x [T, K], the matrix [N, K], its bias [N] or None, and out [T, N], written."""
 
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")
 _NUM_ROUNDS = 4
 _FLUSH_BYTES = 2**27
-"""Written before each run: more than a device's cache, which holds none of the weights when a pass comes to them."""
+"""Bytes written before each timed run to flush the device's cache, which holds no weights in a real pass either."""
 _LEAST_GAIN = 0.02
-"""Ours is to be so much faster than torch's: a clock may be off by less."""
+"""Ours must be faster than torch's by this fraction, the error of the timing."""
 
 
 class _Choice(NamedTuple):
-    """A tile, and room for its parts if it has several."""
+    """A tile, and the buffer of its parts if it has several."""
 
-    tile: Tile
+    tile: LinearTile
     parts: Tensor | None
 
 
 class Products:
     """The products of a decoder's captured passes.
 
-    Example: where tiles of 32 columns took 10 us for a matrix and 16 tokens, and torch 14 us, `chosen` has
+    Example: if tiles of 32 columns take 10 us for a matrix and 16 tokens, and torch 14 us, `chosen` has
     {16: {"qkv": "32 columns", ...}}.
     """
 
     def __init__(self, weights: DecoderWeights, by: ProductsBy) -> None:
-        """Nothing is chosen yet."""
+        """Choices are made by `for_tokens`."""
         self._weights, self._by = weights, by
         self._choices: dict[int, dict[str, _Choice | None]] = {}
 
-    def of(self, num_tokens: int) -> Product:
-        """What computes the products of captured passes of so many tokens; chooses when first asked."""
+    def for_tokens(self, num_tokens: int) -> Product:
+        """The product function for captured passes of `num_tokens` tokens; chooses kernels at the first call."""
         if num_tokens not in self._choices:
             names = (*_LAYER_MATRICES, "head")
             self._choices[num_tokens] = {name: self._choose(name, num_tokens) for name in names}
@@ -63,7 +62,7 @@ class Products:
 
     @property
     def chosen(self) -> dict[int, dict[str, str]]:
-        """What was chosen, in words, by tokens and matrix."""
+        """The choices in words, by number of tokens and matrix."""
         return {
             num_tokens: {name: _in_words(choice) for name, choice in choices.items()}
             for num_tokens, choices in self._choices.items()
@@ -76,13 +75,13 @@ class Products:
         matrices = self._matrices(name)
         weight = matrices[0][0]
         tiles = tiles_of(weight, num_tokens, num_processors(device))
-        choices = [_Choice(tile, _room(tile, num_tokens, weight)) for tile in tiles]
+        choices = [_Choice(tile, _parts_buffer(tile, num_tokens, weight)) for tile in tiles]
         if self._by == "kernel" or not choices:
             return next(iter(choices), None)
         return _fastest(choices, matrices, num_tokens)
 
     def _matrices(self, name: str) -> list[tuple[Tensor, Tensor | None]]:
-        """Weights and biases of that name, of all layers."""
+        """Weights and biases with that name, of all layers."""
         weights = self._weights
         if name == "head":
             return [(weights.head, weights.head_bias)]
@@ -90,7 +89,7 @@ class Products:
 
 
 def torch_product(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `Product` by torch."""
+    """The `Product` of torch."""
     if bias is None:
         torch.mm(x, weight.T, out=out)
     else:
@@ -114,9 +113,9 @@ def _may_time(device: torch.device) -> bool:
 def _fastest(
     choices: Sequence[_Choice], matrices: Sequence[tuple[Tensor, Tensor | None]], num_tokens: int
 ) -> _Choice | None:
-    """Of some choices and torch, None, the one that takes least for all these matrices."""
+    """The choice that is fastest over all these matrices; None for torch."""
     weight = matrices[0][0]
-    # A generator of its own: nobody else's random numbers may depend on what is timed here.
+    # Its own generator, so that timing does not advance anyone else's random numbers.
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(num_tokens, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     out = torch.empty(num_tokens, weight.shape[0], dtype=weight.dtype, device=weight.device)
@@ -131,9 +130,9 @@ def _fastest(
 
 
 def seconds_of(works: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """The shortest of a few runs of each, in turns, behind a write to all of the cache; infinite for what has no room.
+    """The shortest of a few alternating runs of each, with a flushed cache; infinite if it exceeds the device's limits.
 
-    Works are captured first: starting kernels one by one would take longer than small products do.
+    Captures each first: launching kernels one by one would take longer than small products.
     """
     replays = [_captured(work, device) for work in works]
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -161,7 +160,7 @@ def _timed(replay: Callable[[], None] | None, flush: Tensor) -> float:
     return milliseconds / 1000
 
 
-def _room(tile: Tile, num_tokens: int, weight: Tensor) -> Tensor | None:
+def _parts_buffer(tile: LinearTile, num_tokens: int, weight: Tensor) -> Tensor | None:
     if tile.parts == 1:
         return None
     return torch.zeros(tile.parts, num_tokens, weight.shape[0], device=weight.device)

@@ -1,6 +1,6 @@
-"""From logits on a device to the tokens that rollouts gain: drawn, walked and packed there, fetched in one piece.
+"""Samples and verifies draft trees on the device, and fetches the packed result in one copy.
 
-Knows drawn tokens and drafts as trees. Knows nothing of how logits come about or of what becomes of the tokens.
+The host waits for the device once per step.
 
     W wanted positions   R sampled rows   J most drafts of a row
 """
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees
-from treering.engine.batch.draw import Drawn
+from treering.engine.batch.sampler import VerifiedTokens
 from treering.engine.batch.state import BatchState, StepInputs
-from treering.engine.decoder.cuda.device import Mailbox, fetch, on_device, padded_bytes
-from treering.engine.decoder.cuda.gumbel import race
+from treering.engine.decoder.cuda.device import StagingBuffer, on_device, padded_bytes, to_host
+from treering.engine.decoder.cuda.gumbel import gumbel_max
 from treering.engine.sampling.reference import diverged, sample
 
 _PACKED = 4
-"""What a drawn token takes in the packed result: itself, two log-probabilities, and the draft that it agrees with."""
+"""Packed entries per sampled token: the token, two log-probabilities, and the index of the draft that equals it."""
 
 
 @triton.jit(do_not_specialize=["depth_most"])
@@ -38,10 +38,10 @@ def walk_kernel(
     depth_most,
     MOST: tl.constexpr,
 ):
-    """Goes down each row's tree along what was drawn, into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
+    """Walks each row's tree along the sampled tokens into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
 
     `rows` is int64 [R, 3]: first wanted position, first draft, number of drafts. A packed line is the number of tokens,
-    0 where one of them could not be drawn, then token, log-probs and next draft of each.
+    or 0 if one had invalid logits, then token, log-probs and next draft of each.
     """
     row = tl.program_id(0).to(tl.int64)
     first_wanted, first_draft = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
@@ -72,25 +72,27 @@ def walk_kernel(
     tl.store(line, (count * is_good).to(tl.float64))
 
 
-class DeviceDrawer:
-    """Draws and verifies where the logits are, with one wait for the device a step.
+class DeviceSampler:
+    """Samples and verifies on the device, with one wait for the device per step.
 
-    Rows that cut their distribution by top-k or top-p are drawn by the specification itself, which sorts and waits.
+    If a row uses top-k or top-p, the reference implementation samples, which sorts and waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Has room for nothing yet."""
+        """Buffers are allocated at first use."""
         self._device = device
-        self._mailbox: Mailbox | None = None
+        self._staging: StagingBuffer | None = None
         self._num_bytes = 0
 
-    def draw(self, logits: Tensor, work: StepInputs, columns: BatchState, drafts: DraftTrees) -> Drawn:
-        """See `treering.engine.batch.draw.draw`."""
-        rows, leaders = work.rows, work.leaders
+    def sample_and_verify(
+        self, logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees
+    ) -> VerifiedTokens:
+        """See `treering.engine.batch.sampler.sample_and_verify`."""
+        rows, leaders = inputs.rows, inputs.leaders
         num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
         most = int(num_drafts.max(initial=0))
         if rows.size == 0:
-            return _unpacked(np.zeros((0, 1 + _PACKED)))
+            return _unpack(np.zeros((0, 1 + _PACKED)))
         lengths = 1 + num_drafts
         begins = np.cumsum(lengths) - lengths
         tables = np.stack([begins, drafts.offsets[leaders], num_drafts], 1)
@@ -99,17 +101,17 @@ class DeviceDrawer:
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
         is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
         arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
-        # Where a row is led, logits are read twice.
-        is_led = bool((leaders != rows).any())
-        wanted = [np.repeat(work.first_logits - begins, lengths) + np.arange(owner.size)] if is_led else []
+        # With duplicate rows, logits are read more than once.
+        has_duplicates = bool((leaders != rows).any())
+        wanted = [np.repeat(inputs.first_logits - begins, lengths) + np.arange(owner.size)] if has_duplicates else []
         with on_device(self._device):
-            values = self._walked(logits, wanted, arrays, rows.size, most)
+            values = self._walk_trees(logits, wanted, arrays, rows.size, most)
         bad = np.flatnonzero(values[:, 0] == 0)
         if bad.size:
             raise diverged(int(rows[bad[0]]))
-        return _unpacked(values)
+        return _unpack(values)
 
-    def _walked(
+    def _walk_trees(
         self,
         logits: Tensor,
         wanted: list[NDArray[np.int64]],
@@ -117,36 +119,36 @@ class DeviceDrawer:
         num_rows: int,
         most: int,
     ) -> NDArray[np.float64]:
-        """The packed lines of all rows, on the host; `wanted` has which logits they are drawn from, nothing for all."""
+        """The packed lines of all rows, on the host; `wanted` holds the indices of their logits, or nothing for all."""
         sent = self._send([*arrays, *wanted])
         read = logits[sent.pop()] if wanted else logits
-        tokens, logprobs, policy = _drawn_everywhere(read, *sent[3:])
+        tokens, logprobs, policy = _sample_everywhere(read, *sent[3:])
         packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
         walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=MOST_DRAFTS, num_warps=1)
-        return fetch(packed)
+        return to_host(packed)
 
     def _send(self, arrays: list[NDArray[np.generic]]) -> list[Tensor]:
         num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
-        if self._mailbox is None or num_bytes > self._num_bytes:
+        if self._staging is None or num_bytes > self._num_bytes:
             self._num_bytes = 2 * num_bytes
-            self._mailbox = Mailbox(self._device, self._num_bytes)
-        return self._mailbox.send(arrays)
+            self._staging = StagingBuffer(self._device, self._num_bytes)
+        return self._staging.send(arrays)
 
 
-def _drawn_everywhere(
+def _sample_everywhere(
     logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *cuts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens and both log-probabilities at every wanted position."""
     if not cuts:
-        raced = race(logits, keys, positions, temperature)
-        return raced.tokens, raced.logprobs, raced.logprobs
+        samples = gumbel_max(logits, keys, positions, temperature)
+        return samples.tokens, samples.logprobs, samples.logprobs
     top_k, top_p = cuts
     sampled = sample(logits, keys=keys, positions=positions, temperature=temperature, top_k=top_k, top_p=top_p)
     return sampled.tokens.int(), sampled.logprobs, sampled.policy_logprobs
 
 
 def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of every wanted position, row by row: 0 behind the context, a draft's depth behind it."""
+    """Depth of every wanted position, row by row: 0 after the context, a draft's depth after the draft."""
     lengths = 1 + num_drafts
     starts = np.cumsum(lengths) - lengths
     number = np.arange(lengths.sum()) - np.repeat(starts, lengths) - 1
@@ -156,12 +158,12 @@ def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.
     return depths
 
 
-def _unpacked(values: NDArray[np.float64]) -> Drawn:
+def _unpack(values: NDArray[np.float64]) -> VerifiedTokens:
     # Tokens are far below 2**53, so float64 holds them exactly.
     parts = values[:, 1:].reshape(values.shape[0], values.shape[1] // _PACKED, _PACKED)
     count = values[:, 0].astype(np.int64)
     path = np.where(np.arange(parts.shape[1]) < count[:, None], parts[:, :, 3], -1)
-    return Drawn(
+    return VerifiedTokens(
         tokens=parts[:, :, 0].astype(np.int32),
         logprobs=np.ascontiguousarray(parts[:, :, 1]),
         policy_logprobs=np.ascontiguousarray(parts[:, :, 2]),

@@ -1,0 +1,96 @@
+"""`python -m benchmarks NAME`: measure a claim on this machine, against its best baseline.
+
+Run it in a checkout of the repository; the installed package has no benchmarks.
+"""
+
+import argparse
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from treering.cli.progress import WorkProgress
+from treering.errors import InputError, TreeringError
+
+SUBJECTS = {
+    "tree": "the tree step against separate flat sequences: time, memory, gradients",
+    "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
+    "engine": "decoding with drafts, without, and by model.generate",
+    "pipe": "every scheduling policy on worker processes against the simulator's prediction",
+    "loop": "the plain RL loop, each part of Treering alone, and all together",
+}
+EXIT_BAD_INPUT = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures one subject; returns the exit code: 0, or 2 for bad input."""
+    # torch reads these when it starts its threads: spinning ones slow every process of a shared machine down.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+    options = vars(_parser().parse_args(arguments))
+    try:
+        _run(options.pop("name"), options.pop("json"), options.pop("out"), options)
+    except TreeringError as error:
+        print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+def _run(name: str, json_output: bool, out: Path | None, options: dict[str, object]) -> None:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise InputError(f"--out needs an existing folder, got {out}: create {out.parent} first")
+    benchmark, view = (import_module(f"benchmarks.{name}.{part}") for part in ("bench", "view"))
+    console = Console(stderr=True)
+    console.print(view.NOTE, soft_wrap=True)
+    with WorkProgress(console) as progress:
+        report = benchmark.measure(on_progress=progress.tell, **options)
+    text = json.dumps(report, indent=2, allow_nan=False)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    for note in report.get("notes", ()):
+        console.print(note, soft_wrap=True)
+    if json_output:
+        print(text)
+    else:
+        view.show(report, Console())
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Options have the names of the parameters of `measure`; one that is not given is not passed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure a claim on this machine.")
+    subjects = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    parsers = {
+        name: subjects.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        for name, text in SUBJECTS.items()
+    }
+    for each in parsers.values():
+        each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
+        each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
+    for name in ("tree", "engine", "pipe", "loop"):
+        parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
+    tree, draft = parsers["tree"], parsers["draft"]
+    tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
+    tree.add_argument(
+        "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
+    )
+    draft.add_argument("file", type=Path, metavar="FILE", help="recorded rollouts, JSON Lines, plain or .gz")
+    draft.add_argument("--tokenizer", type=Path, metavar="DIR", help="renders messages to tokens")
+    draft.add_argument("--drafters", type=_names, metavar="NAMES", help="some drafters, such as naive,treering")
+    draft.add_argument(
+        "--limit-tokens",
+        type=lambda text: int(text) or None,
+        metavar="N",
+        help="replay whole tasks of N sampled tokens; 60000, and 0 replays everything",
+    )
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

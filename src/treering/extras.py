@@ -1,0 +1,38 @@
+"""Optional packages: which extra of `treering` installs them, and the error that names it where one is missing.
+
+Packages are looked up and not imported, so a check costs microseconds and loads no torch.
+"""
+
+from importlib.util import find_spec
+
+from treering.errors import MissingExtraError
+
+TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
+"""Packages of `treering[train]`."""
+
+
+def require(user: str, *packages: str) -> None:
+    """Checks that the packages are installed.
+
+    Args:
+        user: what needs them; begins the message.
+        packages: of `TRAIN`; none means all of them.
+
+    Raises:
+        MissingExtraError: some are missing.
+
+    Example: without torch, `require("treering sft")` raises "treering sft needs torch: pip install 'treering[train]'".
+    """
+    missing = [package for package in packages or TRAIN if not _is_installed(package)]
+    if missing:
+        # The small packages come with these two, and their names tell a reader little.
+        names = [package for package in missing if package in ("torch", "transformers")] or missing
+        raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[train]'")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        # A finder that refuses the package, or an entry of sys.modules that is None.
+        return False

@@ -1,0 +1,69 @@
+"""Evaluates a rollout after its turn: either it continues after an observation, or it ends with a reward."""
+
+from dataclasses import dataclass, replace
+
+from treering.engine.rollout import Rollout
+from treering.rl.tasks.task import Prompt, Task, checked_observation, checked_reward
+
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardResult:
+    """What becomes of a rollout.
+
+    Example: a calculator's answer [5, 9] behind a turn [7, 8] is `RewardResult(rollout=[7, 8, 5, 9], goes_on=True)`.
+    """
+
+    rollout: Rollout
+    """With the observation behind it where it goes on, else with its reward."""
+    goes_on: bool = False
+    """Whether the policy has another turn."""
+    error: str | None = None
+    """Why there is no reward, in words, where the task raised."""
+
+
+def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
+    """Asks the task about a rollout that an engine has ended.
+
+    Args:
+        task: observations and rewards.
+        prompt: what the rollout continues.
+        rollout: as an engine gives it.
+        is_last_turn: whether it ends here, whatever the task would answer.
+        max_tokens: of a whole rollout; one without room for another token ends before the observation.
+
+    Example: a reward that raises ValueError("no number") gives the error "prompt 'q', sample 0: ValueError: no number".
+    """
+    try:
+        longer = None if is_last_turn else _observed(task, prompt, rollout)
+        if longer is not None and longer.num_tokens < max_tokens:
+            return RewardResult(rollout=longer, goes_on=True)
+        rollout = rollout if longer is None else replace(rollout, finish_reason="length")
+        return RewardResult(rollout=_rewarded(task, prompt, rollout))
+    except Exception as error:
+        return without_reward(rollout, error)
+
+
+def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
+    """The verdict on a rollout that has no reward because of an error.
+
+    Example: a message of 500 characters is cut to 300 that end with "...".
+    """
+    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
+    short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
+    return RewardResult(rollout=rollout, error=short)
+
+
+def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:
+    """The rollout with the task's answer behind it, or None where it is over."""
+    if rollout.finish_reason != "stop" or rollout.num_tokens == 0:
+        return None
+    answer = task.observe(prompt, rollout)
+    return None if answer is None else rollout.observe(checked_observation(answer, task.vocab_size))
+
+
+def _rewarded(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout:
+    if rollout.num_tokens == 0:
+        return rollout
+    return replace(rollout, reward=checked_reward(task.reward(prompt, rollout)))

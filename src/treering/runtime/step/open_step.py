@@ -1,0 +1,196 @@
+"""The state of one step while it is sampled: queues per worker, finished rollouts and the account."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.engine.protocol import EngineStats
+from treering.engine.request import Request
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.rl.collect import Collection
+from treering.rl.step_report import total_stats
+from treering.runtime.account import Account
+from treering.runtime.step.expected_lengths import ExpectedLengths
+from treering.runtime.step.planning import RolloutPlan
+from treering.schedule.policy import Moving
+from treering.schedule.simulator.destinations import Prices
+
+
+class OpenStep:
+    """The rollouts of a step while it is sampled.
+
+    Without stealing, a worker gets its whole share at once, so that the batches depend on no clock. With stealing, it
+    gets little more than it can run, because requests queued in an engine cannot be stolen.
+
+    Example: with 8 rollouts on 2 workers `take(0, ...)` returns the 4 requests of the first worker in planned order.
+    """
+
+    def __init__(
+        self,
+        plan: RolloutPlan,
+        collection: Collection,
+        *,
+        version: int,
+        num_workers: int,
+        ratios: NDArray[np.float64],
+        prices: Prices | None = None,
+    ) -> None:
+        """Starts before the first rollout.
+
+        Args:
+            plan: which worker runs each rollout.
+            collection: the step's collection, still empty.
+            version: the step whose weights sample it.
+            num_workers: workers of the run.
+            ratios: float64 [H] > 0: actual over predicted lengths of earlier rollouts.
+            prices: token times that decide moves; None disables moves.
+        """
+        self.step, self.version = plan.step, version
+        self.collection = collection
+        requests = collection.requests()
+        self.account = Account(scheduled=len(requests))
+        self.stats = EngineStats()
+        self.started_s = self.ended_s = 0.0
+        self._number = {request.key: number for number, request in enumerate(requests)}
+        initial = plan.predicted if plan.assignment.beliefs is None else plan.assignment.beliefs
+        self._expected_lengths = ExpectedLengths(
+            plan.predicted,
+            initial=initial,
+            group_size=collection.group_size,
+            ratios=ratios,
+            max_tokens=collection.max_tokens,
+        )
+        self.moving: Moving = plan.assignment.moving if prices is not None else "off"
+        self.prices = prices
+        self._moves: Counter[RolloutKey] = Counter()
+        self._started: set[RolloutKey] = set()
+        self._num_prompt_tokens = [request.prompt.size for request in requests]
+        self._can_steal = plan.assignment.stealing == "queued"
+        self._queues: list[deque[Request]] = [deque() for _ in range(num_workers)]
+        for number in plan.assignment.order.tolist():
+            self._queues[plan.assignment.workers[number]].append(requests[number])
+        self._sizes = [len(queue) for queue in self._queues]
+        self._reaches = np.zeros(num_workers)
+        np.maximum.at(self._reaches, plan.assignment.workers, initial)
+        self._unassigned: deque[Request] = deque()
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [R]: tokens of the rollouts, at least 1; prompts in order, then samples."""
+        return np.maximum(self._expected_lengths.lengths, 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rollouts have their final reward result."""
+        return self.collection.num_open == 0
+
+    def has_work(self, worker: int) -> bool:
+        """Whether a worker that runs nothing of this step could start a rollout."""
+        can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
+        return bool(self._queues[worker] or self._unassigned or can_steal)
+
+    def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Request]:
+        """Requests for a worker that runs `num_running` rollouts: its own, then unassigned ones, then stolen ones.
+
+        With stealing, `num_spare` of its own requests may queue in its engine, so that no slot there runs empty.
+        """
+        taken: list[Request] = []
+        queue, room = self._queues[worker], max_batch - num_running
+        limit = room + num_spare if self._can_steal else len(queue)
+        while queue and len(taken) < limit:
+            taken.append(queue.popleft())
+        while self._unassigned and len(taken) < room:
+            taken.append(self._unassigned.popleft())
+        while self._can_steal and self._sizes[worker] > 0 and len(taken) < room and any(self._queues):
+            taken.append(self._longest().popleft())
+            self.account.stolen += 1
+        if taken and self.started_s == 0.0:
+            self.started_s = time.perf_counter()
+        return taken
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Takes back the requests of a dead worker; any worker samples them again, with the same tokens."""
+        lost = list(requests)
+        self._started.difference_update(request.key for request in lost)
+        self._unassigned.extend(lost)
+        self.account.sampled_again += len(lost)
+
+    def release(self, worker: int) -> None:
+        """Lets every worker start the queued requests of a dead worker."""
+        self._unassigned.extend(self._queues[worker])
+        self._queues[worker].clear()
+
+    def resume(self, request: Request, worker: int | None) -> None:
+        """Queues the next turn or the rest of a rollout, for the given worker or for any."""
+        self._started.discard(request.key)
+        if worker is None:
+            self._unassigned.append(request)
+        else:
+            self._queues[worker].appendleft(request)
+
+    def note_stats(self, stats: EngineStats) -> None:
+        """Adds an engine's counts for this step."""
+        self.stats = total_stats([self.stats, stats])
+
+    def note_progress(self, key: RolloutKey, num_tokens: int) -> None:
+        """Records the tokens of a running rollout."""
+        self._started.add(key)
+        self._expected_lengths.note_progress(self._number[key], num_tokens)
+
+    def move(self, request: Request, worker: int) -> None:
+        """Queues a given-up rollout first for another worker."""
+        self._moves[request.key] += 1
+        self.account.moved += 1
+        self.resume(request, worker)
+
+    def note_finished(self, rollout: Rollout) -> None:
+        """Records a finished rollout, and its length for the expected lengths of its siblings."""
+        self._expected_lengths.note_finished(self._number[rollout.key], max(1, rollout.num_tokens))
+        self.account.sampled += 1
+        self.account.evaluated += 1
+        if self.is_complete:
+            self.ended_s = time.perf_counter()
+
+    def has_started(self, key: RolloutKey) -> bool:
+        """Whether its worker has reported progress of the rollout."""
+        return key in self._started
+
+    def so_far(self, key: RolloutKey) -> int:
+        """Tokens that a running rollout had at its last report."""
+        return self._expected_lengths.so_far(self._number[key])
+
+    def expected(self, key: RolloutKey) -> float:
+        """Expected final length of a rollout."""
+        return float(self._expected_lengths.expected[self._number[key]])
+
+    def num_moves(self, key: RolloutKey) -> int:
+        """How often a rollout was moved."""
+        return self._moves[key]
+
+    def num_prompt_tokens(self, key: RolloutKey) -> int:
+        """Tokens of a rollout's prompt."""
+        return self._num_prompt_tokens[self._number[key]]
+
+    def share_size(self, worker: int) -> int:
+        """Rollouts planned for a worker."""
+        return self._sizes[worker]
+
+    def reach(self, worker: int) -> float:
+        """Longest expected length in a worker's share at the start of the step; 0 if it is empty."""
+        return float(self._reaches[worker])
+
+    def num_queued(self, worker: int) -> int:
+        """Requests queued here for a worker."""
+        return len(self._queues[worker])
+
+    @property
+    def can_be_stolen(self) -> bool:
+        """Whether a queued request could start on any worker."""
+        return bool(self._unassigned) or (self._can_steal and any(self._queues))
+
+    def _longest(self) -> deque[Request]:
+        """The queue with the most expected tokens."""
+        return max(self._queues, key=lambda queue: sum(self.expected(each.key) for each in queue))

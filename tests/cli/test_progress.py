@@ -1,0 +1,30 @@
+"""Progress off a terminal: a few plain lines."""
+
+import pytest
+from rich.console import Console
+
+from treering.cli import progress
+
+
+def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.WorkProgress(Console(stderr=True)) as shown:
+        for seconds, words, done in (
+            (500.0, "a case", None),
+            (1000.0, "math", 0.0),
+            (1060.0, "math: one_by_one done", 0.1),
+            (1120.0, "math: tree done", 0.2),
+            (1150.0, "text", 0.25),
+            (1300.0, "text: tree done", 0.9),
+        ):
+            now = seconds
+            shown.tell(words, done)
+    # The share grew by 0.1 a minute from 1000 s on; from 1300 s on 0.1 is left of what took 300 s for 0.9.
+    assert capsys.readouterr().err.splitlines() == [
+        "math, 0%",
+        "math: tree done, 20%, about 8 min left",
+        "text: tree done, 90%, less than a minute left",
+    ]

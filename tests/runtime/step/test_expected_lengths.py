@@ -1,0 +1,73 @@
+"""Lengths that are expected of a step's rollouts, while their siblings end."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.runtime.step.expected_lengths import ExpectedLengths
+
+
+def expectations(predicted, *, initial=None, ratios=(1.0,), max_tokens=1000) -> ExpectedLengths:
+    predicted = np.array(predicted, float)
+    return ExpectedLengths(
+        predicted,
+        initial=predicted if initial is None else np.array(initial, float),
+        group_size=4,
+        ratios=np.array(ratios),
+        max_tokens=max_tokens,
+    )
+
+
+def test_what_is_believed_stands_until_a_sibling_is_over() -> None:
+    group = expectations([100] * 8, initial=[70] * 8)
+    group.note_progress(0, 90)
+    assert group.expected.tolist() == [70] * 8
+    group.note_finished(5, 60)
+    assert group.expected[:4].tolist() == [70] * 4
+    assert (group.expected[4:] != 70).tolist() == [True, False, True, True]
+
+
+def test_the_example() -> None:
+    group = expectations([100] * 4)
+    group.note_finished(0, 300)
+    group.note_finished(1, 320)
+    # Two lengths that were seen, and the prediction with the weight of two: (300 + 320 + 2 * 100) / 4.
+    assert group.expected[2:].tolist() == [205, 205]
+    assert group.lengths.tolist() == [300, 320, 0, 0]
+
+
+def test_a_running_rollout_is_expected_beyond_what_it_has() -> None:
+    group = expectations([100] * 4)
+    group.note_progress(2, 200)
+    group.note_finished(0, 300)
+    # Beyond 200 tokens only the 300 have been seen.
+    assert (group.expected[2], group.so_far(2)) == (300, 200)
+    assert group.expected[3] < 300
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=8, max_size=8),
+    st.permutations(range(8)),
+    st.lists(st.floats(0.1, 8), min_size=1, max_size=5),
+)
+def test_expectations_lie_beyond_what_there_is_and_below_the_limit(lengths, order, ratios) -> None:
+    group = expectations([50] * 4 + [200] * 4, ratios=ratios, max_tokens=400)
+    for place, number in enumerate(order):
+        group.note_finished(number, lengths[number])
+        for other in order[place + 1 :]:
+            so_far = (lengths[other] - 1) * place // 8
+            group.note_progress(other, so_far)
+        touched = [other for other in order[place + 1 :] if other // 4 == number // 4]
+        assert (group.expected[touched] <= 400).all()
+        assert (group.expected[touched] >= 1).all()
+    assert group.lengths.tolist() == lengths
+
+
+@given(st.permutations(range(4)))
+def test_groups_know_nothing_of_each_other(order) -> None:
+    alone, beside = expectations([100] * 4), expectations([100] * 8)
+    for number in order[:3]:
+        alone.note_finished(number, 10 * (number + 1))
+        beside.note_finished(number, 10 * (number + 1))
+        beside.note_finished(4 + number, 900)
+    assert beside.expected[:4].tolist() == alone.expected.tolist()

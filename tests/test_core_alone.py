@@ -1,0 +1,128 @@
+"""The core works without the packages of `treering[train]`, and what needs them says which extra to install."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from treering import extras
+from treering.errors import MissingExtraError
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_TRAIN = f"""
+import sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {set(extras.TRAIN)}:
+            raise ImportError(f"{{name}} is not installed")
+
+sys.meta_path.insert(0, Refuses())
+"""
+COMMAND = """
+from treering.cli.main import main
+sys.argv = ["treering", *sys.argv[1:]]
+main()
+"""
+DRAFTS = """
+import numpy as np
+import treering
+
+forest = treering.Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+print(forest.num_tokens)
+response = np.arange(10, 40, dtype=np.int32)
+store = treering.HistoryStore()
+store.add("q", [response], version=0)
+store.publish()
+rows = treering.DraftRows(
+    prompt_ids=["q"],
+    groups=np.array([0]),
+    tokens=np.concatenate([[5, 6], response[:8]]).astype(np.int32)[None],
+    num_tokens=np.array([10]),
+    num_prompt_tokens=np.array([2]),
+    max_drafts=np.array([4]),
+)
+print(treering.Drafter(store, max_draft=4).propose(rows).tokens.tolist())
+request = treering.Request(prompt_id="q", prompt=response, sampling=treering.Sampling(max_tokens=4))
+"""
+TOKENS = [
+    {"task_id": 1, "tokens": [5, 6, 7], "loss_mask": [0, 0, 1]},
+    {"task_id": 1, "tokens": [5, 6, 8], "loss_mask": [0, 0, 1]},
+]
+MESSAGES = [{"task_id": 1, "messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}]
+EPOCHS = [
+    {"prompt_id": "a", "task_id": "a", "epoch": epoch, "tokens": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1]}
+    for epoch in (0, 1)
+]
+
+
+def without_train(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TRAIN + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, lines in {"tokens": TOKENS, "messages": MESSAGES, "epochs": EPOCHS}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["inspect", "tokens.jsonl", "--why", "--json"], '"unique_tokens": 4'),
+        (["inspect", "--history", "epochs.jsonl", "--json"], '"epochs"'),
+        (["simulate", "--workers", "2", "--rollouts", "8", "--slots", "4", "--steps", "2", "--json"], "histopipe"),
+        (["--help"], "simulate"),
+    ],
+)
+def test_a_command_of_the_core_runs(folder: Path, arguments: list[str], part: str) -> None:
+    done = without_train(COMMAND, *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert part in done.stdout
+
+
+def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
+    done = without_train(DRAFTS, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "4\n[18, 19, 20, 21]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needs"),
+    [
+        (["sft", "config.toml"], "treering sft needs torch and transformers"),
+        (["train", "config.toml"], "treering train needs torch and transformers"),
+        (["demo"], "treering demo needs torch and transformers"),
+        (["inspect", "messages.jsonl", "--tokenizer", "t"], "the tokenizer t needs tokenizers"),
+    ],
+)
+def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: list[str], needs: str) -> None:
+    done = without_train(COMMAND, *arguments, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"treering: {needs}: pip install 'treering[train]'\n"
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "tree_attention", "TorchEngine", "objectives.sft"])
+def test_a_public_name_that_needs_more_says_so(tmp_path: Path, name: str) -> None:
+    done = without_train(f"import treering\ntreering.{name}", cwd=tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(f"treering.{name} needs torch and transformers: pip install 'treering[train]'")
+
+
+def test_the_checked_packages_are_those_of_the_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {line.partition(">")[0] for line in project["optional-dependencies"]["train"]} == set(extras.TRAIN)
+    assert not {line.partition(">")[0] for line in project["dependencies"]} & set(extras.TRAIN)
+
+
+def test_small_packages_are_named_where_only_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in {"jaxtyping", "tokenizers"} else name)
+    with pytest.raises(
+        MissingExtraError, match=r"^a run needs tokenizers and jaxtyping: pip install 'treering\[train\]'$"
+    ):
+        extras.require("a run")
+    extras.require("a run", "torch")
