@@ -1,8 +1,6 @@
-"""Ways to place ranked rollouts on workers.
+"""Assigns ranked rollouts to groups or workers.
 
-Knows lengths and numbers of workers. Knows nothing of time, of steps or of which policy asks.
-
-    N rollouts, G groups or workers
+N rollouts, G groups or workers
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""The search for a plan: every candidate is run by the simulator on lengths that could come true.
+"""Searches for a plan: simulates every candidate on lengths drawn around the predictions.
 
-Knows forecasts, beliefs and candidates. Knows nothing of clocks: two planners that are told the same choose the same.
+It reads no clock: equal requests and calibrations give equal plans.
 
     R rollouts of a step, W workers
 """
