@@ -108,7 +108,7 @@ def plain_plans(cluster: Cluster) -> list[Plan]:
     if cluster.staleness == 0:
         return found
     groups = Plan(name="equal groups", placing="equal_counts")
-    found += [groups, Plan(name="equal work", placing="equal_sums"), Plan(name="two tiers", placing="two_tier")]
+    found.append(groups)
     if cluster.rebalancing == "running":
         found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
         found.append(replace(groups, name="equal groups, moves", moving="drain"))
