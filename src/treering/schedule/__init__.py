@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treering.schedule.plan.histopipe import HistoPipe as HistoPipe
     from treering.schedule.policies import make_policy as make_policy
     from treering.schedule.policy import Forecast as Forecast
-    from treering.schedule.policy import Outlook as Outlook
+    from treering.schedule.policy import PlanRequest as PlanRequest
     from treering.schedule.simulator.run import simulate as simulate
     from treering.schedule.simulator.timeline import Timeline as Timeline
     from treering.schedule.traces.replay import read_trace as read_trace
