@@ -26,17 +26,17 @@ HOMES = {
 SCHEDULE = {
     "Cluster": "cluster",
     "Forecast": "policy",
-    "HistoPipe": "histopipe",
+    "HistoPipe": "plan.histopipe",
     "Latency": "latency",
-    "Outlook": "policy",
-    "Timeline": "timeline",
-    "Trace": "trace",
-    "TraceStep": "trace",
+    "PlanRequest": "policy",
+    "Timeline": "simulator.timeline",
+    "Trace": "traces.trace",
+    "TraceStep": "traces.trace",
     "linear_latency": "latency",
     "make_policy": "policies",
-    "read_trace": "replay",
-    "simulate": "simulation",
-    "synthetic_trace": "synthetic",
+    "read_trace": "traces.replay",
+    "simulate": "simulator.run",
+    "synthetic_trace": "traces.synthetic",
 }
 OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo"}
 

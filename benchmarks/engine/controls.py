@@ -3,7 +3,7 @@
 Two cases: no history (a first epoch), and rollouts that are new each time (temperature 2.5: earlier text does not
 recur) with the prompt's own history. Each pair is a run with the drafter and one without, next to each other and in
 alternating order (with, without, without, with, ...), so that other load on the machine affects both alike; it counts
-CPU time of the process. The drafter has its defaults, what it learnt from another draw, and the engine's measured costs.
+CPU time. The drafter has its defaults, the state learnt from another draw, and the engine's measured costs.
 """
 
 from collections.abc import Callable, Sequence

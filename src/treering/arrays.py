@@ -1,4 +1,4 @@
-"""Names for the numpy arrays that signatures use, one per element type.
+"""Names for the numpy arrays in signatures, one per element type.
 
 Shapes are written in docstrings: `Int32Array` says int32, not how many axes.
 """

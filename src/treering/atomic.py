@@ -1,7 +1,7 @@
-"""Folders and files that appear whole or not at all; folders can tell whether they are still whole.
+"""Writes files and folders atomically: a killed process leaves the old version or the new one, whole.
 
-Written beside their place under a hidden name, flushed to the disk and renamed; a folder's manifest holds the size and
-SHA-256 of every file. Knows nothing of what the files mean, and needs no torch.
+They are written next to their target under a hidden name, flushed to disk and renamed. A folder's manifest holds the
+size and SHA-256 of every file. This module imports no torch.
 """
 
 import hashlib

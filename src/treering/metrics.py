@@ -1,7 +1,6 @@
-"""Metrics of a run: their names, and the sinks that they are written to.
+"""Metrics of a run: their names and the sinks that they are written to.
 
-Metrics are written and never read back by a run: no decision depends on a sink. This file knows numbers, steps and two
-file formats; it refuses to know what a number means, and it imports no torch.
+A run never reads metrics back, so no decision depends on a sink. This module imports no torch.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""The public address of the objectives: `treering.objectives.sft`, `.grpo`, `.dpo` and their kin.
+"""The public module of the objectives: `treering.objectives.sft`, `.grpo`, `.dpo` and the others.
 
-This file knows their names and nothing else; they live in `treering.train.objectives`, which is imported (and torch
-with it) at the first use of a name. Example: `from treering.objectives import sft` loads torch, while
-`import treering.objectives` does not.
+They live in `treering.train.objectives`, which is imported (and torch with it) when a name is first used. Example:
+`from treering.objectives import sft` loads torch, while `import treering.objectives` does not.
 """
 
 from importlib import import_module

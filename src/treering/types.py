@@ -1,7 +1,4 @@
-"""Value types shared by every room: token ids, prompt ids and the shape of a decoder as far as its cost needs it.
-
-Knows how many parameters one token passes through. Knows nothing of weights, of torch or of how a model is run.
-"""
+"""Shared value types: token ids, prompt ids, and the sizes of a decoder that determine its cost per token."""
 
 import difflib
 import json

@@ -177,7 +177,7 @@ def test_rewards_may_start_processes_of_their_own() -> None:
 def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
     with pipeline(num_steps=3, num_workers=1) as loop:
         loop.step()
-        server = int(Path(f"/proc/{loop.pids['evaluate_turn']}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        server = int(Path(f"/proc/{loop.pids['reward worker']}/stat").read_text().rsplit(")", 1)[1].split()[1])
         assert server != os.getpid()
         children = [*loop.pids.values()]
         os.kill(server, signal.SIGKILL)

@@ -39,9 +39,6 @@ def test_one_token_that_differs_loses_all_that_follows() -> None:
         shift=0,
     )
     assert (found.num_tokens, found.repeated_share) == (83, 40 / 83)
-    assert only(found).in_words() == (
-        "branches 1 and 0 differ at position 1 (token 3, not 2); 40 tokens are the same, at the same places"
-    )
 
 
 @pytest.mark.parametrize(("inserted", "shift"), [([7, 8, 9], 2), ([], -1)])
@@ -49,7 +46,6 @@ def test_what_is_inserted_or_left_out_shifts_what_follows(inserted: list[int], s
     found = only(losses([[1, 2, *RUN], [1, *inserted, *RUN]]))
     assert (found.position, found.num_tokens, found.shift) == (1, 40, shift)
     assert (found.token, found.other_token) == ((7, 2) if inserted else (RUN[0], 2))
-    assert f"{abs(shift)} places {'later' if shift > 0 else 'earlier'}" in found.in_words()
 
 
 def test_runs_shorter_than_a_gram_do_not_count() -> None:
@@ -95,13 +91,11 @@ def test_forests_that_share_a_prefix_are_told_apart_where_they_differ() -> None:
     found = only(losses([[9, 9]], [[*RUN, 5]], [[*RUN, 6], [4]]))
     assert (found.forest, found.other_forest, found.branch, found.other_branch) == (2, 1, 2, 1)
     assert (found.position, found.token, found.other_token, found.num_tokens, found.shift) == (40, 6, 5, 40, 0)
-    assert "in the forests 2 and 1" in found.in_words()
 
 
 def test_equal_forests_have_no_token_at_the_difference() -> None:
     found = only(losses([RUN], [RUN]))
     assert (found.position, found.token, found.other_token) == (40, None, None)
-    assert "(token none, not none)" in found.in_words()
     longer = only(losses([RUN], [[*RUN, 1]]))
     assert (longer.position, longer.token, longer.other_token) == (40, 1, None)
 

@@ -24,14 +24,14 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
     """Read a configuration of type `config_type`.
 
     Args:
-        config_type: the model that says which keys there are, of which types.
+        config_type: the model with the valid keys and their types.
         path: a TOML file, or None for defaults and overrides only.
         overrides: `section.key=value`, later ones win; the value is read as TOML (`8`, `1e-4`, `true`, `["a", "b"]`)
-            and, where it is none, as a string.
+            and, if that fails, as a string.
 
     Raises:
         ConfigError: the file is missing or not TOML, an override has no key, or settings are unknown, of a wrong type
-            or in contradiction; all such settings are named in one message.
+            or contradictory; one message names all of them.
 
     Example: with `[train]` and `num_steps = 100` in `run.toml`,
     `load(SftConfig, Path("run.toml"), ["train.num_steps=3"]).train.num_steps` is 3.
@@ -49,7 +49,7 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
 
 
 def _with_sections(config_type: type[BaseModel], settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with an empty table for each section left out, so that its own checks say what it lacks."""
+    """Adds an empty table for each missing section, so that its own validation names the missing keys."""
     fields = config_type.model_fields.items()
     sections: dict[str, Any] = {name: {} for name, field in fields if section_type(field.annotation) is not None}
     return sections | settings
@@ -86,7 +86,7 @@ def _apply(override: str, settings: dict[str, Any]) -> None:
 
 
 def _tables(settings: dict[str, Any], sections: Sequence[str]) -> Iterator[Any]:
-    """The tables along a dotted path, outermost first, made where they are missing."""
+    """The tables along a dotted path, outermost first; missing ones are created."""
     table: Any = settings
     yield table
     for section in sections:
@@ -99,5 +99,5 @@ def _parsed(text: str) -> Any:
         document = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # Text with a line break could smuggle in further keys; only a lone value counts as TOML.
+    # Text with a line break could contain further keys; accept only a single value.
     return document["value"] if document.keys() == {"value"} else text

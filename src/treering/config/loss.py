@@ -26,7 +26,7 @@ MaxBytes = Annotated[
 
 
 def check_divisor(*, normalizer: str | None, divisor: float | None) -> None:
-    """Refuses a divisor without its normaliser, and the other way round."""
+    """Refuses a divisor without its normaliser, and vice versa."""
     if (normalizer == "constant") != (divisor is not None):
         raise ConfigError(
             f'divisor belongs to normalizer = "constant", and here normalizer = "{normalizer}" with divisor = '
@@ -35,7 +35,7 @@ def check_divisor(*, normalizer: str | None, divisor: float | None) -> None:
 
 
 def check_packed(*, layout: str, normalizer: str | None) -> None:
-    """Refuses a mean over trees where there are none."""
+    """Refuses a mean over trees with the packed layout."""
     if layout == "packed" and normalizer == "tree_mean":
         raise ConfigError(
             'layout = "packed" has no trees, and normalizer = "tree_mean" averages over them; set another '
@@ -44,7 +44,7 @@ def check_packed(*, layout: str, normalizer: str | None) -> None:
 
 
 def check_importance(*, max_importance: float | None, min_importance: float | None, importance: str | None) -> None:
-    """Refuses bounds of importance weights that say too little or contradict each other."""
+    """Refuses incomplete or contradictory bounds of importance weights."""
     if max_importance is None and not (min_importance is None and importance is None):
         raise ConfigError(
             f'importance weights need max_importance, and here it is unset with importance = "{importance}" and '

@@ -36,7 +36,7 @@ class ModelConfig(Config):
         shape = sorted(self.model_fields_set - {"path", "dtype", "device"})
         if self.path is not None and shape:
             raise ConfigError(
-                f"a model from a folder has its own shape, and path = {str(self.path)!r} stands beside "
+                f"a model from a folder has its own shape, and path = {str(self.path)!r} conflicts with "
                 f"{', '.join(shape)}; remove these, or remove path for a random model"
             )
         if self.num_heads % self.num_kv_heads:

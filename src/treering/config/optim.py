@@ -45,7 +45,7 @@ class OptimConfig(Config):
 
 
 def check_warmup(*, warmup_steps: int, num_steps: int | None) -> None:
-    """Refuses a warm-up that is longer than the training; `num_steps` None has no known end."""
+    """Refuses a warm-up that is not shorter than the training; `num_steps` None is unknown."""
     if num_steps is not None and warmup_steps >= num_steps:
         raise ConfigError(
             f"warm-up ends before training does, and warmup_steps = {warmup_steps} is not below num_steps = "

@@ -28,7 +28,7 @@ def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
-    """The model of a field that is a section, or None for a field that is a value."""
+    """The model of a section field, or None for a value field."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
@@ -63,7 +63,7 @@ def _toml_name(value: object) -> str:
 def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[BaseModel]) -> str:
     section = [str(part) for part in loc[:-1]]
     here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
-    # Settings are often written outside their section, so names of other sections are near too; ties stay here.
+    # Settings are often written outside their section, so suggest keys of other sections too; prefer this one.
     by_name = {key.rpartition(".")[2]: key for key in _dotted_keys(config_type)} | here
     near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
     if near:

@@ -24,7 +24,7 @@ _Bytes = Annotated[int, Field(ge=1)]
 
 
 class SamplingConfig(Config):
-    """How tokens of a rollout are drawn."""
+    """How the tokens of a rollout are sampled."""
 
     max_tokens: Count = Field(default=256, description="Tokens of a rollout, at most; those of an environment count.")
     temperature: Positive = Field(default=1.0, description="Divides the logits, in training too.")
@@ -134,7 +134,7 @@ class EngineConfig(Config):
 
 
 class HistoryConfig(Config):
-    """What is remembered of earlier rollouts, and how tokens are drafted from it. Changes speed, never a token."""
+    """The history of earlier rollouts, and how tokens are drafted from it. Changes speed, never a token."""
 
     drafts: Literal["on", "off"] = Field(
         default="on", description="off: one token per rollout and forward pass (off-switch)."
@@ -150,7 +150,7 @@ class HistoryConfig(Config):
     )
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.4,
-        description="With fixed costs: least chance of a first drafted token; more behind others of its draft.",
+        description="With fixed costs: least chance of a first drafted token; later ones need more.",
     )
     policy: Literal["calibrated", "frequency"] = Field(
         default="calibrated",
@@ -232,7 +232,7 @@ class RlConfig(Config):
     def _check_staleness(self) -> Self:
         if self.rl.staleness > 0 and self.runtime.workers == 0:
             raise ConfigError(
-                f"steps overlap in processes of their own, and rl.staleness is {self.rl.staleness} without any; set "
+                f"overlapping steps need worker processes, and rl.staleness is {self.rl.staleness} without any; set "
                 "runtime.workers=1 or more, or rl.staleness=0"
             )
         return self

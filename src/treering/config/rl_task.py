@@ -13,7 +13,7 @@ _FROM_FILE = ("file", "tokenizer", "template", "reward", "max_prompts", "max_pro
 
 
 class TaskConfig(Config):
-    """Prompts and what a rollout is worth."""
+    """Prompts and rewards."""
 
     kind: Literal["sums", "calculator", "prompts"] = Field(
         default="sums",
@@ -27,14 +27,14 @@ class TaskConfig(Config):
     max_number: Count = Field(default=99, description="Sums: the largest number.")
     file: FilePath | None = Field(
         default=None,
-        description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up beside the "
+        description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up next to the "
         "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
     )
     tokenizer: FilePath | None = Field(default=None, description="Prompts: Hugging Face tokenizer folder.")
     template: Literal["plain", "hf", "raw"] = Field(
         default="plain",
         description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "
-        "raw: as they stand.",
+        "raw: unchanged.",
     )
     reward: str = Field(
         default="exact_answer",
@@ -44,7 +44,7 @@ class TaskConfig(Config):
         default=None, description="Prompts to keep from the start of the file; none: all."
     )
     max_prompt_tokens: Count | None = Field(
-        default=None, description="Prompts with more tokens are left out and counted; none: none is."
+        default=None, description="Prompts with more tokens are left out and counted; none: no limit."
     )
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class TaskConfig(Config):
 
 
 class WarmupConfig(Config):
-    """Supervised training on right solutions before the first rollout; the prompts are others than the task's."""
+    """Supervised training on correct solutions before the first rollout; its prompts are not the task's."""
 
     num_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="Optimizer steps; 0: none.")
     num_prompts: Count = Field(default=4096, description="Solved prompts to draw, none of them the task's.")

@@ -19,5 +19,5 @@ class RouterConfig(Config):
 
     @property
     def is_set(self) -> bool:
-        """Whether routers are trained or measured at all."""
+        """Whether any router loss is trained or measured."""
         return self.balance is not None or self.z is not None

@@ -13,7 +13,7 @@ from treering.config.values import Positive
 Schedule = Literal[
     "fifo", "work_stealing", "longest_first", "equal_groups", "two_tier", "equal_work", "halves", "histopipe"
 ]
-"""Policies of `treering.schedule` that a run can have."""
+"""Policies of `treering.schedule` that a run can use."""
 
 Lengths = Literal["median", "ema", "quantile"]
 """Predictors of `treering.schedule.predict.lengths`."""
@@ -27,16 +27,16 @@ class RuntimeConfig(Config):
 
     workers: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Rollout workers, each a process, beside a trainer and a judge for rewards. 0: everything in this "
-        "process, one thing after another (off-switch).",
+        description="Rollout workers, each a process; a trainer and a reward worker come on top. 0: everything in this "
+        "process, one phase after another (off-switch).",
     )
     reward_time_limit_s: Positive = Field(
         default=60.0,
-        description="With workers: seconds that a reward or an answer may take; a rollout beyond is left out.",
+        description="With workers: seconds that a reward or an observation may take; else its rollout is left out.",
     )
     rebalance: Rebalancing = Field(
         default="queued",
-        description="With workers: what may go to another worker than planned. queued: rollouts that have not started. "
-        "running: those too that have, where that is worth reading their tokens again. none: nothing, and plans know "
-        "no measured times, so that which rollouts run side by side depends on no clock.",
+        description="With workers: what may move to another worker than planned. queued: rollouts that have not "
+        "started. running: running ones too, if that saves more than the new prefill costs. none: nothing, and plans "
+        "use no measured times, so that batches depend on no clock.",
     )

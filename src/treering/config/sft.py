@@ -18,7 +18,7 @@ from treering.errors import ConfigError
 
 
 class StandInConfig(Config):
-    """Agent-like trajectories that are generated where no real data is used."""
+    """Generated agent-like trajectories, used if there is no real data."""
 
     num_tasks: Count = Field(default=32, description="Number of tasks, each one tree.")
     num_trials: Count = Field(default=4, description="Trajectories per task.")
@@ -33,7 +33,7 @@ class DataConfig(Config):
 
     source: Literal["files", "real", "generated"] = Field(
         default="files",
-        description="files: `files` and `tokenizer` are looked up beside the configuration, in the current folder, "
+        description="files: `files` and `tokenizer` are looked up next to the configuration, in the current folder, "
         "then in the real-data folder (TREERING_DATA, default ../shared/data). real: they are inside the real-data "
         "folder, and without that folder the stand-in is generated. generated: the stand-in.",
     )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-# TOML has strings and arrays only; every other type stays strict.
+# TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]

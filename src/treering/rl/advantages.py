@@ -18,8 +18,8 @@ EPSILON = 1e-6
 def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDArray[np.float64]:
     """The advantages of one group, in its order.
 
-    The standard deviation is the sample's, with G - 1 in the denominator, as in TRL and verl. Equal rewards tell
-    nothing apart, and so does a reward without another one: such a group has advantages of exactly 0.
+    The standard deviation is the sample's, with G - 1 in the denominator, as in TRL and verl. Groups with equal rewards
+    or a single rollout have advantages of exactly 0.
 
     Args:
         rewards: float64 [G], finite.
@@ -39,7 +39,7 @@ def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDAr
         raise ConfigError(f"an estimator is one of {', '.join(get_args(Estimator))}, got {estimator!r}; choose one")
     if rewards.ndim != 1 or not np.isfinite(rewards).all():
         raise InputError(f"rewards are a flat list of finite numbers, got {rewards}; leave such rollouts out")
-    # Not by the deviation: the mean of equal numbers is often rounded, and the deviation is then a tiny number.
+    # Do not test the deviation: the mean of equal numbers may be rounded, which makes the deviation tiny but not 0.
     if (rewards == rewards[:1]).all():
         return np.zeros(rewards.size)
     centred: NDArray[np.float64] = rewards - rewards.mean()

@@ -18,27 +18,27 @@ from treering.types import TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RlBatch:
-    """What one update trains on.
+    """The data of one update.
 
-    Groups whose rollouts all have one reward are left out: their advantages are zero, so they add nothing to the
-    gradient. They are left out of the denominators too, so that a step's size does not depend on how many of its
-    prompts are too easy or too hard; with `normalizer="constant"` that makes no difference.
+    Groups with equal rewards are left out: their advantages are zero, so they add nothing to the gradient. They do not
+    count in the denominators either, so that the size of an update does not depend on how many prompts are too easy or
+    too hard (no difference with `normalizer="constant"`).
     """
 
     trees: StepBatch
-    """Prompt and rollout as one sequence; only tokens that the policy sampled are trained."""
+    """Prompt and rollout as one sequence; only sampled tokens are trained."""
     advantages: list[float]
     """K numbers."""
     group_advantages: list[NDArray[np.float64]]
-    """float64 [G] for each group of the step, those that are not trained included."""
+    """float64 [G] for each group of the step, including those not trained."""
     old_logprobs: list[Logprobs]
-    """K arrays, float64 [T] each: at the temperature alone, 0 where nothing was sampled."""
+    """K arrays, float64 [T] each: with the temperature only; 0 at tokens that were not sampled."""
     behaviour_logprobs: list[Logprobs]
-    """K arrays, float64 [T] each: of the distribution that was sampled, 0 where nothing was."""
+    """K arrays, float64 [T] each: of the distribution sampled from; 0 at tokens that were not sampled."""
     num_zero_variance: int
-    """Groups with rollouts whose rewards are all equal."""
+    """Groups whose rewards are all equal."""
     num_empty_groups: int
-    """Groups with no rollout at all."""
+    """Groups without any rollout."""
 
 
 def make_rl_batch(groups: Sequence[Group], *, estimator: Estimator, layout: Layout) -> RlBatch:
@@ -54,8 +54,8 @@ def make_rl_batch(groups: Sequence[Group], *, estimator: Estimator, layout: Layo
         trees=make_batch([_as_task(group) for group in trained], layout),
         advantages=[value for values in advantages if values.any() for value in values.tolist()],
         group_advantages=advantages,
-        old_logprobs=[_behind(prompt, rollout.policy_logprobs) for prompt, rollout in rollouts],
-        behaviour_logprobs=[_behind(prompt, rollout.logprobs) for prompt, rollout in rollouts],
+        old_logprobs=[_after_prompt(prompt, rollout.policy_logprobs) for prompt, rollout in rollouts],
+        behaviour_logprobs=[_after_prompt(prompt, rollout.logprobs) for prompt, rollout in rollouts],
         num_zero_variance=len(groups) - len(trained) - num_empty,
         num_empty_groups=num_empty,
     )
@@ -75,5 +75,5 @@ def _as_task(group: Group) -> Task:
     )
 
 
-def _behind(prompt: TokenIds, values: Logprobs) -> Logprobs:
+def _after_prompt(prompt: TokenIds, values: Logprobs) -> Logprobs:
     return np.concatenate([np.zeros(prompt.size), values])

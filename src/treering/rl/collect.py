@@ -20,11 +20,11 @@ from treering.rl.turns import RewardResult, evaluate_turn
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
-"""In which order a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at one time.
-by_sample: the first of every group, then the second, so that those that finish can draft for those that wait."""
+"""The order in which a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at a
+time. by_sample: the first of every group, then the second, so that finished rollouts can draft for waiting ones."""
 
 NUM_MESSAGES = 5
-"""Messages of reward errors that are kept."""
+"""Number of reward error messages kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Group:
     prompt: Prompt
     """What they continue."""
     rollouts: tuple[Rollout, ...]
-    """Those with a reward, in the order of their samples; () where none is left."""
+    """Those with a reward, in sample order; may be empty."""
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:
@@ -52,23 +52,23 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collected:
-    """The groups of a step, and what happened on the way.
+    """The groups of a step, with counts.
 
-    Example: 2 prompts in groups of 4 where one reward raised are groups of 4 and 3 with `num_reward_errors` 1.
+    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
     """
 
     groups: tuple[Group, ...]
     """One per prompt, in the order of the prompts."""
     num_reward_errors: int
-    """Rollouts left out because the task raised on them or gave no finite number."""
+    """Rollouts left out because the task raised or returned no finite number."""
     num_empty: int
     """Rollouts left out because they have no tokens."""
     num_overlong: int
-    """Rollouts that ran out of room."""
+    """Rollouts that reached their maximum length."""
     num_turns: int
-    """Turns that the policy took, all rollouts together."""
+    """Turns of all rollouts."""
     reward_errors: tuple[str, ...]
-    """The first few messages, in the order of prompts and samples."""
+    """The first few messages, in order of prompts and samples."""
 
     @property
     def num_rollouts(self) -> int:
@@ -88,30 +88,30 @@ def collect(
     order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
 ) -> Collected:
-    """Samples a group for each prompt, lets the task answer between turns, and rewards rollouts as they finish.
+    """Samples a group for each prompt, appends observations between turns, and rewards finished rollouts.
 
-    A turn that ended by itself goes on behind what `task.observe` says, until that is None, `max_turns` is reached or
-    no room is left for another token: then the rollout ends before the observation, with finish reason "length".
-    Where the task raises, or its reward is no finite number, the rollout is left out and counted.
+    After a turn that stopped by itself, the rollout continues with `task.observe`, until that is None or `max_turns` is
+    reached. If no room is left for another token, it ends before the observation, with finish reason "length". If the
+    task raises, or its reward is not a finite number, the rollout is left out and counted.
 
     Args:
-        engine: an idle one; idle again afterwards, also after an error.
+        engine: idle before and after, also after an error.
         task: observations and rewards.
         prompts: distinct ones of the task.
-        draws: how many times each prompt has been scheduled before; 0 where it is not listed.
+        draws: how often each prompt has been scheduled before; 0 if it is not listed.
         group_size: rollouts per prompt, samples 0 to group_size - 1.
         sampling: of all turns; `max_tokens` bounds a whole rollout. The task's stop tokens belong in it.
-        max_turns: turns of the policy at most.
+        max_turns: turns of the policy, at most.
         order: see `Order`; changes speed, never a rollout.
-        on_finished: called with each rollout at its end, its reward set unless it is left out.
+        on_finished: called with each finished rollout; its reward is set unless it is left out.
 
     Raises:
         ConfigError: a group_size or max_turns below 1.
-        InputError: a prompt twice, or requests that the engine refuses.
-        StateError: an engine that has requests already.
+        InputError: a duplicate prompt, or requests that the engine refuses.
+        StateError: the engine has unfinished requests.
 
-    Example: with group_size=2 and max_turns=1, prompts a and b give the groups (a0, a1) and (b0, b1), however they
-    finish.
+    Example: with group_size=2 and max_turns=1, prompts a and b give the groups (a0, a1) and (b0, b1), in whatever order
+    they finish.
     """
     if engine.num_unfinished > 0:
         raise StateError(
@@ -137,9 +137,9 @@ def collect(
 
 
 class Collection:
-    """The rollouts of a step as they come in, from whichever engine and in whichever order.
+    """Collects the rollouts of a step, from any engine and in any order.
 
-    Example: with 2 prompts in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as verdicts are taken.
+    Example: with 2 prompts in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as `take` gets results.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Collection:
         sampling: Sampling,
         max_turns: int,
     ) -> None:
-        """See `collect`, whose rules these are."""
+        """See `collect` for the arguments."""
         if group_size < 1 or max_turns < 1:
             raise ConfigError(f"group_size and max_turns are at least 1, got {group_size} and {max_turns}; raise them")
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
@@ -171,17 +171,17 @@ class Collection:
 
     @property
     def group_size(self) -> int:
-        """Rollouts of a prompt."""
+        """Rollouts per prompt."""
         return self._group_size
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a rollout at most."""
+        """Tokens of a rollout, at most."""
         return self._sampling.max_tokens
 
     @property
     def num_open(self) -> int:
-        """Rollouts that are not over."""
+        """Unfinished rollouts."""
         return len(self._prompts) * self._group_size - self._num_finished
 
     def requests(self, order: Order = "by_prompt") -> list[Request]:
@@ -192,16 +192,16 @@ class Collection:
         return [self._request((prompt_id, self._draws.get(prompt_id, 0), sample)) for prompt_id, sample in pairs]
 
     def prompt_of(self, rollout: Rollout) -> Prompt:
-        """What a rollout continues."""
+        """The prompt of a rollout."""
         return self._prompts[rollout.prompt_id]
 
     def note_turn(self, rollout: Rollout) -> bool:
-        """Counts a turn that an engine has ended, once each; whether it was the last one that the rollout may have."""
+        """Counts a finished turn; returns whether it was the last one allowed. Call it once per turn."""
         self._turns[rollout.key] += 1
         return self._turns[rollout.key] == self._max_turns
 
     def take(self, result: RewardResult) -> Request | None:
-        """Takes the verdict on a turn; returns the request of the next one, or None where the rollout is over."""
+        """Takes the result of a turn; returns the request of the next turn, or None if the rollout is finished."""
         rollout = result.rollout
         if result.goes_on:
             return self._request(rollout.key, so_far=rollout)
@@ -215,7 +215,7 @@ class Collection:
         return None
 
     def result(self) -> Collected:
-        """The groups, in the order of prompts and samples."""
+        """The groups, in order of prompts and samples."""
         errors = [self._errors[key] for key in self._in_order(self._errors)]
         kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         for key in self._in_order(self._kept):

@@ -27,7 +27,7 @@ _SIZES, _SECONDS, _PRICES = _COSTS = ("costs.num_tokens", "costs.seconds", "cost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOptions:
-    """What is remembered, and how drafts are made from it; see `HistoryStore` and `Drafter`."""
+    """Settings of the history and of drafts; see `HistoryStore` and `Drafter`."""
 
     max_bytes: int = 1 << 30
     max_epochs: int = 2
@@ -37,21 +37,21 @@ class DraftOptions:
     shape: Shape = "tree"
     sources: tuple[Source, ...] = SOURCES
     publish_new_after: int = 4
-    """Finished rollouts of prompts without history until their siblings, running or waiting, can draft from them; then
-    again whenever their number has doubled."""
+    """For prompts without history: publish after this many finished rollouts, so that siblings can draft from them;
+    then at every doubling."""
 
 
 class Drafting:
-    """Owns a history store and its drafter. Losing either costs speed, never a token.
+    """A history store and its drafter. Losing either costs speed, never changes a token.
 
-    Example: after `drafting.add(rollout)` and `drafting.publish()` an engine with `drafting.drafter` drafts from it.
+    Example: after `drafting.add(rollout)` and `drafting.publish()`, an engine with `drafting.drafter` drafts from it.
     """
 
     def __init__(self, options: DraftOptions | None = None, folder: Path | None = None) -> None:
-        """`folder`: where other processes read what is published; a history that is there is dropped. None: nowhere.
+        """`folder`: where other processes read the history; an existing history there is dropped. None: in memory.
 
         Raises:
-            StateError: another process writes there, or it is no folder.
+            StateError: another process writes to the folder, or it is not a folder.
         """
         self.options = options or DraftOptions()
         self.folder = folder
@@ -61,29 +61,29 @@ class Drafting:
         self.drafter = make_drafter(self.store, self.options)
 
     def add(self, rollout: Rollout) -> None:
-        """Remembers a rollout that is finished; where its prompt had no history, its siblings soon draft from it."""
+        """Adds a finished rollout. If its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
         rewards = None if rollout.reward is None else [rollout.reward]
         self.store.add(rollout.prompt_id, [rollout.tokens], version, rewards)
-        # An index that earlier steps have filled gains too little from a few siblings to be built again for them.
+        # If earlier steps have filled a prompt's index, a few siblings add too little to rebuild it within the step.
         if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
             self._new.add(rollout.prompt_id)
             self._num_unpublished += 1
-        # Doubling, so that all these indexes together cost about twice the last one.
+        # Publish at every doubling: then all index builds together cost about twice the last one.
         if self._num_unpublished >= max(self.options.publish_new_after, self._num_published):
             self.store.publish()
             self._num_published += self._num_unpublished
             self._num_unpublished = 0
 
     def knows(self, prompt_id: PromptId) -> bool:
-        """Whether rollouts of a prompt can be drafted from its history."""
+        """Whether a prompt has published history."""
         return prompt_id in self.store.snapshot
 
     def publish(self) -> None:
-        """Ends a step: the next drafts see all that was added, and whether they pay is found out anew.
+        """Ends a step: publishes all added rollouts, and resets the drafter's per-step measurements.
 
-        Of the rows that ran nothing is left, so a run that begins here, from `state` and the saved history, drafts as
-        one that goes on.
+        Drops the state of the rows that ran, so that a run resumed from `state` and the saved history drafts like one
+        that continues.
         """
         self.store.publish()
         self.drafter.load_state(self.drafter.state())
@@ -91,13 +91,13 @@ class Drafting:
         self._num_unpublished = self._num_published = 0
 
     def save(self, file: Path) -> None:
-        """Writes the history to a file that appears whole or not at all."""
+        """Writes the history to a file, atomically."""
         self.store.save(file)
 
     def load(self, file: Path) -> None:
-        """Takes the history of a file; a missing or damaged one is a warning and an empty history.
+        """Loads the history; a missing or damaged file is a warning and an empty history.
 
-        The drafter is a new one, with the state of the old: engines that hold the old are to be made again.
+        Makes a new drafter with the old one's state: recreate engines that hold the old drafter.
         """
         options, state = self.options, self.state()
         saved = HistoryStore.load(file, max_bytes=options.max_bytes, max_epochs=options.max_epochs)
@@ -109,17 +109,17 @@ class Drafting:
         self.load_state(state)
 
     def close(self) -> None:
-        """Gives the folder free; what is published stays readable here."""
+        """Releases the folder; the published history stays readable here."""
         self.store.close()
 
     def state(self) -> dict[str, Tensor]:
-        """What the drafter has learnt about its drafts, and what passes and drafts cost its engine, as tensors."""
+        """The drafter's feedback and the engine's measured costs, as tensors."""
         costs = self.drafter.costs
         arrays = {**self.drafter.state(), **({} if costs is None else _columns_of(costs))}
         return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continues from a `state`; one of another version of Treering is a warning, and the drafter learns anew."""
+        """Resumes from a `state`; one of another version of Treering is a warning, and the drafter starts anew."""
         arrays = {name: values.numpy().copy() for name, values in state.items()}
         costs = {name: arrays.pop(name) for name in _COSTS if name in arrays}
         try:
@@ -132,7 +132,7 @@ class Drafting:
 
     def _open_store(self) -> HistoryStore:
         if self.folder is not None:
-            # What an earlier run of the folder has left there is not this run's history.
+            # Drop the history that an earlier run left in the folder.
             HistoryStore(self.folder, max_bytes=1).close()
         return HistoryStore(self.folder, max_bytes=self.options.max_bytes, max_epochs=self.options.max_epochs)
 
@@ -140,7 +140,7 @@ class Drafting:
 def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
     """A drafter that reads a store, or the folder of another process's store.
 
-    Example: two engines take two drafters of one store; each learns from its own rows.
+    Example: two engines use two drafters of one store; each learns from its own rows.
     """
     return Drafter(
         store,
@@ -157,10 +157,10 @@ def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
-    """The record of saved columns, None where there is none; one without prices gets those that stand for unmeasured.
+    """The costs of saved columns, None if there are none; missing prices become the unmeasured defaults.
 
     Raises:
-        InputError: columns that are no costs.
+        InputError: invalid columns.
     """
     if not {_SIZES, _SECONDS} <= columns.keys():
         return None
@@ -169,7 +169,7 @@ def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
 
 
 def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
-    """The target with all that a store holds, published."""
+    """Copies a store's rollouts into the target and publishes them."""
     source.publish()
     for prompt_id, index in source.snapshot.items():
         rewards = index.rewards_by_version()

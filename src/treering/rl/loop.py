@@ -26,13 +26,13 @@ from treering.train.loop.resumable import Resumable
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]
-"""Makes an engine with a drafter (None: no speculation) whose weights, the model's present ones, are of a version."""
+"""Makes an engine from a drafter (None: no speculation) and the policy version of the model's current weights."""
 
 
 class RlLoop(Resumable[RlStepReport]):
     """Trains a model on the rewards of its own rollouts.
 
-    The engine is made at the first step, so that it takes the weights that a resumed run has put into the model.
+    The engine is made at the first step, after a resumed run has loaded the model's weights.
 
     Example:
         >>> options = RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))
@@ -57,16 +57,16 @@ class RlLoop(Resumable[RlStepReport]):
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
         Args:
-            model: what is trained; the engine copies its weights after every update.
+            model: the trained model; the engine copies its weights after every update.
             task: prompts and rewards.
             make_engine: see `EngineFactory`.
             optim: the optimiser.
-            options: the rest.
-            drafting: memory of earlier rollouts; None samples without speculation (the off-switch).
+            options: of sampling and training.
+            drafting: history of earlier rollouts; None disables speculation (the off-switch).
 
         Raises:
             InputError: no prompt, or two prompts of one id.
-            UnsupportedError: router losses of a model without routers.
+            UnsupportedError: router losses for a model without routers.
         """
         self.model = model
         self._task = task
@@ -85,7 +85,7 @@ class RlLoop(Resumable[RlStepReport]):
 
     @property
     def num_steps_done(self) -> int:
-        """Steps since the start of the run, resumed ones included; those that trained nothing count too."""
+        """Steps since the start of the run, also those before a resume and those that trained nothing."""
         return self._num_steps_done
 
     @property
@@ -95,24 +95,24 @@ class RlLoop(Resumable[RlStepReport]):
 
     @property
     def latest(self) -> list[Trajectory]:
-        """The rollouts of this process's latest step as trajectories with advantages; none before it."""
+        """The rollouts of the latest step as trajectories with advantages; empty before the first."""
         return self._latest
 
     @property
     def engine(self) -> Engine:
-        """The engine, made where there is none yet."""
+        """The engine, made at the first access."""
         if self._engine is None:
             self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
         return self._engine
 
     def step(self) -> RlStepReport:
-        """Samples the next step's prompts, trains on their rewards, and hands new weights to the engine.
+        """Samples the next step's prompts, trains on their rewards, and updates the engine's weights.
 
-        A step in which no group teaches anything moves no weight and keeps the policy version.
+        If every group has equal rewards, the weights and the policy version stay.
 
         Raises:
-            InputError: a prompt that the engine cannot hold; no weight has moved then.
-            StateError: gradients that are not finite; the weights are still those of the last step.
+            InputError: a prompt does not fit into the engine; the weights are unchanged.
+            StateError: gradients are not finite; the weights are unchanged.
         """
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
@@ -141,7 +141,7 @@ class RlLoop(Resumable[RlStepReport]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Step, version and draws, with the states of optimiser and drafter."""
+        """Step, version, draws, and the states of optimiser and drafter."""
         return {
             "num_steps_done": self._num_steps_done,
             "version": self._version,
@@ -151,10 +151,10 @@ class RlLoop(Resumable[RlStepReport]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state` of a loop over the same parameters, with a new engine.
+        """Resumes from a `state` of a loop over the same parameters, with a new engine.
 
         Raises:
-            StateError: the state is of a model with other parameters.
+            StateError: the state belongs to a model with other parameters.
         """
         self._trainer.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
@@ -170,7 +170,7 @@ class RlLoop(Resumable[RlStepReport]):
             self._drafting.save(file)
 
     def load_hints(self, file: Path) -> None:
-        """Takes the history of a file; a missing or damaged one costs a warning, and speed."""
+        """Loads the history; a missing or damaged file is a warning, and costs speed."""
         if self._drafting is not None:
             self._drafting.load(file)
         self._engine = None
@@ -190,7 +190,7 @@ class RlLoop(Resumable[RlStepReport]):
         )
 
     def _order(self, prompts: list[Prompt]) -> Order:
-        """Prompts without history get theirs from the first rollout of their own group."""
+        """by_sample if a prompt has no history: its group's first rollouts become its history."""
         if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
             return "by_prompt"
         return "by_sample"
@@ -204,9 +204,9 @@ class RlLoop(Resumable[RlStepReport]):
 
 
 def with_stops(sampling: Sampling, task: Task) -> Sampling:
-    """The sampling, ending at the task's stops as well.
+    """Adds the task's stop tokens and strings to the sampling parameters.
 
-    Example: a sampling without stops and a task whose turns end with token 0 give `stop_tokens` (0,).
+    Example: a sampling without stops and a task with stop token 0 give `stop_tokens` (0,).
     """
     return replace(
         sampling,
@@ -216,7 +216,7 @@ def with_stops(sampling: Sampling, task: Task) -> Sampling:
 
 
 def check_prompts(task: Task) -> None:
-    """Refuses a task that gives a loop nothing to count by.
+    """Refuses a task without prompts or with duplicate prompt ids.
 
     Raises:
         InputError: no prompt, or two prompts of one id.

@@ -16,55 +16,55 @@ from treering.train.objectives import Clip, Objective
 from treering.train.objectives.importance import ImportanceMode
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
-"""The policy losses that need what a loop has: it keeps no reference model and trains no value head."""
+"""The policy losses that need neither a reference model nor a value head, which the loop does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlOptions:
     """Options of a loop; the defaults are GRPO's.
 
-    Advantages and loss are chosen apart: Dr. GRPO is "dr_grpo" as `estimator` and as `objective`, and so is RLOO with
-    "rloo".
+    Advantages and loss are set separately: Dr. GRPO needs "dr_grpo" as `estimator` and as `objective`, and RLOO "rloo"
+    as both.
 
     Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts a step.
     """
 
     prompts_per_step: int
-    """Prompts, each one group and one tree, per step."""
+    """Prompts per step; each is one group and one tree."""
     group_size: int
-    """Rollouts per prompt and step; at least 2, because a group is compared with itself."""
+    """Rollouts per prompt and step, at least 2."""
     sampling: Sampling
-    """How to draw; the loop adds the task's stop tokens and strings."""
+    """Sampling parameters; the loop adds the task's stop tokens and strings."""
     max_turns: int = 1
-    """Turns of the policy per rollout, in tasks that answer."""
+    """Turns of the policy per rollout, in tasks with observations."""
     estimator: Estimator = "grpo"
-    """Of advantages, see `group_advantages`."""
+    """Advantage estimator, see `group_advantages`."""
     objective: ObjectiveName = "grpo"
     """The loss."""
     clip: Clip | None = None
-    """(low, high); None is the objective's own."""
+    """(low, high); None uses the objective's default."""
     normalizer: Normalizer | None = None
-    """Denominator of the loss; None is the objective's own."""
+    """Denominator of the loss; None uses the objective's default."""
     divisor: float | None = None
-    """Of the constant normaliser."""
+    """Divisor of the constant normaliser."""
     max_importance: float | None = None
-    """Cap of importance weights, for sampling with top-k or top-p; None multiplies by none."""
+    """Cap of importance weights, for sampling with top-k or top-p; None applies no weights."""
     min_importance: float | None = None
-    """Lower bound of importance weights where they are masked; needs `max_importance`."""
+    """Lower bound of masked importance weights; needs `max_importance`."""
     importance: ImportanceMode | None = None
-    """Which weights are bounded, and how; None truncates those of tokens. Needs `max_importance`."""
+    """Which weights are bounded, and how; None truncates token weights. Needs `max_importance`."""
     entropy_coefficient: float | None = None
-    """Factor of the entropy bonus; 0 measures the entropy only, None saves its passes over the logits."""
+    """Factor of the entropy bonus; 0 only measures the entropy, None skips it (saves passes over the logits)."""
     router_losses: RouterLosses | None = None
-    """Of a mixture of experts; None trains no router beyond the loss itself."""
+    """Router losses of a mixture of experts; None adds none."""
     layout: Layout = "tree"
-    """"tree", or "packed" to train every sequence by itself (the off-switch)."""
+    """"tree", or "packed" to train every sequence separately (the off-switch)."""
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     """Memory, time and precision of training."""
     num_train_threads: int | None = None
-    """Threads of torch while it trains; None leaves them as they are. An engine has its own."""
+    """Torch threads while training; None leaves them unchanged. The engine has its own setting."""
     seed: int = 0
-    """Of the order of the prompts."""
+    """Seed of the prompt order."""
 
     def __post_init__(self) -> None:
         for name, least in (("prompts_per_step", 1), ("group_size", 2), ("max_turns", 1)):
@@ -77,7 +77,7 @@ class RlOptions:
                 raise ConfigError(
                     f"{name} is one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}; choose one"
                 )
-        # Wrong clips, divisors and caps are refused by the objective itself, now instead of after the first rollouts.
+        # The objective refuses wrong clips, divisors and caps: build one now, not after the first rollouts.
         objective = self.make_objective(empty_batch())
         check_layout(self.layout, normalizer=objective.weighting.normalizer, shared=objective.weighting.shared)
 

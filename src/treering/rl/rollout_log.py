@@ -12,17 +12,17 @@ _NAME = re.compile(r"epoch-\d{3,}\.jsonl")
 
 
 class RolloutLog:
-    """Files `epoch-000.jsonl` and so on in one folder, a trajectory a line, steps in order.
+    """Files `epoch-000.jsonl` etc. in one folder, one trajectory per line, steps in order.
 
-    Example: after steps 1 to 3 of two steps an epoch, `epoch-000.jsonl` has the lines of steps 1 and 2 and
-    `epoch-001.jsonl` those of step 3; opened with `resume_step=1` the first holds step 1 and the second is gone.
+    Example: after steps 1 to 3, with two steps per epoch, `epoch-000.jsonl` has the lines of steps 1 and 2, and
+    `epoch-001.jsonl` those of step 3. Reopened with `resume_step=1`, the first has step 1 and the second is deleted.
     """
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
-        """`resume_step`: the last step that the run keeps, lines after it are cut off; None means a new run.
+        """`resume_step`: the last step to keep; later lines are cut off. None means a new run.
 
         Raises:
-            StateError: a new run finds files.
+            StateError: a new run finds existing files.
         """
         self._folder = folder
         files = [file for file in sorted(folder.glob("epoch-*.jsonl")) if _NAME.fullmatch(file.name)]
@@ -36,5 +36,5 @@ class RolloutLog:
                 file.unlink()
 
     def write(self, epoch: int, trajectories: Iterable[Trajectory]) -> None:
-        """Appends the trajectories of one step of an epoch; each names its step."""
+        """Appends the trajectories of one step; each has its step number."""
         append_trajectories(self._folder / f"epoch-{epoch:03d}.jsonl", trajectories)

@@ -13,35 +13,35 @@ from treering.train.loop.update import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport:
-    """What a step's rollouts were, those left out (empty, or with a reward that raised) not averaged over."""
+    """The rollouts of a step. Averages leave out empty rollouts and those without a reward."""
 
     num_rollouts: int
     """Rollouts with a reward."""
     num_tokens: int
-    """Their tokens, those of an environment included."""
+    """Their tokens, including observations."""
     reward_mean: float | None
-    """None where there is no rollout."""
+    """None if there is no rollout."""
     reward_std: float | None
-    """Population standard deviation over all of them; None where there is none."""
+    """Population standard deviation over all of them; None if there is no rollout."""
     num_groups: int
     """Prompts."""
     num_zero_variance: int
-    """Groups whose rollouts all have one reward: they teach nothing and are not trained."""
+    """Groups with equal rewards, which are not trained."""
     num_empty_groups: int
-    """Groups with no rollout left."""
+    """Groups without any rollout."""
     num_reward_errors: int
     """Rollouts whose reward or observation raised."""
     num_empty: int
     """Rollouts without a token."""
     num_overlong: int
-    """Rollouts that ran into their length."""
+    """Rollouts that reached their maximum length."""
     num_turns: int
     """Turns of all rollouts."""
     reward_errors: tuple[str, ...] = ()
-    """First messages of those that raised."""
+    """The first error messages."""
 
     def values(self) -> dict[str, float]:
-        """The report under the names of `treering.metrics`."""
+        """The metrics, by the names of `treering.metrics`."""
         found: dict[str, float] = {
             metrics.NUM_ROLLOUTS: self.num_rollouts,
             metrics.ZERO_VARIANCE_SHARE: self.num_zero_variance / self.num_groups,
@@ -63,34 +63,34 @@ class Phases:
     """Wall seconds of a step."""
 
     rollout_s: float
-    """Sampling, and rewards."""
+    """Sampling and rewards."""
     train_s: float
     """Advantages, forests, gradients and the optimiser."""
     update_s: float
-    """New weights into the engine, rollouts into the history."""
+    """Updating the engine's weights and the history."""
     step_s: float
-    """All of it."""
+    """The whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What a step was in a run whose rollouts and training run side by side."""
+    """Overlap of sampling and training, in a run with several processes."""
 
     trainer_wait_s: float
-    """In which the trainer had nothing to train, since its update before."""
+    """Idle time of the trainer since its previous update."""
     bubble: float
-    """Share of the workers' time in this step in which they sampled nothing; 0 is best."""
+    """Idle fraction of the workers' time in this step; 0 is best."""
     staleness: int
-    """Steps between the weights that sampled it and those that it trained."""
+    """Steps between the weights that sampled the step and those that it trained."""
     num_stolen: int
-    """Rollouts that started on another worker than planned, because theirs was busy."""
+    """Rollouts that started on another worker than planned, because the planned one was busy."""
     num_moved: int
-    """Times that a running rollout went on at another worker."""
+    """Migrations of a running rollout to another worker."""
     num_resampled: int
-    """Rollouts that were started again, because their worker died."""
+    """Rollouts restarted because their worker died."""
 
     def values(self) -> dict[str, float]:
-        """The figures under the names of `treering.metrics`."""
+        """The metrics, by the names of `treering.metrics`."""
         return {
             metrics.TRAINER_WAIT_S: self.trainer_wait_s,
             metrics.BUBBLE: self.bubble,
@@ -103,17 +103,17 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStepReport:
-    """What one step did.
+    """The report of one step.
 
     Attributes:
         step: its number, from 1.
         epoch: passes over the prompts before it.
         version: policy version that sampled it.
-        rollouts: what was sampled.
-        engine: what the engine counted meanwhile.
-        update: what was trained; None where no group taught anything, and the weights stayed.
-        phases: where the time went; phases that ran side by side add up to more than the step.
-        overlap: figures of a run with processes of its own; None where everything happens in turn.
+        rollouts: the sampled rollouts.
+        engine: the engine's counts in this step.
+        update: the update; None if every group had equal rewards, and the weights stayed.
+        phases: the time of each phase; overlapping phases add up to more than the step.
+        overlap: metrics of a run with several processes; None in a single process.
     """
 
     step: int
@@ -127,11 +127,11 @@ class RlStepReport:
 
     @property
     def sampled_per_s(self) -> float:
-        """Sampled tokens per second of rollout."""
+        """Sampled tokens per second of the rollout phase."""
         return self.engine.num_sampled / self.phases.rollout_s
 
     def values(self) -> dict[str, float]:
-        """The report under the names of `treering.metrics`; figures of an update only where there was one."""
+        """The metrics, by the names of `treering.metrics`; those of an update only if there was one."""
         own: dict[str, float] = {
             metrics.EPOCH: self.epoch,
             metrics.VERSION: self.version,
@@ -150,7 +150,7 @@ class RlStepReport:
 
 
 def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_groups: int) -> RolloutReport:
-    """Counts what was collected.
+    """Summarises the collected groups.
 
     Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
     """
@@ -173,9 +173,9 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
 
 
 def total_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """Counts of several spans of time together.
+    """The sum of several counts.
 
-    Example: 240 tokens of 80 rows and 60 of 20 are 300 of 100: 3.0 tokens per forward.
+    Example: 240 tokens in 80 rows and 60 in 20 rows are 300 in 100: 3.0 tokens per forward.
     """
     found = list(parts)
     return EngineStats(**{name: sum(getattr(part, name) for part in found) for name in EngineStats.__slots__})

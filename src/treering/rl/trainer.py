@@ -19,21 +19,21 @@ from treering.train.loop.update import Update, Updater
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trained:
-    """What became of a step's groups.
+    """The result of training a step's groups.
 
-    Example: groups with rewards [1, 0] and [1, 1] have one group of zero variance, and 2 rollouts were trained.
+    Example: groups with rewards [1, 0] and [1, 1]: one group has zero variance, and 2 rollouts are trained.
     """
 
     group_advantages: list[NDArray[np.float64]]
     """float64 [G] for each group."""
     num_rollouts: int
-    """Rollouts that the update saw."""
+    """Trained rollouts."""
     num_zero_variance: int
-    """Groups with rollouts whose rewards are all equal."""
+    """Groups whose rewards are all equal."""
     num_empty_groups: int
-    """Groups with no rollout at all."""
+    """Groups without any rollout."""
     update: Update | None
-    """What the update did; None where no group taught anything, and the weights stayed."""
+    """The update; None if every group had equal rewards, and the weights stayed."""
 
 
 class Trainer:
@@ -50,17 +50,17 @@ class Trainer:
 
         Raises:
             ConfigError: no parameter of the model is trainable.
-            UnsupportedError: router losses of a model without routers, or one that cannot recompute activations.
+            UnsupportedError: router losses for a model without routers, or a model that cannot recompute activations.
         """
         check_routers(model, options.router_losses)
         self._options = options
         self._updater = Updater(model, optim, options.compute)
 
     def train(self, step: int, groups: Sequence[Group]) -> Trained:
-        """Moves the weights once, unless no group teaches anything.
+        """Updates the weights once, unless every group has equal rewards.
 
         Raises:
-            StateError: gradients that are not finite; the weights are as they were.
+            StateError: gradients are not finite; the weights are unchanged.
         """
         options = self._options
         batch = make_rl_batch(groups, estimator=options.estimator, layout=options.layout)
@@ -88,9 +88,9 @@ class Trainer:
         return self._updater.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state` of a trainer over the same parameters.
+        """Resumes from a `state` of a trainer over the same parameters.
 
         Raises:
-            StateError: the state is of a model with other parameters.
+            StateError: the state belongs to a model with other parameters.
         """
         self._updater.load_state(dict(state))

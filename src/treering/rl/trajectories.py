@@ -21,8 +21,8 @@ def as_trajectories(
 ) -> list[Trajectory]:
     """One trajectory per rollout, groups in order and rollouts within them.
 
-    `task_id` is the prompt's id, `trial` the number of the sample, `version` that of the last token, and `logprobs` are
-    those of the distribution that was sampled: 0.0 on the prompt and on observations.
+    `task_id` is the prompt's id, `trial` the sample number, `version` that of the last token. `logprobs` are those of
+    the distribution sampled from, 0.0 on the prompt and on observations.
 
     Args:
         groups: of one step.
@@ -31,10 +31,10 @@ def as_trajectories(
         advantages: float64 [G] for each group; None leaves them out.
 
     Raises:
-        InputError: advantages that do not fit the groups.
+        InputError: the advantages do not match the groups.
 
     Example: a prompt of 2 tokens with rollouts of 3 and 1 tokens gives trajectories of 5 and 3 tokens, whose masks
-    begin with two zeros.
+    start with two zeros.
     """
     if advantages is not None and [len(values) for values in advantages] != [len(g.rollouts) for g in groups]:
         raise InputError(

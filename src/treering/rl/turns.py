@@ -10,28 +10,28 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardResult:
-    """What becomes of a rollout.
+    """The result of a turn: a longer rollout that continues, or a final one.
 
-    Example: a calculator's answer [5, 9] behind a turn [7, 8] is `RewardResult(rollout=[7, 8, 5, 9], goes_on=True)`.
+    Example: a calculator's answer [5, 9] after the turn [7, 8] is `RewardResult(rollout=[7, 8, 5, 9], goes_on=True)`.
     """
 
     rollout: Rollout
-    """With the observation behind it where it goes on, else with its reward."""
+    """With the observation appended if it continues, else with its reward."""
     goes_on: bool = False
-    """Whether the policy has another turn."""
+    """Whether the policy takes another turn."""
     error: str | None = None
-    """Why there is no reward, in words, where the task raised."""
+    """Why there is no reward, if the task raised."""
 
 
 def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
-    """Asks the task about a rollout that an engine has ended.
+    """Gets the task's observation or reward for a rollout whose turn has ended.
 
     Args:
         task: observations and rewards.
         prompt: what the rollout continues.
-        rollout: as an engine gives it.
-        is_last_turn: whether it ends here, whatever the task would answer.
-        max_tokens: of a whole rollout; one without room for another token ends before the observation.
+        rollout: as the engine returned it.
+        is_last_turn: whether it ends here, without an observation.
+        max_tokens: of a whole rollout; without room for another token, it ends before the observation.
 
     Example: a reward that raises ValueError("no number") gives the error "prompt 'q', sample 0: ValueError: no number".
     """
@@ -46,9 +46,9 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
 
 
 def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
-    """The verdict on a rollout that has no reward because of an error.
+    """The result of a rollout that has no reward because of an error.
 
-    Example: a message of 500 characters is cut to 300 that end with "...".
+    Example: a message of 500 characters is cut to 300, ending with "...".
     """
     text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
     short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
@@ -56,7 +56,7 @@ def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
 
 
 def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:
-    """The rollout with the task's answer behind it, or None where it is over."""
+    """The rollout with the task's observation appended, or None if it has ended."""
     if rollout.finish_reason != "stop" or rollout.num_tokens == 0:
         return None
     answer = task.observe(prompt, rollout)

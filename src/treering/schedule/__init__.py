@@ -1,6 +1,6 @@
-"""Scheduling: predicted lengths, policies that place rollouts on workers, and a simulator that judges them.
+"""Scheduling: predicted rollout lengths, policies that place rollouts on workers, and a simulator to compare them.
 
-This file knows which public name lives in which module and imports it on first use.
+Public names are imported on first use.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ _HOMES = {
     "Forecast": "policy",
     "HistoPipe": "plan.histopipe",
     "Latency": "latency",
-    "Outlook": "policy",
+    "PlanRequest": "policy",
     "Timeline": "simulator.timeline",
     "Trace": "traces.trace",
     "TraceStep": "traces.trace",
@@ -42,7 +42,7 @@ __all__ = [
     "Forecast",
     "HistoPipe",
     "Latency",
-    "Outlook",
+    "PlanRequest",
     "Timeline",
     "Trace",
     "TraceStep",

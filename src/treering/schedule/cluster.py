@@ -1,7 +1,4 @@
-"""The workers that a policy plans for.
-
-Knows numbers. Knows nothing of processes, of devices or of what runs now.
-"""
+"""The workers that a policy plans for: their number, slots, token limit, staleness and latency."""
 
 from dataclasses import dataclass
 from typing import Literal

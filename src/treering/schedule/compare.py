@@ -1,7 +1,4 @@
-"""Policies beside each other on the same rollouts: what each takes, and what it gains over the synchronous loop.
-
-Knows which policies run at which staleness, and means over traces. Knows nothing of where traces come from.
-"""
+"""Simulates several policies on the same traces and reports each one's speedup over the synchronous loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
-"""What time rollouts take on a worker: a decode step by its rows, prefill, speculation, loading weights, training.
+"""Latency of a worker: decode steps by batch size, prefill, speculation, loading weights, training.
 
-Knows units of time as the user gives them, seconds by convention. Knows nothing of which rollout runs where.
+Times are in the user's unit, seconds by convention.
 
     B rows that a worker decodes at one time
 """

@@ -1,7 +1,4 @@
-"""What passes, loads of weights and updates took where a run takes place, and the latency that follows from it.
-
-Knows times that it is told, and least squares. Knows no clock, no engine and no process.
-"""
+"""Collects measured times of passes, weight loads and updates, and fits a `Latency` to them by least squares."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Policies by name, as configurations and reports call them.
-
-Knows names and constructors. Knows nothing of what any of them does.
-"""
+"""Scheduling policies by name, as configurations and reports write them."""
 
 import difflib
 from collections.abc import Callable, Mapping

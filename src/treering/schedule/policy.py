@@ -1,6 +1,6 @@
-"""What a scheduling policy is asked, and what it answers: forecasts in, an assignment out.
+"""The interface of a scheduling policy: forecasts in, an assignment of rollouts to workers out.
 
-Knows records and the one question. A policy has no clock and touches no worker; whoever asks does what it says.
+A policy reads no clock and touches no worker; the caller carries the assignment out.
 
     R rollouts of a step, prompts in order, then samples
 """

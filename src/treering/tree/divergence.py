@@ -39,18 +39,6 @@ class Divergence:
     num_tokens: int
     shift: int
 
-    def in_words(self) -> str:
-        """One sentence for a log.
-
-        Example: "branches 3 and 0 differ at position 812 (token 5, not 9); 1,204 tokens are the same, 4 places later".
-        """
-        where = f"branches {self.branch} and {self.other_branch} differ at position {self.position:,}"
-        what = f"(token {_named(self.token)}, not {_named(self.other_token)})"
-        moved = "at the same places" if self.shift == 0 else f"{abs(self.shift):,} places {_direction(self.shift)}"
-        again = f"{self.num_tokens:,} tokens are the same, {moved}"
-        apart = "" if self.forest == self.other_forest else f", in the forests {self.forest} and {self.other_forest}"
-        return f"{where} {what}{apart}; {again}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
@@ -156,11 +144,3 @@ class _Describer:
 
 def _item(path: Int32Array, at: int) -> int | None:
     return int(path[at]) if at < path.size else None
-
-
-def _named(token: int | None) -> str:
-    return "none" if token is None else str(token)
-
-
-def _direction(shift: int) -> str:
-    return "later" if shift > 0 else "earlier"

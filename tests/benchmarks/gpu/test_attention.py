@@ -13,14 +13,11 @@ import pytest
 import torch
 from benchmarks.gpu.attention import bench as gpu_attention
 from benchmarks.gpu.attention import check as gpu_attention_check
-from benchmarks.gpu.attention.bench import measure_attention, measure_case, nearest_dense
+from benchmarks.gpu.attention.bench import measure_attention, measure_case
 from benchmarks.gpu.attention.cases import (
-    QWEN3_1_7B,
-    QWEN3_8B,
     TINY,
     TINY_LENGTHS,
     AttentionCase,
-    full_cases,
     tiny_cases,
 )
 from benchmarks.gpu.attention.check import NUM_ROWS, WrongResultError, check_backend, draw_inputs, sample_rows
@@ -29,10 +26,9 @@ from benchmarks.gpu.clock import Stopwatch
 from benchmarks.gpu.flops import attention_flops, num_visible_pairs, tera_per_second
 from benchmarks.gpu.workloads import chain, deep_tree, star
 
-from treering.attention import BACKENDS, Backend, TreeLayout
+from treering.attention import BACKENDS, TreeLayout
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
-from treering.types import NAMED_SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 ONCE = Stopwatch(device="cpu", min_runs=1, max_runs=1)
@@ -63,28 +59,6 @@ def test_pairs_are_those_of_the_mask(window: int | None) -> None:
     assert num_visible_pairs(forest, window) == int(visible.sum())
 
 
-def test_head_shapes_are_those_of_the_models() -> None:
-    for heads in (QWEN3_1_7B, QWEN3_8B):
-        shape = NAMED_SHAPES[heads.name]
-        assert (heads.num_heads, heads.num_kv_heads, heads.head_size) == (
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_size,
-        )
-
-
-def test_the_full_cases_are_as_large_as_their_names_say() -> None:
-    sizes = {case.name: case.forest.num_tokens for case in full_cases([])}
-    assert sizes == {
-        "chain 8k": 8192,
-        "chain 32k": 32768,
-        "star": 8192 + 32 * 512,
-        "deep": 127 * 256,
-        "deep, window": 127 * 256,
-        "deep, softcap": 127 * 256,
-    }
-
-
 def test_every_case_is_checked_timed_and_rated() -> None:
     found = report()
     measure_attention(found, tiny_cases([]), TINY_LENGTHS, ONCE, ["segments"])
@@ -103,13 +77,6 @@ def test_every_case_is_checked_timed_and_rated() -> None:
         assert case["speedup_over_flex"] == {}
         assert max(case["ways"]["segments"]["errors"].values()) < 1e-5
     gpu_attention.print_table(found.as_json())
-
-
-def test_the_dense_rate_beside_a_forest_is_that_of_the_nearest_length() -> None:
-    dense: list[dict[str, Any]] = [{"heads": "tiny", "length": n} for n in (8192, 32768)]
-    assert nearest_dense(dense, TINY, 24_576) == dense[1]
-    assert nearest_dense(dense, TINY, 12_000) == dense[0]
-    assert nearest_dense(dense, QWEN3_8B, 12_000) is None
 
 
 def test_the_speedup_over_flex_is_its_time_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +159,3 @@ def test_without_a_device_every_backend_runs_or_says_what_it_refuses(tmp_path: P
             assert "forward" in way["seconds"], way
             # FlexAttention has no backward on CPU; the others have all three.
             assert len(way["seconds"]) == 3 or name == "flex", way
-
-
-def test_all_backends_but_the_reference_are_measured() -> None:
-    measured: list[Backend] = gpu_attention.measured_backends()
-    assert set(measured) == set(BACKENDS) - {"reference"}

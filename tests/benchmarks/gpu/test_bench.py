@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import bench as gpu
-from benchmarks.gpu.budget import Budget, PartReport, in_words
-from benchmarks.gpu.clock import Stopwatch
+from benchmarks.gpu.budget import Budget, PartReport
 from benchmarks.gpu.exactness import measure_case
 from benchmarks.tree.cases import star
 from benchmarks.tree.steps import BASELINES
@@ -154,18 +153,6 @@ def test_on_a_device_every_part_has_a_process_and_what_ends_one_ends_no_other(mo
     assert clock.now - start == pytest.approx(300, abs=1)
 
 
-def test_errors_are_told_in_one_bounded_line() -> None:
-    assert in_words(ValueError("no\n way")) == "ValueError: no way"
-    assert len(in_words(ValueError("x" * 9000))) < 500
-
-
-def test_runs_are_as_many_as_fit_within_limits() -> None:
-    calls: list[int] = []
-    Stopwatch(device="cpu", min_runs=3, max_runs=4).median(lambda: calls.append(1))
-    # One to be warm, one that tells how many fit, and the most of all.
-    assert len(calls) == 2 + 4
-
-
 def test_a_machine_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="torch finds none"):
@@ -188,14 +175,6 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(tmp_path:
         assert not report["skipped"]
         assert report["environment"]["sets"] == ["generated"]
         assert report["environment"]["clock"] == "wall time"
-
-
-def test_the_driver_without_time_skips_everything_by_name(tmp_path: Path) -> None:
-    reports = gpu.run(gpu.Settings(device="cpu", size="tiny", budget_s=0.0, data=tmp_path))
-    for report in reports.values():
-        assert not report["cases"]
-        assert not report["errors"]
-        assert report["skipped"]
 
 
 @pytest.mark.gpu

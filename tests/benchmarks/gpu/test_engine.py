@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.gpu.bench import SHARES
-from benchmarks.gpu.budget import Budget, PartReport
+from benchmarks.gpu.budget import PartReport
 from benchmarks.gpu.clock import Stopwatch
 from benchmarks.gpu.engine import bench as gpu_engine
 from benchmarks.gpu.engine.cases import build, full_plans, requests_of, tiny_plans
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import forget_compiled, seconds_per_token
 
-from tests.benchmarks.gpu.clocks import Clock
 from treering.engine.backends import make_backend
 from treering.engine.decoder.weights import read_weights
 from treering.engine.torch_engine import TorchEngine
@@ -47,41 +45,6 @@ def test_the_floor_is_weights_keys_and_values_read_once() -> None:
     assert large.slot_bytes == 2 * 36 * 8 * 128 * 2
     assert large.floor_bytes(16, 512) == large.weight_bytes + 16 * 512 * large.slot_bytes
     assert small.slot_bytes == 2 * 28 * 8 * 128 * 2
-
-
-def test_what_the_goals_are_about_comes_first_then_other_batches() -> None:
-    plans = full_plans()
-    names = ["qwen3-8b", "qwen3-1.7b"]
-    assert [*gpu_engine.GOALS["over_floor"]] == names
-    assert [plan.shape.name for plan in plans] == names + names
-    assert [({*plan.batches}, {*plan.generate_batches}) for plan in plans[:2]] == 2 * [({1, 16}, {16})]
-    assert [({*plan.batches}, {*plan.generate_batches}) for plan in plans[2:]] == 2 * [({128, 4, 64}, {1})]
-    # Captured passes hold 1,024 tokens, and drafts of the largest batch fill them.
-    assert max(max(plan.batches) * (1 + plan.num_drafted) for plan in plans) == 1024
-
-
-def test_with_310_seconds_left_the_engine_measures_what_the_goals_are_about_and_leaves_others_some(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    seconds = {
-        "measure_verify": {"qwen3-8b": 18, "qwen3-1.7b": 7},
-        "measure_rollouts": {"qwen3-8b": 12, "qwen3-1.7b": 5},
-    }
-    for name, by_model in seconds.items():
-        monkeypatch.setattr(gpu_engine, name, lambda model, plan, *_, by=by_model: clock.taking(by[plan.shape.name])())
-    monkeypatch.setattr(gpu_engine, "measure_generate", lambda _, plan, batch: clock.taking(plan.generate_s)())
-    monkeypatch.setattr(gpu_engine, "copy_rate", lambda *_: 1e12)
-    monkeypatch.setattr(gpu_engine, "build", lambda plan, device: None)
-    budget = Budget(310, clock)
-    clock.now += budget.share_s(SHARES["exactness"])
-    found = PartReport("engine", budget.share_s(SHARES["engine"]), environment={}, clock=clock)
-    gpu_engine.measure_engine(found, full_plans(), "cpu", ONCE)
-    wanted = [f"{kind} {batch}" for batch in (1, 16) for kind in ("verify", "rollouts")] + ["generate 16"]
-    named = [f"{model} {case}" for model in ("qwen3-8b", "qwen3-1.7b") for case in wanted]
-    assert [case["case"] for case in found.cases][: 1 + len(named)] == ["memory", *named]
-    attention = budget.share_s(SHARES["attention"])
-    assert min(attention, budget.left_s - attention) > 45
 
 
 def test_room_is_what_the_passes_of_an_engine_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,16 +160,6 @@ def test_only_steps_without_prompts_are_timed() -> None:
     seconds, step_s, rollouts = gpu_engine.timed_rollouts(engine, requests_of(PLAN, 2))
     assert {name: tokens.size for name, tokens in rollouts.items()} == {"r0": 5, "r1": 5}
     assert 0 < step_s < seconds
-
-
-def test_generate_is_compared_with_our_plain_step_of_the_same_rows() -> None:
-    cases: list[dict[str, Any]] = [
-        {"kind": "rollouts", "model": "m", "batch": 1, "plain_step_s": 0.004},
-        {"kind": "generate", "model": "m", "batch": 1, "step_s": 0.005},
-        {"kind": "generate", "model": "m", "batch": 16, "step_s": 0.005},
-        {"kind": "memory"},
-    ]
-    assert gpu_engine.compared_with_generate(cases) == {"m 1": pytest.approx(0.8)}
 
 
 def test_nothing_that_was_compiled_for_other_rows_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

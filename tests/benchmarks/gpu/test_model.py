@@ -18,9 +18,7 @@ from benchmarks.gpu.model.cases import (
     ModelPlan,
     build_on_device,
     count,
-    full_plans,
     num_scored_rows,
-    shortened,
     tiny_plans,
 )
 from benchmarks.gpu.model.gradient import WrongGradientError, check_gradients, gradient_distance
@@ -224,22 +222,6 @@ def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch: pytest.Monkey
     measure_models(found, tiny_plans([]), "cpu", build_ways())
     assert [skipped["case"] for skipped in found.skipped] == ["tiny sharing 0.50", "tiny sharing 0.00"]
     assert "1,000 are free" in found.skipped[0]["reason"]
-
-
-def test_weights_and_gradients_are_counted() -> None:
-    small, large, _ = full_plans([])
-    # 1.72 billion parameters with the embedding for a head; 8.19 billion with both: 2 bytes each, and twice.
-    assert small.weight_bytes / 4e9 == pytest.approx(1.72, abs=0.01)
-    assert large.weight_bytes / 4e9 == pytest.approx(8.19, abs=0.01)
-    parameters = sum(weight.numel() for weight in build_on_device(plan(), "cpu").parameters() if weight.dim() > 1)
-    assert plan().weight_bytes == 8 * parameters
-
-
-def test_shortened_workloads_hold_whole_trees() -> None:
-    assert len(shortened(UNEVEN, 23).groups) == 2
-    assert shortened(UNEVEN, 23).num_flat_tokens == 22
-    assert len(shortened(UNEVEN, 1).groups) == 1
-    assert shortened(UNEVEN, 1000).num_trained_tokens == UNEVEN.num_trained_tokens
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

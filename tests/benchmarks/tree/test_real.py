@@ -12,8 +12,8 @@ from benchmarks.common.saved_bytes import peak_saved_bytes
 from benchmarks.common.timing import Step
 from benchmarks.tree import real as tree_real
 from benchmarks.tree.cases import star
-from benchmarks.tree.real import count, fastest_baselines, measure_set, measure_sets, paired_overhead
-from benchmarks.tree.sets import SET_NAMES, TaskSample, fold_tasks
+from benchmarks.tree.real import count, fastest_baselines, measure_set, measure_sets
+from benchmarks.tree.sets import TaskSample, fold_tasks
 from benchmarks.tree.steps import BASELINES, build_steps, gradient_after, padded_micro_batches, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,11 +96,6 @@ def test_padded_batches_hold_every_sequence_once_within_the_budget(lengths: list
     assert in_order == sorted(lengths, reverse=True)
 
 
-def test_padded_batches_by_hand() -> None:
-    assert padded_micro_batches([5, 9, 4, 8], 18) == [[1, 3], [0, 2]]
-    assert padded_micro_batches([5, 9, 4, 8], None) == [[0, 1, 2, 3]]
-
-
 def test_the_padded_batch_keeps_to_its_fastest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets: list[int | None] = []
 
@@ -156,10 +151,6 @@ def test_without_sharing_the_overhead_is_paired() -> None:
     ratios = [a / b for a, b in zip(result.seconds["tree"], result.seconds[result.baseline], strict=True)]
     assert result.overhead == pytest.approx(median(ratios) - 1)
     assert result.saved_bytes == result.flat_saved_bytes
-
-
-def test_a_pair_shares_what_slows_its_round() -> None:
-    assert paired_overhead([1.1, 2.2, 1.0], [1.0, 2.0, 1.0]) == pytest.approx(0.1)
 
 
 def test_only_baselines_near_the_fastest_are_run_again() -> None:
@@ -251,9 +242,3 @@ def test_what_cannot_be_measured_is_refused(
     monkeypatch.setattr(benchmarks.tree.bench, "build_model", lambda **_: pytest.fail("began"))
     with pytest.raises(InputError, match=message):
         benchmarks.tree.bench.measure(**options)
-
-
-def test_names_of_sets_and_cases_are_distinct() -> None:
-    names = [case.name for case in benchmarks.tree.bench.published_cases()]
-    assert len({*names, *SET_NAMES}) == len(names) + len(SET_NAMES)
-    assert all(name == name.strip() and "," not in name for name in SET_NAMES)

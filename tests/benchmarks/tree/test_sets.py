@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.tree.real import count, default_runs, tokens_at_peak
+from benchmarks.tree.real import count, tokens_at_peak
 from benchmarks.tree.sets import (
     FILES,
     NO_SHARING,
@@ -82,17 +82,6 @@ def test_a_sample_is_whole_tasks_in_order_each_of_which_brought_it_closer(
             expected.append(i)
             total += sizes[i]
     assert taken == (sorted(expected) if expected else order[:1])
-
-
-def test_a_sample_depends_on_its_seed_alone() -> None:
-    all_tasks = [task_of(5, task_id=i) for i in range(30)]
-
-    def sampled(seed: int) -> list[object]:
-        return [task.task_id for task in sample_tasks(all_tasks, 50, seed=seed)]
-
-    assert sampled(3) == sampled(3)
-    assert len(sampled(3)) == 10
-    assert sampled(3) != sampled(4)
 
 
 def test_without_a_budget_a_sample_is_the_set() -> None:
@@ -217,13 +206,6 @@ def test_a_set_is_gated_by_sharing_and_by_the_length_of_its_segments() -> None:
     assert not gated(long, 32, 2)
     assert gated(long, 32, 8)
     assert not gated(short, 32, 8)
-
-
-def test_sets_that_are_held_to_something_run_more_often() -> None:
-    shared = [[[*range(40), *([100 + i] * 40)] for i in range(8)]]
-    assert default_runs(count(sample_of(*shared))) == 3
-    assert default_runs(count(sample_of([[1, 2]], [[1, 3]]))) == 3
-    assert default_runs(count(sample_of([[1, 2], [1, 3]]))) == 1
 
 
 def test_tokens_at_the_peak_are_those_of_the_largest_micro_batch_or_chain_of_partitions() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.engine.decoder.vector_cases import DTYPES, Floats, padded
+from tests.engine.decoder.vector_cases import DTYPES, Floats, pad_to_vector
 from treering.engine.decoder.cpu.kernels import write_keys
 
 SLACK = 16
@@ -29,7 +29,7 @@ class Case:
 
     def run(self, tokens: list[int]) -> tuple[Floats, Floats, Floats]:
         """Heads [T, H + 2 G, D] after one call with these tokens, and the arena's keys and values; NaN is unwritten."""
-        dtype, qkv = self.qkv.dtype, padded(self.qkv[tokens])
+        dtype, qkv = self.qkv.dtype, pad_to_vector(self.qkv[tokens])
         keys = np.full((NUM_KV_HEADS, self.head_size, NUM_SLOTS), np.nan, dtype)
         values = np.full((NUM_KV_HEADS, NUM_SLOTS, self.head_size), np.nan, dtype)
         angles, eps = (self.cos, self.sin), np.array([EPS], dtype)

@@ -5,7 +5,7 @@ import pytest
 from numba import njit
 from numpy.typing import NDArray
 
-from tests.engine.decoder.vector_cases import DTYPES, Floats, padded
+from tests.engine.decoder.vector_cases import DTYPES, Floats, pad_to_vector
 from treering.engine.decoder.cpu.attention import attend
 from treering.engine.decoder.cpu.kernels import silu_mul
 from treering.engine.decoder.cpu.simd import exponential, lanes, lanes_of, largest, load, select, store, total
@@ -80,8 +80,8 @@ def test_the_lowest_bits_choose_between_two_vectors(dtype: np.dtype, bits: int) 
 @pytest.mark.parametrize("size", [1, 5, 8, 16, 20, 37])
 def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int) -> None:
     gate_up = np.random.default_rng(size).normal(0, 4, (3, 2 * size)).astype(dtype)
-    out = padded(np.zeros((3, size), dtype))
-    silu_mul(padded(gate_up), out)
+    out = pad_to_vector(np.zeros((3, size), dtype))
+    silu_mul(pad_to_vector(gate_up), out)
     gate, up = gate_up[:, :size].astype(np.longdouble), gate_up[:, size:].astype(np.longdouble)
     expected = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(out, expected.astype(float), rtol=SLACK * np.finfo(dtype).eps)
@@ -90,8 +90,8 @@ def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_of_diverged_gates_is_nan_alone(dtype: np.dtype) -> None:
     gate_up = np.array([[np.nan, 1.0, 2.0, 3.0]], dtype)
-    out = padded(np.zeros((1, 2), dtype))
-    silu_mul(padded(gate_up), out)
+    out = pad_to_vector(np.zeros((1, 2), dtype))
+    silu_mul(pad_to_vector(gate_up), out)
     assert np.isnan(out[0, 0])
     assert np.isfinite(out[0, 1])
 
@@ -113,7 +113,7 @@ class Case:
         for slot in sorted({slot for token in range(3) for slot in self.seen(token)}):
             self.keys[:, :, slot] = rng.normal(size=(num_kv_heads, head_size))
             self.values[:, slot, :head_size] = rng.normal(size=(num_kv_heads, head_size))
-        self.qkv = padded(rng.normal(size=(3, (num_heads + 2 * num_kv_heads) * head_size)).astype(dtype))
+        self.qkv = pad_to_vector(rng.normal(size=(3, (num_heads + 2 * num_kv_heads) * head_size)).astype(dtype))
         self.scale = np.array([head_size**-0.5], dtype)
 
     def seen(self, token: int) -> list[int]:
@@ -124,10 +124,10 @@ class Case:
 
     def run(self, order: list[int]) -> Floats:
         """Attention of these tokens in one call."""
-        out = padded(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
+        out = pad_to_vector(np.zeros((len(order), self.num_heads * self.head_size), self.keys.dtype))
         spans = self.prefix_start, self.num_prefix, self.own_start, self.num_own, self.tree_start, self.tree_bits
         scores = np.full((2, self.context + 200), np.nan, self.keys.dtype)
-        qkv = padded(self.qkv[order])
+        qkv = pad_to_vector(self.qkv[order])
         attend(qkv, self.keys, self.values, *(span[order] for span in spans), self.scale, scores, out)
         return out
 

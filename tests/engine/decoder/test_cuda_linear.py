@@ -157,15 +157,15 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     timed = play_clock(monkeypatch, seconds)
     monkeypatch.setattr(products_module, "_may_time", lambda device: True)
     products = products_module.Products(weights, "measured")
-    products.of(4)
+    products.for_tokens(4)
     wide, narrow = "64 columns", "32 columns"
     chosen = {"qkv": wide, "out": narrow, "gate_up": "torch", "down": narrow, "head": "torch"}
     assert products.chosen == {4: chosen}
     # All layers' matrices of a name are timed together.
     assert timed == [(80, 2), (48, 2), (128, 2), (48, 2), (VOCAB, 1)]
-    products.of(4)
+    products.for_tokens(4)
     assert len(timed) == 5
-    products.of(2)
+    products.for_tokens(2)
     assert products.chosen == {4: chosen, 2: chosen}
     assert len(timed) == 10
 
@@ -221,7 +221,7 @@ def test_without_a_device_or_switched_off_torch_computes_untimed(
     monkeypatch.setattr(products_module, "seconds_of", None)
     monkeypatch.setattr(products_module, "_may_time", products_module._may_time if by == "measured" else lambda _: True)
     products = products_module.Products(weights, by)
-    products.of(1)
+    products.for_tokens(1)
     assert {*products.chosen[1].values()} == {"torch"}
 
 

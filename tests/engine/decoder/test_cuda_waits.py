@@ -102,7 +102,7 @@ def test_sampling_makes_one_copy_to_the_device_and_waits_once(
     has_duplicates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[torch.Size] = []
-    monkeypatch.setattr(verify, "fetch", lambda packed: waits.append(packed.shape) or np.ones(packed.shape))
+    monkeypatch.setattr(verify, "to_host", lambda packed: waits.append(packed.shape) or np.ones(packed.shape))
     rows = np.arange(2)
     first = rows * 0 if has_duplicates else rows
     zeros = np.zeros(0, np.int64)

@@ -9,7 +9,7 @@ Floats = NDArray[np.floating]
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 
 
-def padded(array: Floats) -> Floats:
+def pad_to_vector(array: Floats) -> Floats:
     """The same numbers, padded with a vector of NaN."""
     spare = np.full(array.size + lanes_of(array.dtype), np.nan, array.dtype)
     spare[: array.size] = array.reshape(-1)

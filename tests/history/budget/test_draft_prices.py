@@ -121,7 +121,7 @@ def test_what_is_grown_is_counted_as_a_drafter_without_costs_drafts_it(
     rows = draft_rows(ROWS)
     drafts = drafter.propose(rows)
     monkeypatch.setattr(spending, "_RISE", 0.0)
-    without_costs = drafter_of(None, min_acceptance=drafter._spending.leasts[0])
+    without_costs = drafter_of(None, min_acceptance=drafter._controller.leasts[0])
     assert seen[0] == without_costs.propose(rows).tokens.size
     assert seen[0] >= drafts.tokens.size
     if slope == 0:

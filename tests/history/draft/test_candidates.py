@@ -1,4 +1,4 @@
-"""A node's candidates say what its places say, whether all of these go on with one token or not."""
+"""A index's candidates say what its places say, whether all of these go on with one token or not."""
 
 from collections import defaultdict
 from typing import Any
@@ -12,23 +12,23 @@ from treering.history.draft.prior import LENGTH_FACTORS
 from treering.history.draft.vote_fractions import sum_up, write_shares
 from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
-from treering.history.match.matches import PLACE
+from treering.history.match.matches import MATCH
 from treering.history.store.prompt_index import MARKER
 
-NUM_PLACES, DEPTH, SIZE = 9, 2, 64
+NUM_MATCHES, DEPTH, SIZE = 9, 2, 64
 BEGIN = 5
-END = BEGIN + NUM_PLACES
+END = BEGIN + NUM_MATCHES
 FIELDS = ("token", "count", "best", "length", "num_longest")
 LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 
 
 @njit
 def count(
-    texts: Any, places: Any, room: Any, begin: int, end: int, depth: int, is_calibrated: bool, longest: int
+    texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth: int, is_calibrated: bool, longest: int
 ) -> Any:
     """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
-    num = count_votes(texts, places, room, begin, end, depth, is_calibrated, longest)
-    candidates = room.candidates
+    num = count_votes(texts, matches, workspace, begin, end, depth, is_calibrated, longest)
+    candidates = workspace.candidates
     total, num_longest = sum_up(candidates, num)
     shares = np.zeros((num, NUM_VOTES), np.float32)
     for c in range(num):
@@ -43,32 +43,32 @@ def stretched(part: float) -> float:
 
 
 def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
-    """Places that go on with these tokens two behind where they begin, in any of the texts."""
+    """Matches that go on with these tokens two behind where they begin, in any of the texts."""
     rng = np.random.default_rng(draw)
     texts = Texts(*(np.full(SIZE, 77, np.int32) for _ in range(3)))
-    places = np.zeros(NUM_PLACES, PLACE)
-    places["at"] = rng.permutation(SIZE - DEPTH)[:NUM_PLACES]
+    matches = np.zeros(NUM_MATCHES, MATCH)
+    matches["at"] = rng.permutation(SIZE - DEPTH)[:NUM_MATCHES]
     for field, end in (("source", NUM_SOURCES), ("text", 3), ("length", 60)):
-        places[field] = rng.integers(0, end, NUM_PLACES)
-    places["length"][rng.integers(NUM_PLACES)] = 60
-    places["weight"] = rng.random(NUM_PLACES) + 0.1
-    for place, token in zip(places, tokens, strict=True):
+        matches[field] = rng.integers(0, end, NUM_MATCHES)
+    matches["length"][rng.integers(NUM_MATCHES)] = 60
+    matches["weight"] = rng.random(NUM_MATCHES) + 0.1
+    for place, token in zip(matches, tokens, strict=True):
         texts[place["text"]][place["at"] + DEPTH] = token
     return texts, places
 
 
 def room_of_all() -> Workspace:
-    """Room with all places as members, behind some that are of other nodes."""
-    room = make_workspace()
-    room.members[:BEGIN] = -1
-    room.members[BEGIN:END] = np.arange(NUM_PLACES)
+    """Room with all places as members, behind some that are of other taken."""
+    workspace = make_workspace()
+    workspace.members[:BEGIN] = -1
+    workspace.members[BEGIN:END] = np.arange(NUM_MATCHES)
     return room
 
 
-def expected(places: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict[int, dict[str, Any]]:
+def expected(matches: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict[int, dict[str, Any]]:
     """The candidates by their tokens, from the definition."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for j, (place, token) in enumerate(zip(places, tokens, strict=True)):
+    for j, (place, token) in enumerate(zip(matches, tokens, strict=True)):
         bucket = sum(place["length"] + DEPTH > last for last in LASTS)
         factor = LENGTH_FACTORS[place["source"] * NUM_LENGTHS + bucket] if is_calibrated else 1.0
         if token != MARKER:
@@ -78,10 +78,10 @@ def expected(places: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict
             "token": token,
             "count": len(said),
             "best": max(said, key=lambda item: item[1])[0],
-            "length": max(places[j]["length"] for j, _ in said),
-            "num_longest": sum(places[j]["length"] == 60 for j, _ in said),
+            "length": max(matches[j]["length"] for j, _ in said),
+            "num_longest": sum(matches[j]["length"] == 60 for j, _ in said),
             "votes": sum(vote for _, vote in said),
-            "by_source": [sum(vote for j, vote in said if places[j]["source"] == k) for k in range(NUM_SOURCES)],
+            "by_source": [sum(vote for j, vote in said if matches[j]["source"] == k) for k in range(NUM_SOURCES)],
         }
         for token, said in found.items()
     }
@@ -91,16 +91,16 @@ def expected(places: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict
 @pytest.mark.parametrize("end", [5, MARKER, 6], ids=["all agree", "one ends", "one differs"])
 @pytest.mark.parametrize("draw", range(8))
 def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, is_calibrated: bool) -> None:
-    tokens = [5] * NUM_PLACES
-    tokens[draw % NUM_PLACES] = end
-    texts, places = node_of(draw, tokens)
-    room = room_of_all()
-    num, total, num_longest, shares = count(texts, places, room, BEGIN, END, DEPTH, is_calibrated, 60)
-    wanted = expected(places, tokens, is_calibrated)
+    tokens = [5] * NUM_MATCHES
+    tokens[draw % NUM_MATCHES] = end
+    texts, matches = node_of(draw, tokens)
+    workspace = room_of_all()
+    num, total, num_longest, shares = count(texts, matches, workspace, BEGIN, END, DEPTH, is_calibrated, 60)
+    wanted = expected(matches, tokens, is_calibrated)
     assert num == len(wanted)
     assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
     assert num_longest == sum(item["num_longest"] for item in wanted.values())
-    for candidate, own in zip(room.candidates[:num], shares, strict=True):
+    for candidate, own in zip(workspace.candidates[:num], shares, strict=True):
         item = wanted[int(candidate["token"])]
         assert {name: candidate[name] for name in FIELDS} == {name: item[name] for name in FIELDS}
         assert candidate["votes"] == pytest.approx(item["votes"])
@@ -114,14 +114,14 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
 
 @pytest.mark.parametrize("source", range(NUM_SOURCES))
 def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
-    tokens = [5] * NUM_PLACES
-    texts, places = node_of(0, tokens)
-    places["weight"][places["source"] == source] = 0.0
-    *_, shares = count(texts, places, room_of_all(), BEGIN, END, DEPTH, False, 60)
-    has_votes = [k != source and (places["source"] == k).any() for k in range(NUM_SOURCES)]
+    tokens = [5] * NUM_MATCHES
+    texts, matches = node_of(0, tokens)
+    matches["weight"][matches["source"] == source] = 0.0
+    *_, shares = count(texts, matches, room_of_all(), BEGIN, END, DEPTH, False, 60)
+    has_votes = [k != source and (matches["source"] == k).any() for k in range(NUM_SOURCES)]
     assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
 
 
 def test_a_node_without_places_has_no_candidates() -> None:
-    texts, places = node_of(0, [5] * NUM_PLACES)
-    assert count(texts, places, room_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)
+    texts, matches = node_of(0, [5] * NUM_MATCHES)
+    assert count(texts, matches, room_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)

@@ -178,7 +178,7 @@ def test_links_that_lead_in_a_circle_cost_looks_and_never_more() -> None:
     ]
     expected = drafter.propose(draft_rows(rows, row_ids=range(5)))
     assert min(len(tokens) for tokens in drafted(expected)[2:]) > 0
-    chains = drafter._searched.live.chains
+    chains = drafter._search_state.live.chains
     for links in (chains.short, chains.long, chains.wide):
         links[:] = np.arange(links.size)
     drafts = drafter.propose(draft_rows(rows, row_ids=range(5)))

@@ -104,10 +104,10 @@ def test_rows_are_marked_by_their_paths(rows: list[tuple[list[int], int, bool]])
     rows = [(parents, min(leaf, len(parents) - 1), was_cut) for parents, leaf, was_cut in rows]
     expected, depths = [], []
     for parents, leaf, was_cut in rows:
-        path, node = set(), leaf
-        while node >= 0:
-            path.add(node)
-            node = parents[node]
+        path, index = set(), leaf
+        while index >= 0:
+            path.add(index)
+            index = parents[index]
         tried = {i for i, parent in enumerate(parents) if parent in path or parent == -1}
         if was_cut:
             tried -= {i for i, parent in enumerate(parents) if parent == leaf}

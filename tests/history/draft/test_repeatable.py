@@ -79,8 +79,8 @@ def foreign_names(module_name: str, function: Any) -> set[str]:
 def imported_names(module: Any) -> set[str]:
     """What a module takes from others of the folder."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {name.name for node in nodes if str(node.module).startswith("treering.history") for name in node.names}
+    taken = [index for index in ast.walk(tree) if isinstance(index, ast.ImportFrom)]
+    return {name.name for index in taken if str(index.module).startswith("treering.history") for name in index.names}
 
 
 def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
@@ -213,7 +213,7 @@ def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:
         lambda state: state.update(token_roots=0 * state["token_roots"]),
         lambda state: state.update(token_roots=np.full(state["token_roots"].size, 1 << 16)),
         lambda state: state.update(token_weights=state["token_weights"].astype(str)),
-        lambda state: state.update(quiet=np.array([-1])),
+        lambda state: state.update(num_undrafted=np.array([-1])),
     ],
 )
 def test_another_state_is_refused_and_nothing_is_taken(change: Callable[[dict[str, Any]], object]) -> None:

@@ -43,7 +43,7 @@ def test_one_token_behind_an_edit_the_old_trajectory_goes_on(edit: str, num_roll
 @pytest.mark.parametrize("edit", EDITS)
 def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) -> None:
     rollout, at = EDITS[edit]
-    # The token behind the edit stands in six more places, each going on elsewhere.
+    # The token behind the edit stands in six more matches, each going on elsewhere.
     elsewhere = [[1000 + k, 1100 + k, OLD[at], 1200 + k, 1300 + k] for k in range(6)]
     store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
     rollout = (*rollout, OLD[at])
@@ -62,7 +62,7 @@ def test_matches_by_length_alone_would_not_know_the_place() -> None:
 
 
 def test_a_row_finds_back_to_its_trajectory_after_a_few_foreign_tokens() -> None:
-    # OLD[13] stands in many other places, and all that agrees before it lies four tokens back.
+    # OLD[13] stands in many other matches, and all that agrees before it lies four tokens back.
     elsewhere = [[1000 + k, 1100 + k, OLD[13], 1200 + k, 1300 + k] for k in range(6)]
     store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
     rollout = (*OLD[:10], 7000, 7001, 7002, OLD[13])

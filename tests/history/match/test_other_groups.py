@@ -45,9 +45,9 @@ def test_what_runs_of_other_groups_is_no_other_source() -> None:
 
 
 def test_the_newest_four_places_count() -> None:
-    ahead = [Row(rollout=(7, 8, 9, 20 + k), group=k) for k in range(6)]
+    queries = [Row(rollout=(7, 8, 9, 20 + k), group=k) for k in range(6)]
     row = Row(prompt_id="p", rollout=(7, 8, 9), group=9)
-    drafts = drafter_of("others").propose(draft_rows([*ahead, row]))
+    drafts = drafter_of("others").propose(draft_rows([*queries, row]))
     assert first_tokens(drafts, 6) == {22, 23, 24, 25}
 
 

@@ -33,11 +33,11 @@ def drafter_of(*sources: str, max_live_tokens: int = 4096) -> Drafter:
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
     drafter = drafter_of("siblings")
-    ahead = (11, 12)
+    queries = (11, 12)
     for token in range(13, 40):
-        ahead = (*ahead, token)
+        queries = (*queries, token)
         # The other row ends in the token before the newest one: only that one can be drafted.
-        rows = [Row(rollout=ahead), Row(rollout=(50, ahead[-2]))]
+        rows = [Row(rollout=queries), Row(rollout=(50, ahead[-2]))]
         drafts = drafter.propose(draft_rows(rows, row_ids=[4, 9] if has_ids else None))
         assert drafted(drafts) == [[], [token]]
 
@@ -188,7 +188,7 @@ def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(h
     rng = np.random.default_rng(4)
     texts = {prompt: {0: [rng.integers(0, 6, 30).tolist() for _ in range(2)]} for prompt in ("p", "q")}
     drafter, unsure = (Drafter(store_of(texts), min_acceptance=0.01) for _ in range(2))
-    unsure._searched.live.has = lambda rows: rows is unsure._searched.live._rows  # type: ignore[method-assign]
+    unsure._search_state.live.has = lambda rows: rows is unsure._search_state.live._rows  # type: ignore[method-assign]
     ids, rows, num_known = list(range(4)), [Row(group=b // 2) for b in range(4)], 0
     groups, row_ids = np.zeros(4, np.int64), np.zeros(4, np.int64)
     for step in range(60):
@@ -198,7 +198,7 @@ def test_rows_are_known_again_whatever_object_holds_them_and_no_other_rows_are(h
             rows[b], ids[b] = Row(prompt_id=prompt, group=group), 4 + step
         groups[:], row_ids[:] = [row.group for row in rows], ids
         batch = replace(draft_rows(rows), groups=groups, row_ids=row_ids if has_ids else None)
-        num_known += drafter._searched.live.has(batch)
+        num_known += drafter._search_state.live.has(batch)
         assert same_drafts(drafter.propose(batch), unsure.propose(replace(batch)))
         rows = [replace(row, rollout=(*row.rollout, int(rng.integers(0, 6)))) for row in rows]
     assert 20 < num_known < 50
@@ -216,7 +216,7 @@ def test_rows_that_could_not_be_found_are_not_known_when_they_come_again(
         failing.setattr(owner, name, _fail)
         with pytest.raises(MemoryError):
             drafter.propose(rows)
-    assert name == "slots" or not drafter._searched.live.has(before)
+    assert name == "slots" or not drafter._search_state.live.has(before)
     assert same_drafts(drafter.propose(replace(rows)), fresh.propose(rows))
 
 
@@ -263,7 +263,7 @@ def test_room_of_prompts_follows_those_that_rows_have() -> None:
 def test_what_takes_a_slot_or_other_room_is_noted_from_its_beginning() -> None:
     """Whatever stands there: another text may end alike and begin otherwise."""
     drafter = drafter_of("own")
-    live, slots, prompt_slots = drafter._searched.live, set(), set()
+    live, slots, prompt_slots = drafter._search_state.live, set(), set()
     stays = Row(prompt=(7,), rollout=(1, 2, 3), group=1)
     drafter.propose(draft_rows([stays, Row(rollout=(1, 2, 3))], row_ids=[1, 2]))
     for number in range(3, 13):
@@ -291,8 +291,8 @@ def test_a_prompt_that_no_row_had_when_all_texts_moved_has_room_when_a_row_comes
         longer = Row(prompt=(4, 5), rollout=(9,) * length, group=2, max_drafts=0)
         drafter.propose(draft_rows([longer], row_ids=[2]))
     rows = draft_rows([comes, longer], row_ids=[3, 2])
-    drafter._searched.live.slots(rows)
-    running = drafter._searched.live.running
+    drafter._search_state.live.slots(rows)
+    running = drafter._search_state.live.running
     ends = (running.begins + running.sizes)[running.prompt_slots]
     assert (ends <= running.chains.tokens.size).all()
     assert drafted(drafter.propose(rows))[0] == [2, 3]
@@ -318,7 +318,7 @@ def test_where_there_was_no_memory_for_all_texts_the_next_call_asks_for_it_again
             with pytest.raises(MemoryError):
                 drafter.propose(rows)
     drafts = drafter.propose(rows)
-    assert drafter._searched.live.chains.tokens.size >= drafter._searched.live.running.owners.size * UNIT
+    assert drafter._search_state.live.chains.tokens.size >= drafter._search_state.live.running.owners.size * UNIT
     assert drafted(drafts)[0] == [longer[0]]
 
 
@@ -335,7 +335,7 @@ def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> No
 
 def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
     drafter = drafter_of("own")
-    live, begins = drafter._searched.live, []
+    live, begins = drafter._search_state.live, []
     large, small = Row(prompt=tuple(range(300)), rollout=(1,), group=2), Row(prompt=(1, 2), rollout=(1,), group=3)
     # The room of the large prompt is free from when the small one comes.
     steps = ((10, large, 2, 0), (25, large, 2, 10), (25, small, 3, 25), (45, small, 3, 0))
@@ -367,9 +367,9 @@ def test_a_row_starts_without_the_outcome_of_the_row_whose_slot_it_takes() -> No
     for step in range(12):
         # The row that leaves had no draft at two tokens, so its next context would have three, as the new one has.
         used.propose(draft_rows([stays, Row(rollout=(50, 51))], row_ids=[0, 100 + step]))
-        slots.append(int(used._searched.live_slots[1]))
+        slots.append(int(used._search_state.live_slots[1]))
         drafts = used.propose(draft_rows([stays, new], row_ids=[0, 200 + step]))
-        slots.append(int(used._searched.live_slots[1]))
+        slots.append(int(used._search_state.live_slots[1]))
         assert drafts.acceptance.tolist() == fresh.acceptance.tolist()
     assert any(slot in slots[:step:2] for step, slot in enumerate(slots) if step % 2 == 1)
 
@@ -394,9 +394,9 @@ def test_the_first_token_of_a_row_is_drafted_that_had_none_when_there_came_more_
     drafter = drafter_of("siblings")
     waits, comes = Row(max_drafts=2), Row(prompt=tuple(range(5000, 6000)), group=1)
     drafter.propose(draft_rows([waits, Row()], row_ids=[0, 1]))
-    size = drafter._searched.live.chains.tokens.size
+    size = drafter._search_state.live.chains.tokens.size
     drafter.propose(draft_rows([waits, Row(), comes], row_ids=[0, 1, 2]))
-    assert drafter._searched.live.chains.tokens.size > size
+    assert drafter._search_state.live.chains.tokens.size > size
     drafts = drafter.propose(draft_rows([waits, Row(rollout=(100, 101, 102)), comes], row_ids=[0, 1, 2]))
     assert drafted(drafts)[0] == [100, 101]
 
@@ -413,7 +413,7 @@ def test_a_finished_sibling_helps_on_where_there_is_other_room_for_who_comes() -
 def test_a_prompt_is_noted_whole_whatever_its_size(size: int) -> None:
     drafter = drafter_of("own")
     drafter.propose(draft_rows([Row(prompt=tuple(range(size)), rollout=(900,))], row_ids=[1]))
-    running = drafter._searched.live.running
+    running = drafter._search_state.live.running
     slot = running.prompt_slots[0]
     assert (running.first[slot], running.num_noted[slot]) == (0, size)
 
@@ -423,7 +423,7 @@ def test_no_token_is_lost_while_a_rollout_grows() -> None:
     for length in range(400):
         row = Row(prompt=(7, 8), rollout=tuple(range(100, 100 + length)))
         drafter.propose(draft_rows([row], row_ids=[1]))
-        running = drafter._searched.live.running
+        running = drafter._search_state.live.running
         slot = running.slots[0]
         assert (running.first[slot], running.num_noted[slot]) == (2, 2 + length)
         begin = running.begins[slot]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.history.reference import Row, draft_rows, drafted, store_of
 from treering.history.draft.drafter import Drafter
-from treering.history.match.batched_search import NUM_AHEAD
+from treering.history.match.batched_search import MAX_QUERIES
 
 TOKENS = st.integers(0, 3)
 ROLLOUTS = st.lists(st.lists(TOKENS, max_size=30), min_size=1, max_size=4)
@@ -20,7 +20,7 @@ ROWS = st.tuples(
 @settings(max_examples=100, deadline=None)
 @given(
     histories=st.lists(ROLLOUTS, min_size=3, max_size=3),
-    parts=st.lists(ROWS, min_size=2, max_size=2 * NUM_AHEAD + 1),
+    parts=st.lists(ROWS, min_size=2, max_size=2 * MAX_QUERIES + 1),
     others=st.booleans(),
 )
 def test_rows_together_get_what_each_gets_alone(

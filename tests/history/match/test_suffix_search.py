@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from treering.history.match.arena import Arena, Histories
-from treering.history.match.batched_search import NUM_AHEAD, ask, ask_history, make_batched_search, search
+from treering.history.match.batched_search import MAX_QUERIES, add_query, add_history_query, make_batched_search, search
 from treering.history.match.recent import Others, Recent
 from treering.history.match.suffix_search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
 from treering.history.store.prompt_index import PromptIndex, as_text
@@ -21,12 +21,12 @@ def found_in_history(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories
 ) -> np.ndarray:
     """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
-    ahead = make_batched_search()
+    queries = make_batched_search()
     for q in range(rows.size):
         b = rows[q]
-        ask_history(ahead, q, tokens, b, ends[b], begins[b], history, prompts[b])
-    search(ahead, rows.size, tokens, history.text, history.order, history.keys, history.positions)
-    return ahead.lows
+        add_history_query(queries, q, tokens, b, ends[b], begins[b], history, prompts[b])
+    run_queries(queries, rows.size, tokens, history.text, history.order, history.keys, history.positions)
+    return queries.lows
 
 
 @njit
@@ -34,11 +34,11 @@ def found_in_others(
     rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others
 ) -> np.ndarray:
     """The same in other prompts' histories."""
-    ahead = make_batched_search()
+    queries = make_batched_search()
     for q in range(rows.size):
-        ask(ahead, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
-    search(ahead, rows.size, tokens, others.text, others.order, others.keys, others.text)
-    return ahead.lows
+        add_query(queries, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
+    run_queries(queries, rows.size, tokens, others.text, others.order, others.keys, others.text)
+    return queries.lows
 
 
 @njit
@@ -66,7 +66,7 @@ def read_backwards(text: np.ndarray, at: int) -> list[int]:
 
 
 def counted(text: np.ndarray, context: list[int]) -> int:
-    """Places that stand before the context."""
+    """Matches that stand before the context."""
     wanted = read_backwards(np.array([-1, *context]), len(context))
     return sum(read_backwards(text, at) < wanted for at in range(text.size))
 
@@ -76,7 +76,7 @@ def counted(text: np.ndarray, context: list[int]) -> int:
     histories=st.lists(ROLLOUTS, min_size=1, max_size=3),
     rows=st.lists(
         st.tuples(st.lists(TOKENS, max_size=3), st.lists(TOKENS, max_size=12), st.integers(0, 3)),
-        min_size=1, max_size=2 * NUM_AHEAD + 1,
+        min_size=1, max_size=2 * MAX_QUERIES + 1,
     ),
 )  # fmt: skip
 def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
@@ -95,8 +95,8 @@ def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
     ends = begins + [len(context) for _, context, _ in rows]
     # Not all of them, and not in their order: which rows ask is others' choice.
     asking = [b for b in reversed(range(len(rows))) if ends[b] > 0]
-    for first in range(0, len(asking), NUM_AHEAD):
-        some = np.array(asking[first : first + NUM_AHEAD])
+    for first in range(0, len(asking), MAX_QUERIES):
+        some = np.array(asking[first : first + MAX_QUERIES])
         own = found_in_history(some, tokens, ends, begins, slots, arena.arrays)
         elsewhere = found_in_others(some, tokens, ends, begins, recent.arrays)
         for q, b in enumerate(some):
@@ -120,7 +120,7 @@ def test_keys_are_the_last_two_entries_of_every_sixteenth_place() -> None:
     index = PromptIndex.build({0: text})
     keys = keys_of(index.text, index.order)
     assert keys.size == 3
-    # 41 places: the marker; the 5 behind it, then 19 fives behind a 6; 20 sixes behind a 5.
+    # 41 matches: the marker; the 5 behind it, then 19 fives behind a 6; 20 sixes behind a 5.
     assert keys.tolist() == [-(1 << 32), (5 << 32) + 7, (6 << 32) + 6]
 
 

@@ -40,7 +40,7 @@ _LIMITS = {
     "token_weights": (-MOST_UNITS, MOST_UNITS),
     "token_roots": (1, MOST_ROOT_UNITS),
     "reliability": _ANY_SUM,
-    "quiet": _ANY_COUNT,
+    "num_undrafted": _ANY_COUNT,
     "asked": _ANY_SUM,
     "rests": _ANY_COUNT,
 }
@@ -65,7 +65,7 @@ class Acceptance:
         token_roots: uint16, aligned: roots of sums of squared gradients.
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
-        quiet: int64 [1], rows without a draft since the last one that was only tried.
+        num_undrafted: int64 [1], rows without a draft since the last one that was only tried.
         asked: float64 [3], see `SourceGate`.
         rests: int64 [2], see `Backoff`.
     """
@@ -78,7 +78,7 @@ class Acceptance:
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
         self.token_weights, self.token_roots = make_token_weights()
         self.reliability = np.zeros((NUM_BINS, 3))
-        self.quiet = np.zeros(1, np.int64)
+        self.num_undrafted = np.zeros(1, np.int64)
         self.asked = np.zeros(3)
         self.rests = np.zeros(2, np.int64)
 

@@ -1,8 +1,8 @@
-"""The different tokens that may come next at a node: the votes of its places, and what is known of each token.
+"""The different tokens that may come next at a index: the votes of its matches, and what is known of each token.
 
 Knows places and votes. Knows nothing of trees and of what votes are worth.
 
-    M places   C candidates of one node
+    M places   C candidates of one index
 """
 
 from typing import NamedTuple
@@ -31,11 +31,11 @@ from treering.history.features import (
     near_bucket,
 )
 from treering.history.jit import lean, pick
-from treering.history.match.matches import Places, vote_bucket
+from treering.history.match.matches import Matches, vote_bucket
 
 
 class Texts(NamedTuple):
-    """Where the tokens behind places stand; see `places.IN_HISTORY`."""
+    """Where the tokens behind places stand; see `matches.IN_HISTORY`."""
 
     history: Int32Array
     live: Int32Array
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
     length: int
     """The longest match."""
     own: int
-    """Places that it has."""
+    """Matches that it has."""
     share: int
     """Of the votes, in tenths."""
     rank: int
@@ -59,16 +59,16 @@ class Facts(NamedTuple):
 
 @lean
 def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
-    """The token at a place of a text, see `places.IN_HISTORY`; a marker where a rollout ends."""
+    """The token at a place of a text, see `matches.IN_HISTORY`; a marker where a rollout ends."""
     found: np.int32 = pick(text, history, live, others, at)
     return found
 
 
 @lean
-def weigh(places: Places, num: int, is_calibrated: bool, longest: int) -> None:
+def weigh(matches: Matches, num: int, is_calibrated: bool, longest: int) -> None:
     """Writes what each match's vote counts apart from its length."""
     for i in range(num):
-        place = places[i]
+        place = matches[i]
         if is_calibrated:
             edit = np.uintp(vote_bucket(place.length) * NUM_EDITS + place.edit)
             place.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(place.shift)]
@@ -79,15 +79,15 @@ def weigh(places: Places, num: int, is_calibrated: bool, longest: int) -> None:
 @lean
 def count_votes(
     texts: Texts,
-    places: Places,
-    room: Workspace,
+    matches: Matches,
+    workspace: Workspace,
     begin: int,
     end: int,
     depth: int,
     is_calibrated: bool,
     longest: int,
 ) -> int:
-    """Fills the candidates from a node's places, the members from `begin` to `end`; returns how many there are.
+    """Fills the candidates from a index's matches, the members from `begin` to `end`; returns how many there are.
 
     Where they are several, or a rollout ends, `which` says the candidate of each place.
     """
@@ -95,14 +95,14 @@ def count_votes(
         return 0
     # Taken apart once: numba counts references whenever a field of a tuple is read.
     history, live, others = texts.history, texts.live, texts.others
-    members, tokens, counted = room.members, room.tokens, room.votes
-    place = places[np.uintp(members[np.uintp(begin)])]
+    members, tokens, counted = workspace.members, workspace.tokens, workspace.votes
+    place = matches[np.uintp(members[np.uintp(begin)])]
     first, differs = token_at(history, live, others, place.text, place.at + depth), np.int32(0)
     total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
     # Most go on with the same token: sums of all stay in registers.
     for j in range(begin, end):
         number = members[np.uintp(j)]
-        place = places[np.uintp(number)]
+        place = matches[np.uintp(number)]
         token = token_at(history, live, others, place.text, place.at + depth)
         vote = place.weight
         if is_calibrated:
@@ -115,9 +115,9 @@ def count_votes(
         if vote > most:
             most, best = vote, number
     if differs != 0 or first < 0:
-        num: int = _tell_apart(places, room, begin, end, longest)
+        num: int = _tell_apart(matches, workspace, begin, end, longest)
         return num
-    candidate = room.candidates[0]
+    candidate = workspace.candidates[0]
     candidate.token, candidate.votes, candidate.count, candidate.best = first, total, end - begin, best
     candidate.length, candidate.num_longest = longest, num_longest
     for source in range(NUM_SOURCES):
@@ -127,9 +127,9 @@ def count_votes(
 
 
 @lean
-def _tell_apart(places: Places, room: Workspace, begin: int, end: int, longest: int) -> int:
+def _tell_apart(matches: Matches, workspace: Workspace, begin: int, end: int, longest: int) -> int:
     """`count_votes` where places go on with different tokens, from the tokens and votes that it wrote."""
-    members, tokens, counted, which, candidates = room.members, room.tokens, room.votes, room.which, room.candidates
+    members, tokens, counted, which, candidates = workspace.members, workspace.tokens, workspace.votes, workspace.which, workspace.candidates
     num = 0
     for j in range(end - begin):
         token, vote, number = tokens[np.uintp(j)], counted[np.uintp(j)], members[np.uintp(begin + j)]
@@ -148,7 +148,7 @@ def _tell_apart(places: Places, room: Workspace, begin: int, end: int, longest: 
             candidate.length, candidate.num_longest = 0, 0
             for k in range(NUM_SOURCES):
                 candidate.by_source[k] = 0.0
-        place = places[np.uintp(number)]
+        place = matches[np.uintp(number)]
         length, source = place.length, np.uintp(place.source)
         which[np.uintp(j)] = c
         candidate.votes += vote
@@ -163,13 +163,13 @@ def _tell_apart(places: Places, room: Workspace, begin: int, end: int, longest: 
 
 @lean
 def describe(
-    out: Int32Array, places: Places, facts: Facts, depth: int, token: int, state: int, before: int, earlier: int
+    out: Int32Array, matches: Matches, facts: Facts, depth: int, token: int, state: int, before: int, earlier: int
 ) -> None:
     """Writes the numbers of a candidate's features.
 
     Args:
         out: int32 [kinds].
-        places: of the row.
+        matches: of the row.
         facts: of the candidate.
         depth: tokens drafted before it.
         token: its own.
@@ -177,7 +177,7 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    place = places[np.uintp(facts.place)]
+    place = matches[np.uintp(facts.place)]
     source, shift, edit = place.source, place.shift, place.edit
     length, near = length_bucket(facts.length), near_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)

@@ -35,7 +35,7 @@ class Drafter:
 
     For each row it looks for places where the row's context occurs: in the prompt's history, in the running rollouts of
     its group, in the row itself, and in history and running rollouts of other prompts; and where an old rollout that
-    the row followed goes on behind a small edit. Places vote for their next tokens. Of the tree of continuations it
+    the row followed goes on behind a small edit. Matches vote for their next tokens. Of the tree of continuations it
     takes the tokens that are likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
 
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
@@ -95,26 +95,26 @@ class Drafter:
         self._max_draft = max_draft
         self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
-        self._spending = DraftController(float(min_acceptance), self._acceptance.rests)
+        self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
         self._sources = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
-        self._searched = SearchState(
+        self._search_state = SearchState(
             max_live_tokens=max_live_tokens,
             max_other_tokens=max_other_tokens if "others" in sources else 0,
         )
         self._newest = store.snapshot
-        self._leaders, self._worth, self._num_looked = np.zeros(0, np.int64), np.ones(0), 0
+        self._leaders, self._worth, self._num_searched = np.zeros(0, np.int64), np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
         self._latest: tuple[DraftRows, Drafts] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept beside the store: indexes of running prompts, live rows, other prompts, weights."""
-        return self._searched.num_bytes + self._acceptance.num_bytes
+        return self._search_state.num_bytes + self._acceptance.num_bytes
 
     @property
     def costs(self) -> VerifyCosts | None:
         """What passes are taken to cost; see `use_costs`."""
-        return self._spending.costs
+        return self._controller.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
         """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`.
@@ -124,15 +124,15 @@ class Drafter:
         """
         if not isinstance(costs, VerifyCosts | None):
             raise ConfigError(f"costs of a drafter are a VerifyCosts, or None where not known, got {costs!r}; make one")
-        self._spending.use_costs(costs)
+        self._controller.use_costs(costs)
 
     def rests(self) -> bool:
         """Whether this step makes no drafts, whatever its rows: it is counted then, and needs no `propose`."""
         newest = self._store.snapshot
         if newest is not self._newest:
             self._newest = newest
-            self._spending.note_news()
-        return not self._spending.is_due()
+            self._controller.note_news()
+        return not self._controller.is_due()
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
@@ -153,7 +153,7 @@ class Drafter:
         offsets = np.empty(num_rows + 1, np.int64)
         tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
         acceptance, paths = np.empty(size, np.float32), np.empty(size)
-        searched, learnt = self._searched, self._acceptance
+        searched, learnt = self._search_state, self._acceptance
         bad_row, cutoff, num_grown = propose(
             Rows(
                 rows.tokens, rows.num_tokens, rows.num_prompt_tokens, searched.live.row_scopes, rows.max_drafts,
@@ -165,15 +165,15 @@ class Drafter:
             searched.live.states,
             self._sources.due(),
             Model(learnt.weights, learnt.token_weights, *self._kind),
-            Budget(self._max_draft, *self._spending.leasts, *self._spending.curve),
-            learnt.quiet,
+            Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
+            learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))
         end = int(offsets[-1])
         if end > 0 or rows.max_drafts.any():
-            self._spending.note_drafts(self._num_looked, end, cutoff, num_grown)
+            self._controller.note_drafts(self._num_searched, end, cutoff, num_grown)
         drafts = Drafts(tokens=tokens[:end], offsets=offsets, parents=parents[:end], acceptance=acceptance[:end])
         self._latest = (rows, drafts)
         return drafts
@@ -206,8 +206,8 @@ class Drafter:
         """
         drafts = check_latest(self._latest, rows)
         num_drafted, shares, features = drafts.tokens.size, self._shares, self._features
-        if self._num_looked < self._leaders.size and num_drafted > 0:
-            drafts, places = repeat(drafts, self._leaders)
+        if self._num_searched < self._leaders.size and num_drafted > 0:
+            drafts, matches = repeat(drafts, self._leaders)
             shares, features = shares[places], features[places]
         counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
         self._latest = None
@@ -220,12 +220,12 @@ class Drafter:
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
             table.weights, table.squares, table.token_weights, table.token_roots, table.reliability,
         )  # fmt: skip
-        self._sources.note(drafts.offsets, features, was_accepted, self._spending.token_s(self._num_looked))
-        searched = self._searched
+        self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
+        searched = self._search_state
         set_states(searched.live.states, searched.live_slots, drafts.offsets, counts, num_left, was_cut)
         # For each row that was looked up, what it and those that it led have gained.
-        num_gained = float(counts.sum()) * self._num_looked / counts.size
-        self._spending.note_accepted(self._num_looked, num_drafted, num_gained)
+        num_gained = float(counts.sum()) * self._num_searched / counts.size
+        self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""
@@ -248,20 +248,20 @@ class Drafter:
         """
         self._acceptance.load_state(state)
         # What rows that have left leave behind is no part of a state.
-        self._searched.forget()
+        self._search_state.forget()
         self._latest = None
         self.use_costs(self.costs)
 
     def _prepare(self, rows: DraftRows) -> None:
         """Brings what is searched, learnt and spent up to the rows of this step."""
-        searched = self._searched
+        searched = self._search_state
         is_same = rows is searched.rows
         searched.take(rows, self._store.snapshot)
         if not is_same or rows.leaders is not None:
-            num_before = self._num_looked
-            self._leaders, self._worth, self._num_looked = read_leaders(rows)
-            if not is_same or self._num_looked != num_before:
-                self._spending.use_rows(self._num_looked, most_worth(rows, self._num_looked))
+            num_before = self._num_searched
+            self._leaders, self._worth, self._num_searched = read_leaders(rows)
+            if not is_same or self._num_searched != num_before:
+                self._controller.use_rows(self._num_searched, most_worth(rows, self._num_searched))
         size = len(rows.prompt_ids) * self._max_draft
         if self._shares.shape[0] < size:
             self._shares, self._features = (

@@ -58,7 +58,7 @@ def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
     offsets = np.zeros(leaders.size + 1, np.int64)
     size: int = _add_up(drafts.offsets, leaders, offsets)
     tokens, parents, acceptance = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float32)
-    places = np.empty(size, np.int64)
+    matches = np.empty(size, np.int64)
     _repeat(
         drafts.offsets, leaders, drafts.tokens, drafts.parents, drafts.acceptance, tokens, parents, acceptance, places
     )
@@ -85,11 +85,11 @@ def _repeat(
     tokens_out: Int32Array,
     parents_out: Int32Array,
     acceptance_out: Float32Array,
-    places: Int64Array,
+    matches: Int64Array,
 ) -> None:
     """Writes each row's draft behind that of the row before, and where each token came from."""
     at = 0
     for row in range(leaders.size):
         for i in range(offsets[leaders[row]], offsets[leaders[row] + 1]):
-            tokens_out[at], parents_out[at], acceptance_out[at], places[at] = tokens[i], parents[i], acceptance[i], i
+            tokens_out[at], parents_out[at], acceptance_out[at], matches[at] = tokens[i], parents[i], acceptance[i], i
             at += 1

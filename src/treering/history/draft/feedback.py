@@ -89,12 +89,12 @@ def find_fault(
 
 
 @njit(cache=True)
-def depth_of(parents: Int32Array, node: int) -> int:
-    """Tokens from the beginning of a row's draft down to a node, itself included."""
+def depth_of(parents: Int32Array, index: int) -> int:
+    """Tokens from the beginning of a row's draft down to a index, itself included."""
     depth = 0
-    while node >= 0:
+    while index >= 0:
         depth += 1
-        node = parents[node]
+        index = parents[index]
     return depth
 
 
@@ -126,10 +126,10 @@ def mark(
         leaf, is_known = leaves[b], True
         if leaf < -1:
             leaf, is_known = _only_path(parents[begin : begin + size], accepted[b])
-        node = leaf
-        while node >= 0:
-            was_accepted[begin + node] = 1
-            node = parents[begin + node]
+        index = leaf
+        while index >= 0:
+            was_accepted[begin + index] = 1
+            index = parents[begin + index]
         num_left[b] = 0 if is_known else -1
         for i in range(size):
             if was_accepted[begin + i] == 1:
@@ -144,17 +144,17 @@ def mark(
 
 @lean
 def _only_path(parents: Int32Array, length: int) -> tuple[int, bool]:
-    """The node that many tokens down a draft, and whether there is no other; else the last one before it branches."""
-    node = -1
+    """The index that many tokens down a draft, and whether there is no other; else the last one before it branches."""
+    index = -1
     for _ in range(length):
         child, num_children = -1, 0
-        for i in range(node + 1, parents.size):
-            if parents[i] == node:
+        for i in range(index + 1, parents.size):
+            if parents[i] == index:
                 child, num_children = i, num_children + 1
         if num_children != 1:
-            return node, False
-        node = child
-    return node, True
+            return index, False
+        index = child
+    return index, True
 
 
 def _compile(stamp: int) -> Callable[..., None]:

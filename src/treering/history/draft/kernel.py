@@ -1,6 +1,6 @@
 """Drafts of all rows in one compiled call without the interpreter lock.
 
-Knows the order of a row's work: note what is new, find places, grow a tree; and then which tokens of the batch pay.
+Knows the order of a row's work: note what is new, find matches, grow a tree; and then which tokens of the batch pay.
 Knows nothing of prompts, stores and records.
 
     B rows   L columns   S live slots   D drafted tokens
@@ -20,12 +20,12 @@ from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, lean
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import NUM_AHEAD, BatchedSearch, make_batched_search
-from treering.history.match.matches import Places, longest_of, make_places
+from treering.history.match.batched_search import MAX_QUERIES, BatchedSearch, make_batched_search
+from treering.history.match.matches import Matches, longest_of, make_matches
 from treering.history.match.recent import Others
 from treering.history.match.row_states import RowStates, copy_state
 from treering.history.match.running import Running, note_rows
-from treering.history.match.sources import Rows, find_places, is_due
+from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.types import fits_line
 
 ROWS_PER_PROBE = 64
@@ -48,8 +48,8 @@ class Scratch(NamedTuple):
 
     workspace: Workspace
     search: BatchedSearch
-    places: Places  # [NUM_AHEAD, M]
-    num_places: Int64Array  # [NUM_AHEAD]
+    matches: Matches  # [MAX_QUERIES, M]
+    num_matches: Int64Array  # [MAX_QUERIES]
 
 
 @lean
@@ -64,50 +64,50 @@ def _first_bad_row(rows: Rows) -> int:
 
 @lean
 def _draft(
-    rows: Rows, b: int, texts: Texts, places: Places, room: Workspace, num_places: int, state: int, model: Model,
-    budget: Budget, quiet: Int64Array, output: Output, at: int,
+    rows: Rows, b: int, texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, state: int, model: Model,
+    budget: Budget, num_undrafted: Int64Array, output: Output, at: int,
 ) -> int:  # fmt: skip
-    """Writes the draft of a row from its places, behind `at` others; returns how many tokens it has."""
+    """Writes the draft of a row from its matches, behind `at` others; returns how many tokens it has."""
     num_tokens = rows.num_tokens[b]
-    weigh(places, num_places, model.is_calibrated, longest_of(places, num_places))
+    weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, min(budget.max_draft, rows.max_drafts[b]), budget.least, budget.rise)
     while True:
-        num_nodes: int = grow(texts, places, room, num_places, model, row)
-        if num_nodes > 0 or num_places == 0:
+        num_nodes: int = grow(texts, matches, workspace, num_matches, model, row)
+        if num_nodes > 0 or num_matches == 0:
             break
-        if quiet[0] < ROWS_PER_PROBE:
-            quiet[0] += 1
+        if num_undrafted[0] < ROWS_PER_PROBE:
+            num_undrafted[0] += 1
             return 0
         # What looks too poor to be drafted is never observed, and would look poor for ever.
-        quiet[0] = 0
+        num_undrafted[0] = 0
         row = Row(state, last, before, 1, 0.0, 0.0)
     if row.least == 0:
         output.is_probe[b] = True
-        room.buds[room.nodes[0]].path = _PROBE_WORTH
-    write_row(output, at, room, num_nodes)
+        workspace.nodes[workspace.taken[0]].path = _PROBE_WORTH
+    write_row(output, at, workspace, num_nodes)
     return num_nodes
 
 
 @lean
 def _draft_all(
-    rows: Rows, history: Histories, running: Running, others: Others, states: RowStates, uses: BoolArray,
-    model: Model, budget: Budget, quiet: Int64Array, output: Output, scratch: Scratch,
+    rows: Rows, history: Histories, running: Running, others: Others, states: RowStates, enabled: BoolArray,
+    model: Model, budget: Budget, num_undrafted: Int64Array, output: Output, scratch: Scratch,
 ) -> int:  # fmt: skip
     """Writes the drafts of all rows; returns how many tokens they have."""
-    room, ahead, places, num_places = scratch
+    workspace, queries, matches, num_matches = scratch
     texts = Texts(history.text, running.chains.tokens, others.text)
     num_out, num_rows = 0, rows.num_tokens.size
     output.offsets[0] = 0
     # Each stage for some rows before the next one: all of the code would have to be fetched again for every row.
-    for first in range(0, num_rows, NUM_AHEAD):
-        behind = min(first + NUM_AHEAD, num_rows)
-        find_places(rows, first, behind, history, running, others, states, uses, places, num_places, ahead)
+    for first in range(0, num_rows, MAX_QUERIES):
+        behind = min(first + MAX_QUERIES, num_rows)
+        find_matches(rows, first, behind, history, running, others, states, enabled, matches, num_matches, queries)
         for b in range(first, behind):
             if is_due(rows, b):
                 state = states.state[running.slots[b]]
                 num_out += _draft(
-                    rows, b, texts, places[b - first], room, num_places[b - first], state, model, budget, quiet, output,
+                    rows, b, texts, matches[b - first], workspace, num_matches[b - first], state, model, budget, num_undrafted, output,
                     num_out,
                 )  # fmt: skip
             output.offsets[b + 1] = num_out
@@ -115,7 +115,7 @@ def _draft_all(
 
 
 @lean
-def _note_undrafted(rows: Rows, running: Running, states: RowStates, quiet: Int64Array, output: Output) -> None:
+def _note_undrafted(rows: Rows, running: Running, states: RowStates, num_undrafted: Int64Array, output: Output) -> None:
     """Notes which rows get nothing; a probe that was not worth its pass is still due. Led rows are as their leaders."""
     for b in range(rows.num_tokens.size):
         if output.offsets[b + 1] > output.offsets[b]:
@@ -123,7 +123,7 @@ def _note_undrafted(rows: Rows, running: Running, states: RowStates, quiet: Int6
         slot = running.slots[b]
         states.state[slot], states.num_expected[slot] = NO_DRAFT, rows.num_tokens[b] + 1
         if output.is_probe[b]:
-            quiet[0] = ROWS_PER_PROBE
+            num_undrafted[0] = ROWS_PER_PROBE
     for b in range(rows.num_tokens.size):
         if rows.leaders[b] != b:
             copy_state(states, running.slots[b], running.slots[rows.leaders[b]])
@@ -139,10 +139,10 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         running: Running,
         others: Others,
         states: RowStates,
-        uses: BoolArray,
+        enabled: BoolArray,
         model: Model,
         budget: Budget,
-        quiet: Int64Array,
+        num_undrafted: Int64Array,
         output: Output,
     ) -> tuple[int, float, int]:
         """Fills the output.
@@ -156,13 +156,13 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
             return bad_row, 0.0, 0
         note_rows(running, rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt)
         scratch = Scratch(
-            make_workspace(), make_batched_search(), make_places(NUM_AHEAD), np.zeros(NUM_AHEAD, np.int64)
+            make_workspace(), make_batched_search(), make_matches(MAX_QUERIES), np.zeros(MAX_QUERIES, np.int64)
         )
-        num_out = _draft_all(rows, history, running, others, states, uses, model, budget, quiet, output, scratch)
+        num_out = _draft_all(rows, history, running, others, states, enabled, model, budget, num_undrafted, output, scratch)
         cutoff = 0.0
         if budget.cost_sizes.size > 0 and num_out > 0:
             cutoff = cut(rows.worth, output, budget.cost_sizes, budget.cost_seconds)
-        _note_undrafted(rows, running, states, quiet, output)
+        _note_undrafted(rows, running, states, num_undrafted, output)
         return -1, cutoff, num_out
 
     compiled: Callable[..., tuple[int, float, int]] = propose

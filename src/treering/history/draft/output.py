@@ -1,6 +1,6 @@
 """What a compiled call writes: the drafts of all rows, one after another.
 
-Knows nodes and probabilities. Knows nothing of contexts and of how nodes came to be.
+Knows taken and probabilities. Knows nothing of contexts and of how taken came to be.
 
     B rows   D drafted tokens
 """
@@ -31,35 +31,35 @@ class Output(NamedTuple):
 
 
 @lean
-def write_row(output: Output, at: int, room: Workspace, num_nodes: int) -> None:
-    """Writes a row's nodes from `at` on, each one's likeliest child right behind it."""
-    buds, nodes, numbers = room.buds, room.nodes, room.numbers
-    _preorder(room, num_nodes)
-    for node in range(num_nodes):
-        bud, k = buds[np.uintp(nodes[node])], np.uintp(at + numbers[node + 1])
-        output.tokens[k], output.estimates[k], output.paths[k] = bud.token, bud.estimate, bud.path
-        output.parents[k] = numbers[bud.parent + 1]
-        copy_entries(output.shares, k, bud.shares, NUM_VOTES)
-        copy_entries(output.features, k, bud.features, NUM_KINDS)
+def write_row(output: Output, at: int, workspace: Workspace, num_nodes: int) -> None:
+    """Writes a row's taken from `at` on, each one's likeliest child right behind it."""
+    nodes, taken, numbers = workspace.nodes, workspace.taken, workspace.numbers
+    _preorder(workspace, num_nodes)
+    for index in range(num_nodes):
+        node, k = nodes[np.uintp(taken[index])], np.uintp(at + numbers[index + 1])
+        output.tokens[k], output.estimates[k], output.paths[k] = node.token, node.estimate, node.path
+        output.parents[k] = numbers[node.parent + 1]
+        copy_entries(output.shares, k, node.shares, NUM_VOTES)
+        copy_entries(output.features, k, node.features, NUM_KINDS)
 
 
 @lean
-def _preorder(room: Workspace, num_nodes: int) -> None:
-    """Numbers the nodes so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
+def _preorder(workspace: Workspace, num_nodes: int) -> None:
+    """Numbers the taken so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
 
-    Nodes stand by falling probability, so a node's first child is its likeliest.
+    Nodes stand by falling probability, so a index's first child is its likeliest.
     """
-    buds, nodes, numbers, sizes, free = room.buds, room.nodes, room.numbers, room.sizes, room.free
-    for node in range(num_nodes):
-        sizes[np.uintp(node + 1)] = 1
-    for node in range(num_nodes - 1, -1, -1):
-        sizes[np.uintp(buds[np.uintp(nodes[node])].parent + 1)] += sizes[np.uintp(node + 1)]
+    nodes, taken, numbers, sizes, free = workspace.nodes, workspace.taken, workspace.numbers, workspace.sizes, workspace.free
+    for index in range(num_nodes):
+        sizes[np.uintp(index + 1)] = 1
+    for index in range(num_nodes - 1, -1, -1):
+        sizes[np.uintp(nodes[np.uintp(taken[index])].parent + 1)] += sizes[np.uintp(index + 1)]
     numbers[0], free[0] = -1, 0
-    for node in range(num_nodes):
-        line = np.uintp(buds[np.uintp(nodes[node])].parent + 1)
-        numbers[node + 1] = free[line]
-        free[node + 1] = free[line] + 1
-        free[line] += sizes[node + 1]
+    for index in range(num_nodes):
+        line = np.uintp(nodes[np.uintp(taken[index])].parent + 1)
+        numbers[index + 1] = free[line]
+        free[index + 1] = free[line] + 1
+        free[line] += sizes[index + 1]
 
 
 @njit

@@ -1,6 +1,6 @@
-"""A candidate's shares of a node's votes: among all places, in each source, among the longest matches.
+"""A candidate's shares of a index's votes: among all matches, in each source, among the longest matches.
 
-Knows votes that were counted. Knows nothing of places, and of what shares are worth.
+Knows votes that were counted. Knows nothing of matches, and of what shares are worth.
 """
 
 import numpy as np

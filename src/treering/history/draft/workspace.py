@@ -3,7 +3,7 @@
 Knows sizes. Knows nothing of what is written. What is known of one thing lies side by side, so that one address leads
 to all of it: with an array for each of its fields there are more addresses than registers.
 
-    N tokens of a draft   M places   C candidates of one node   E buds that there ever were
+    N tokens of a draft   M places   C candidates of one index   E nodes that there ever were
 """
 
 from typing import Any, NamedTuple
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from treering.arrays import Float64Array, Int32Array
 from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
-from treering.history.match.matches import MAX_PLACES
+from treering.history.match.matches import MAX_MATCHES
 
 MAX_NODES = 64
 MAX_CANDIDATES = 12
-NO_BUD = (MAX_NODES + 1) * MAX_CANDIDATES - 1
-"""The last line of the buds, which no bud gets: of what is no bud."""
-NOWHERE = (MAX_NODES + 1) * MAX_PLACES
-"""Where its places are written among the members: behind those of all buds."""
+NO_NODE = (MAX_NODES + 1) * MAX_CANDIDATES - 1
+"""The last line of the nodes, which no node gets: of what is no node."""
+NOWHERE = (MAX_NODES + 1) * MAX_MATCHES
+"""Where its places are written among the members: behind those of all nodes."""
 
-BUD = np.dtype(
+NODE = np.dtype(
     [
         ("token", np.int32),
-        ("parent", np.int32),  # node, -1 for none
+        ("parent", np.int32),  # index, -1 for none
         ("depth", np.int32),  # tokens of the draft before it
         ("longest", np.int32),  # match of its places
         ("begin", np.int32),  # where its places stand among the members
@@ -38,7 +38,7 @@ BUD = np.dtype(
     ],
     align=True,
 )
-"""A token that the draft may go on with: a candidate that is likely enough. Those that are taken are its nodes."""
+"""A token that the draft may go on with: a candidate that is likely enough. Those that are taken are its taken."""
 
 CANDIDATE = np.dtype(
     [
@@ -47,14 +47,14 @@ CANDIDATE = np.dtype(
         ("best", np.int32),  # the one with the greatest vote
         ("length", np.int32),  # longest match
         ("num_longest", np.int32),  # places with the longest match of all
-        ("line", np.int32),  # its bud, NO_BUD where it is none
+        ("line", np.int32),  # its node, NO_NODE where it is none
         ("votes", np.float64),
         ("best_vote", np.float64),
         ("by_source", np.float64, (NUM_SOURCES,)),
     ],
     align=True,
 )
-"""One of the different next tokens of a node."""
+"""One of the different next tokens of a index."""
 
 Nodes = NDArray[Any]
 Candidates = NDArray[Any]
@@ -63,17 +63,17 @@ Candidates = NDArray[Any]
 class Workspace(NamedTuple):
     """All of it."""
 
-    buds: Nodes  # BUD [E], the first one the context
-    nodes: Int32Array  # [N], lines of the buds that were taken, in that order
+    nodes: Nodes  # NODE [E], the first one the context
+    taken: Int32Array  # [N], lines of the nodes that were taken, in that order
     waiting: Int32Array  # [M], lines of those that may be next: no two share a place
     paths: Float64Array  # [M], theirs
-    members: Int32Array  # [(N + 2) * M], numbers of places; those of a bud stand together
+    members: Int32Array  # [(N + 2) * M], numbers of places; those of a node stand together
     candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source, and where rollouts end
-    tokens: Int32Array  # [M], what each of the node's places goes on with
+    tokens: Int32Array  # [M], what each of the index's places goes on with
     votes: Float64Array  # [M], what each counts
     which: Int32Array  # [M], candidate of each, the one behind all where a rollout ends
-    numbers: Int32Array  # [N + 1], where each node is written; of the context -1, which comes first
-    sizes: Int32Array  # [N + 1], nodes from each one on
+    numbers: Int32Array  # [N + 1], where each index is written; of the context -1, which comes first
+    sizes: Int32Array  # [N + 1], taken from each one on
     free: Int32Array  # [N + 1], where the next child of each one is written
 
 
@@ -82,15 +82,15 @@ def make_workspace() -> Workspace:
     """Room for any row."""
     orders = np.empty((3, MAX_NODES + 1), np.int32)
     return Workspace(
-        np.empty((MAX_NODES + 1) * MAX_CANDIDATES, BUD),
+        np.empty((MAX_NODES + 1) * MAX_CANDIDATES, NODE),
         np.empty(MAX_NODES, np.int32),
-        np.empty(MAX_PLACES, np.int32),
-        np.empty(MAX_PLACES, np.float64),
-        np.empty(NOWHERE + MAX_PLACES, np.int32),
+        np.empty(MAX_MATCHES, np.int32),
+        np.empty(MAX_MATCHES, np.float64),
+        np.empty(NOWHERE + MAX_MATCHES, np.int32),
         np.empty(MAX_CANDIDATES + 1, CANDIDATE),
-        np.empty(MAX_PLACES, np.int32),
-        np.empty(MAX_PLACES, np.float64),
-        np.empty(MAX_PLACES, np.int32),
+        np.empty(MAX_MATCHES, np.int32),
+        np.empty(MAX_MATCHES, np.float64),
+        np.empty(MAX_MATCHES, np.int32),
         orders[0],
         orders[1],
         orders[2],

@@ -1,6 +1,6 @@
 """The indexes of the prompts that are running, side by side in flat arrays, so that one compiled call reads them all.
 
-Knows where each prompt's index stands, and what is said of its places. Knows nothing of rows and drafts. A prompt's
+Knows where each prompt's index stands, and what is said of its matches. Knows nothing of rows and drafts. A prompt's
 arrays are copied when it first appears; nothing proportional to the history is copied per step.
 """
 

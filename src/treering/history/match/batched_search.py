@@ -16,7 +16,7 @@ from treering.history.jit import lean, prefetch
 from treering.history.match.arena import Histories
 from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, last_with_key
 
-NUM_AHEAD = 16
+MAX_QUERIES = 16
 """Rows whose searches go side by side."""
 _NUM_SOON = 8
 _MAX_PREFETCHED = 24
@@ -40,13 +40,13 @@ class BatchedSearch(NamedTuple):
 @njit
 def make_batched_search() -> BatchedSearch:
     """Room for the searches of any rows."""
-    room = np.zeros((10, NUM_AHEAD), np.int64)
+    room = np.zeros((10, MAX_QUERIES), np.int64)
     return BatchedSearch(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
 
 
 @lean
-def ask(
-    ahead: BatchedSearch,
+def add_query(
+    queries: BatchedSearch,
     q: int,
     tokens: Int32Array,
     row: int,
@@ -57,47 +57,47 @@ def ask(
     first_key: int,
 ) -> None:
     """Notes what a search looks for, and where."""
-    ahead.rows[q], ahead.ends[q], ahead.begins[q] = row, end, begin
-    ahead.starts[q], ahead.sizes[q], ahead.first_keys[q] = start, size, first_key
-    ahead.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
-    ahead.keys[q] = key_at(tokens[row], end - 1, begin)
+    queries.rows[q], queries.ends[q], queries.begins[q] = row, end, begin
+    queries.starts[q], queries.sizes[q], queries.first_keys[q] = start, size, first_key
+    queries.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
+    queries.keys[q] = key_at(tokens[row], end - 1, begin)
 
 
 @lean
-def ask_history(
-    ahead: BatchedSearch, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
+def add_history_query(
+    queries: BatchedSearch, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
 ) -> None:
     """`ask` for a context of a prompt's rollouts."""
     start, size = history.spans[slot]
-    ask(ahead, q, tokens, row, end, begin, start, size, (start >> KEY_BITS) + slot)
+    add_query(queries, q, tokens, row, end, begin, start, size, (start >> KEY_BITS) + slot)
 
 
 @lean
 def search(
-    ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
+    queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
     positions: Int32Array,
 ) -> None:  # fmt: skip
     """Makes the first `num` searches in one index or arena, each step for all of them.
 
     How many places stand before each context is in `lows` then.
     """
-    starts, sizes, lows, highs = ahead.starts, ahead.sizes, ahead.lows, ahead.highs
-    _narrow(ahead, num, keys)
+    starts, sizes, lows, highs = queries.starts, queries.sizes, queries.lows, queries.highs
+    _narrow(queries, num, keys)
     for q in range(num):
-        k, from_key, size = lows[q], ahead.first_keys[q], sizes[q]
+        k, from_key, size = lows[q], queries.first_keys[q], sizes[q]
         num_keys = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
         lows[q] = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
-        k = last_with_key(keys, from_key, k, num_keys, ahead.keys[q])
+        k = last_with_key(keys, from_key, k, num_keys, queries.keys[q])
         highs[q] = min(k << KEY_BITS, size)
         prefetch(order, starts[q] + lows[q])
         prefetch(order, starts[q] + highs[q])
-    _halve(ahead, num, tokens, text, order)
+    _halve(queries, num, tokens, text, order)
     for q in range(num):
         for i in range(starts[q] + lows[q], starts[q] + highs[q]):
             prefetch(text, starts[q] + order[i])
     for q in range(num):
         while lows[q] < highs[q]:
-            _step(ahead, q, tokens, text, order)
+            _step(queries, q, tokens, text, order)
         start, right = starts[q], lows[q]
         for k in range(start + max(right - _NUM_SOON, 0), start + min(right + _NUM_SOON, sizes[q])):
             prefetch(text, start + order[k])
@@ -105,9 +105,9 @@ def search(
 
 
 @lean
-def _halve(ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+def _halve(queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
     """Narrows the searches that many places are left of: those whose last two tokens are frequent."""
-    starts, lows, highs = ahead.starts, ahead.lows, ahead.highs
+    starts, lows, highs = queries.starts, queries.lows, queries.highs
     widest = 0
     for q in range(num):
         widest = max(widest, highs[q] - lows[q])
@@ -119,25 +119,25 @@ def _halve(ahead: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array,
                 prefetch(text, starts[q] + order[starts[q] + ((lows[q] + highs[q]) >> 1)])
         for q in range(num):
             if highs[q] - lows[q] > _MAX_PREFETCHED:
-                _step(ahead, q, tokens, text, order)
+                _step(queries, q, tokens, text, order)
         widest >>= 1
 
 
 @lean
-def _step(ahead: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+def _step(queries: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
     """Halves what is left of a search by a look at the text."""
-    start, middle = ahead.starts[q], (ahead.lows[q] + ahead.highs[q]) >> 1
-    context = tokens[ahead.rows[q], : ahead.ends[q]]
-    if is_before(text, start + order[start + middle], context, ahead.begins[q]):
-        ahead.lows[q] = middle + 1
+    start, middle = queries.starts[q], (queries.lows[q] + queries.highs[q]) >> 1
+    context = tokens[queries.rows[q], : queries.ends[q]]
+    if is_before(text, start + order[start + middle], context, queries.begins[q]):
+        queries.lows[q] = middle + 1
     else:
-        ahead.highs[q] = middle
+        queries.highs[q] = middle
 
 
 @lean
-def _narrow(ahead: BatchedSearch, num: int, keys: Int64Array) -> None:
+def _narrow(queries: BatchedSearch, num: int, keys: Int64Array) -> None:
     """Writes to `lows` the number of each search's first key that is not below the one looked for."""
-    lows, left, wanted, firsts = ahead.lows, ahead.left, ahead.keys, ahead.first_keys
+    lows, left, wanted, firsts = queries.lows, queries.left, queries.keys, queries.first_keys
     longest = 0
     for q in range(num):
         lows[q] = 0

@@ -1,4 +1,4 @@
-"""Places in the published rollouts of a row's own prompt.
+"""Matches in the published rollouts of a row's own prompt.
 
 Knows an arena's indexes. Knows nothing of running rows and of other prompts.
 """
@@ -7,26 +7,26 @@ from treering.arrays import Int32Array
 from treering.history.features import HISTORY, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.arena import Histories, order_of
-from treering.history.match.matches import IN_HISTORY, Places, put
+from treering.history.match.matches import IN_HISTORY, Matches, put
 from treering.history.match.sides import next_place, sides_of
 from treering.history.match.suffix_search import LONG_ENOUGH, with_edit
 from treering.history.store.prompt_index import MARKER
 
-_MAX_PLACES = 12
-_FEW_PLACES = 8
+_MAX_MATCHES = 12
+_FEW_MATCHES = 8
 _MAX_LOOKS = 48
 _WEAK, _ENOUGH_STRONG = 3, 4
-"""Places that agree in less than a third of the longest are left out where four others speak."""
+"""Matches that agree in less than a third of the longest are left out where four others speak."""
 
 
 @lean
 def find_in_history(
-    places: Places, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
+    matches: Matches, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
 ) -> int:
     """Notes the places of a prompt's index whose contexts agree most with the row's, longest first.
 
     Args:
-        places: filled from `num` on.
+        matches: filled from `num` on.
         num: places so far.
         history: of the running prompts.
         slot: of the row's prompt.
@@ -35,14 +35,14 @@ def find_in_history(
         right: places of the index that stand before the context.
 
     Returns:
-        The number of places.
+        The number of matches.
     """
     start, size = history.spans[slot]
     if size == 0:
         return num
     text, order = history.text, order_of(history, slot)
     sides = sides_of(right)
-    first, most, longest = num, num + _MAX_PLACES, 0
+    first, most, longest = num, num + _MAX_MATCHES, 0
     for _ in range(_MAX_LOOKS):
         at, num_equal, sides = next_place(sides, text, order, start, context, begin)
         if num_equal == 0:
@@ -50,19 +50,19 @@ def find_in_history(
         length, edit = with_edit(text, at, context, begin, num_equal)
         longest = max(longest, length)
         if length >= LONG_ENOUGH:
-            most = first + _FEW_PLACES
+            most = first + _FEW_MATCHES
         if num >= most or (_WEAK * length < longest and num >= first + _ENOUGH_STRONG):
             break
-        num = _put_history(places, num, history, at, context, begin, length, edit)
+        num = _put_history(matches, num, history, at, context, begin, length, edit)
     return num
 
 
 @lean
 def _put_history(
-    places: Places, num: int, history: Histories, at: int, context: Int32Array, begin: int, length: int, edit: int
+    matches: Matches, num: int, history: Histories, at: int, context: Int32Array, begin: int, length: int, edit: int
 ) -> int:
     """Notes the place behind text[at], unless the rollout ends there."""
     if history.text[at + 1] == MARKER:
         return num
     shift = shift_bucket(history.positions[at] - (context.size - begin))
-    return int(put(places, num, HISTORY, IN_HISTORY, at + 1, length, edit, shift))
+    return int(put(matches, num, HISTORY, IN_HISTORY, at + 1, length, edit, shift))

@@ -1,4 +1,4 @@
-"""Places where a row's context occurs, with all that speaks for the token behind each.
+"""Matches where a row's context occurs, with all that speaks for the token behind each.
 
 Knows what is said of a place. Knows nothing of how places are found and of what becomes of their tokens. A place is a
 match of some tokens, or it stands where an old trajectory goes on behind one edit: a token replaced, added or left out.
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.jit import lean
 
-MAX_PLACES = 64
-IN_HISTORY, IN_LIVE, IN_OTHERS = range(3)
+MAX_MATCHES = 64
+IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)
 """The texts that places stand in: history of the row's prompt, what is running, history of other prompts."""
 
 
-PLACE = np.dtype(
+MATCH = np.dtype(
     [
         ("at", np.int32),  # of the token behind the match
         ("source", np.int32),
@@ -34,44 +34,44 @@ PLACE = np.dtype(
 )
 """A place. What is known of one lies side by side: one address leads to all of it."""
 
-Places = NDArray[Any]
-"""Room for the places of one row, `PLACE` [M], or of several, [B, M]."""
+Matches = NDArray[Any]
+"""Room for the places of one row, `MATCH` [M], or of several, [B, M]."""
 
 
 @njit
-def make_places(num_rows: int) -> Places:
+def make_matches(num_rows: int) -> Matches:
     """Room for the places of so many rows."""
-    return np.empty((num_rows, MAX_PLACES), PLACE)
+    return np.empty((num_rows, MAX_MATCHES), MATCH)
 
 
 @lean
-def is_known(places: Places, num: int, text: int, at: int) -> bool:
+def is_known(matches: Matches, num: int, text: int, at: int) -> bool:
     """Whether a place of a text is noted already."""
     found = False
     for i in range(num):
-        if places[i].at == at and places[i].text == text:
+        if matches[i].at == at and matches[i].text == text:
             found = True
             break
     return found
 
 
 @lean
-def put(places: Places, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int) -> int:
+def put(matches: Matches, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int) -> int:
     """Notes a place where there is room; returns how many there are then."""
-    if num == MAX_PLACES:
+    if num == MAX_MATCHES:
         return num
-    place = places[np.uintp(num)]
+    place = matches[np.uintp(num)]
     place.at, place.text, place.source, place.length = at, text, source, length
     place.edit, place.shift = edit_bucket(edit), shift
     return num + 1
 
 
 @lean
-def longest_of(places: Places, num: int) -> int:
+def longest_of(matches: Matches, num: int) -> int:
     """The longest match."""
     longest = 0
     for i in range(num):
-        longest = max(longest, places[i].length)
+        longest = max(longest, matches[i].length)
     return longest
 
 

@@ -1,4 +1,4 @@
-"""Places in the published rollouts of other prompts.
+"""Matches in the published rollouts of other prompts.
 
 Knows one text of many prompts. Knows nothing of the row's own prompt but where it stands there.
 """
@@ -6,7 +6,7 @@ Knows one text of many prompts. Knows nothing of the row's own prompt but where 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.features import FAR, OTHERS
 from treering.history.jit import lean
-from treering.history.match.matches import IN_OTHERS, Places, put
+from treering.history.match.matches import IN_OTHERS, Matches, put
 from treering.history.match.recent import Others
 from treering.history.match.sides import next_place, sides_of
 from treering.history.match.suffix_search import LONG_ENOUGH, agree_behind_edit
@@ -17,7 +17,7 @@ _MAX_OTHERS = 6
 
 @lean
 def find_in_others(
-    places: Places, num: int, others: Others, own: Int64Array, context: Int32Array, begin: int, right: int
+    matches: Matches, num: int, others: Others, own: Int64Array, context: Int32Array, begin: int, right: int
 ) -> int:
     """Notes the places of other prompts' rollouts whose contexts agree most with the row's, longest first.
 
@@ -36,5 +36,5 @@ def find_in_others(
         edit = 0
         if length < LONG_ENOUGH:
             edit = agree_behind_edit(text, at - length, context, last - length, begin)
-        num = put(places, num, OTHERS, IN_OTHERS, at + 1, length, edit, FAR)
+        num = put(matches, num, OTHERS, IN_OTHERS, at + 1, length, edit, FAR)
     return num

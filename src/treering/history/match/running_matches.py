@@ -1,4 +1,4 @@
-"""Places in what is running: the rollouts of a row's group, its prompt, the row itself, and those of other groups.
+"""Matches in what is running: the rollouts of a row's group, its prompt, the row itself, and those of other groups.
 
 Knows chains of live texts. Knows nothing of published history.
 """
@@ -9,7 +9,7 @@ from treering.arrays import BoolArray, Int32Array
 from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.hash_chains import EVERYWHERE, LONG, newest_of_three, newest_of_token
-from treering.history.match.matches import IN_LIVE, Places, is_known, put
+from treering.history.match.matches import IN_RUNNING, Matches, is_known, put
 from treering.history.match.running import Running, is_there, owner_of
 from treering.history.match.suffix_search import measure
 from treering.history.store.prompt_index import MARKER
@@ -21,9 +21,9 @@ _MAX_WIDE_LOOKS = 24
 
 
 @lean
-def find_in_live(
-    places: Places, num: int, running: Running, slot: int, prompt_slot: int, group: int, context: Int32Array,
-    num_prompt: int, uses: BoolArray,
+def find_in_group(
+    matches: Matches, num: int, running: Running, slot: int, prompt_slot: int, group: int, context: Int32Array,
+    num_prompt: int, enabled: BoolArray,
 ) -> int:  # fmt: skip
     """Notes the newest places of the group's running rows, and of the row itself, that end as the context does."""
     live, size, before = running.chains, context.size, num
@@ -34,7 +34,7 @@ def find_in_live(
             if at < 0 or rank == _MAX_LIVE:
                 break
             if _is_of_group(running, group, at):
-                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, LONG, uses)
+                num = _put_running(matches, num, running, slot, prompt_slot, at, context, num_prompt, LONG, enabled)
                 rank += 1
             at = live.long[at]
     for begins in range(2):
@@ -49,16 +49,16 @@ def find_in_live(
             if at < 0 or rank == _MAX_LIVE or num - before >= _MAX_LIVE:
                 break
             if _is_of_group(running, group, at):
-                num = _put_live(places, num, running, slot, prompt_slot, at, context, num_prompt, 1, uses)
+                num = _put_running(matches, num, running, slot, prompt_slot, at, context, num_prompt, 1, enabled)
                 rank += 1
             at = live.short[at]
     return num
 
 
 @lean
-def _put_live(
-    places: Places, num: int, running: Running, slot: int, prompt_slot: int, at: int, context: Int32Array,
-    num_prompt: int, least: int, uses: BoolArray,
+def _put_running(
+    matches: Matches, num: int, running: Running, slot: int, prompt_slot: int, at: int, context: Int32Array,
+    num_prompt: int, least: int, enabled: BoolArray,
 ) -> int:  # fmt: skip
     """Notes the place behind live.tokens[at] where at least so many tokens agree."""
     live = running.chains
@@ -67,18 +67,18 @@ def _put_live(
     owner = owner_of(running, at)
     is_prompt = owner == prompt_slot
     source = OWN if is_prompt or owner == slot else SIBLINGS
-    if not uses[source] or is_known(places, num, IN_LIVE, at + 1):
+    if not enabled[source] or is_known(matches, num, IN_RUNNING, at + 1):
         return num
     length, edit = measure(live.tokens, at, context, 0 if is_prompt else num_prompt)
     if length < least:
         return num
     shift = 0 if source == OWN else shift_bucket(at - running.begins[np.uintp(owner)] - (context.size - num_prompt))
-    return int(put(places, num, source, IN_LIVE, at + 1, length, edit, shift))
+    return int(put(matches, num, source, IN_RUNNING, at + 1, length, edit, shift))
 
 
 @lean
 def find_in_other_groups(
-    places: Places, num: int, running: Running, group: int, context: Int32Array, num_prompt: int
+    matches: Matches, num: int, running: Running, group: int, context: Int32Array, num_prompt: int
 ) -> int:
     """Notes the newest places of other groups' rollouts and prompts that end in the context's last three tokens."""
     live, size = running.chains, context.size
@@ -92,8 +92,8 @@ def find_in_other_groups(
         is_elsewhere = running.scopes[np.uintp(owner)] != group
         if is_elsewhere and is_there(running, owner, at) and live.tokens[at + 1] != MARKER:
             length, edit = measure(live.tokens, at, context, num_prompt)
-            if length >= LONG and not is_known(places, num, IN_LIVE, at + 1):
-                num = put(places, num, OTHERS, IN_LIVE, at + 1, length, edit, FAR)
+            if length >= LONG and not is_known(matches, num, IN_RUNNING, at + 1):
+                num = put(matches, num, OTHERS, IN_RUNNING, at + 1, length, edit, FAR)
                 rank += 1
         at = live.wide[at]
     return num

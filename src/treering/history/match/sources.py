@@ -1,6 +1,6 @@
 """The places of some rows, asked of one source after the other, each where those before it have found too little.
 
-Knows which source is asked when. Knows nothing of what becomes of places.
+Knows which source is asked when. Knows nothing of what becomes of matches.
 
     B rows   L columns
 """
@@ -11,14 +11,14 @@ from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.jit import lean
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import BatchedSearch, ask, ask_history, search
+from treering.history.match.batched_search import BatchedSearch, add_query, add_history_query, search
 from treering.history.match.history_matches import find_in_history
-from treering.history.match.matches import Places, longest_of
+from treering.history.match.matches import Matches, longest_of
 from treering.history.match.other_prompts import find_in_others
 from treering.history.match.recent import Others
 from treering.history.match.row_states import RowStates, update_state
 from treering.history.match.running import Running
-from treering.history.match.running_matches import find_in_live, find_in_other_groups
+from treering.history.match.running_matches import find_in_group, find_in_other_groups
 
 _ENOUGH = 10
 """Length of a match from which on no further source is asked."""
@@ -45,75 +45,75 @@ def is_due(rows: Rows, b: int) -> bool:
 
 
 @lean
-def find_places(
+def find_matches(
     rows: Rows, first: int, behind: int, history: Histories, running: Running, others: Others, states: RowStates,
-    uses: BoolArray, places: Places, num_places: Int64Array, ahead: BatchedSearch,
+    enabled: BoolArray, matches: Matches, num_matches: Int64Array, queries: BatchedSearch,
 ) -> None:  # fmt: skip
     """Fills the places of the rows from `first` to `behind`, and how many each has."""
-    num_places[:] = 0
-    if uses[HISTORY]:
-        _ask_history(rows, first, behind, history, places, num_places, ahead)
+    num_matches[:] = 0
+    if enabled[HISTORY]:
+        _search_history(rows, first, behind, history, matches, num_matches, queries)
     for b in range(first, behind):
         if is_due(rows, b):
             k = b - first
             update_state(states, running.slots[b], rows.num_tokens[b])
-            num_places[k] = _find_running(rows, b, running, uses, places[k], num_places[k])
-    if uses[OTHERS]:
-        _ask_others(rows, first, behind, running, others, places, num_places, ahead)
+            num_matches[k] = _find_running(rows, b, running, enabled, matches[k], num_matches[k])
+    if enabled[OTHERS]:
+        _search_others(rows, first, behind, running, others, matches, num_matches, queries)
 
 
 @lean
-def _ask_history(
+def _search_history(
     rows: Rows,
     first: int,
     behind: int,
     history: Histories,
-    places: Places,
-    num_places: Int64Array,
-    ahead: BatchedSearch,
+    matches: Matches,
+    num_matches: Int64Array,
+    queries: BatchedSearch,
 ) -> None:
     """Finds where the contexts occur in their prompts' histories."""
     num = 0
     for b in range(first, behind):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
-            ask_history(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b])
+            add_history_query(queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b])
             num += 1
-    search(ahead, num, rows.tokens, history.text, history.order, history.keys, history.positions)
+    run_queries(queries, num, rows.tokens, history.text, history.order, history.keys, history.positions)
     for q in range(num):
-        b = ahead.rows[q]
-        num_places[b - first] = find_in_history(
-            places[b - first], 0, history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
-            rows.num_prompt[b], ahead.lows[q],
+        b = queries.rows[q]
+        num_matches[b - first] = find_in_history(
+            matches[b - first], 0, history, rows.prompts[b], rows.tokens[b, : rows.num_tokens[b]],
+            rows.num_prompt[b], queries.lows[q],
         )  # fmt: skip
 
 
 @lean
-def _find_running(rows: Rows, b: int, running: Running, uses: BoolArray, places: Places, num: int) -> int:
+def _find_running(rows: Rows, b: int, running: Running, enabled: BoolArray, matches: Matches, num: int) -> int:
     """Adds matches in the running rollouts of the row's group; returns how many matches there are then."""
-    if not (uses[SIBLINGS] or uses[OWN]) or longest_of(places, num) >= _ENOUGH:
+    if not (enabled[SIBLINGS] or enabled[OWN]) or longest_of(matches, num) >= _ENOUGH:
         return num
     context = rows.tokens[b, : rows.num_tokens[b]]
-    found: int = find_in_live(
-        places, num, running, running.slots[b], running.prompt_slots[b], rows.groups[b], context, rows.num_prompt[b],
-        uses,
+    found: int = find_in_group(
+        matches, num, running, running.slots[b], running.prompt_slots[b], rows.groups[b], context, rows.num_prompt[b],
+        enabled,
     )  # fmt: skip
     return found
 
 
 @lean
-def _ask_others(
-    rows: Rows, first: int, behind: int, running: Running, others: Others, places: Places, num_places: Int64Array,
-    ahead: BatchedSearch,
+def _search_others(
+    rows: Rows, first: int, behind: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
+    queries: BatchedSearch,
 ) -> None:  # fmt: skip
     """Finds where the contexts occur in what is running of other groups and in other prompts' histories."""
     num = 0
     for b in range(first, behind):
-        if is_due(rows, b) and longest_of(places[b - first], num_places[b - first]) < _ENOUGH:
-            ask(ahead, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
+        if is_due(rows, b) and longest_of(matches[b - first], num_matches[b - first]) < _ENOUGH:
+            add_query(queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
             num += 1
-    search(ahead, num, rows.tokens, others.text, others.order, others.keys, others.text)
+    run_queries(queries, num, rows.tokens, others.text, others.order, others.keys, others.text)
     for q in range(num):
-        b = ahead.rows[q]
-        context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], places[b - first]
-        so_far: int = find_in_other_groups(own, num_places[b - first], running, rows.groups[b], context, begin)
-        num_places[b - first] = find_in_others(own, so_far, others, rows.own_spans[b], context, begin, ahead.lows[q])
+        b = queries.rows[q]
+        context, begin, own = rows.tokens[b, : rows.num_tokens[b]], rows.num_prompt[b], matches[b - first]
+        so_far: int = find_in_other_groups(own, num_matches[b - first], running, rows.groups[b], context, begin)
+        num_matches[b - first] = find_in_others(own, so_far, others, rows.own_spans[b], context, begin, queries.lows[q])

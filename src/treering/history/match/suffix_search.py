@@ -1,4 +1,4 @@
-"""Where a context belongs among an index's sorted places, and how far it agrees with one.
+"""Where a context belongs among an index's sorted matches, and how far it agrees with one.
 
 Knows texts and orders. Knows nothing of rows, sources and votes.
 

@@ -24,16 +24,16 @@ _MALFORMED = "? "
 
 
 class Calculator(SumTask):
-    """Sums of 3 to 5 numbers, two at a time through a calculator; 1.0 for a right final number, else 0.0.
+    """Sums of 3 to 5 numbers, added two at a time with a calculator; reward 1.0 for a correct result, else 0.0.
 
-    Example: for 17+5+30, "[17+5]" is answered "22 ", "[17+]" is answered "? ", and "52." ends the rollout.
+    Example: for 17+5+30, the observation after "[17+5]" is "22 ", after "[17+]" it is "? "; "52." ends the rollout.
     """
 
     characters: ClassVar[Characters] = Characters("0123456789+[].? ")
     stop_symbols: ClassVar[str] = "]."
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """1.0 where the number before the closing "." is the sum and stands alone behind a space, else 0.0.
+        """1.0 if the number before the final "." is the sum and follows a space, else 0.0.
 
         Example: for 17+5+30, "[17+5]22 52." gets 1.0; "[17+5]22 052" and "[17+5]52." get 0.0.
         """
@@ -41,9 +41,9 @@ class Calculator(SumTask):
         return float(final is not None and int(final[1]) == int(prompt.answer or -1))
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
-        """The sum of the two numbers of a call and a space; "? " for a malformed call; None where nothing is called.
+        """The sum of a call's two numbers and a space; "? " for a malformed call; None if there is no call.
 
-        Numbers of more than nine digits are malformed.
+        Calls with numbers of more than nine digits are malformed.
         """
         text = self.decode(rollout.tokens)
         if not text.endswith("]"):
@@ -58,7 +58,7 @@ class Calculator(SumTask):
 
     @staticmethod
     def solution_parts(terms: Terms) -> Parts:
-        """Calls from left to right, each with its answer, and the last answer as the final number."""
+        """Calls from left to right, each with its observation, then the sum as the final number."""
         return [*_calls(terms), (f"{sum(terms)}.", True)]
 
 

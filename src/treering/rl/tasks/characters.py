@@ -8,7 +8,7 @@ from treering.train.loop.batches import Task as TrainingTask
 from treering.types import TokenIds
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Stands for an id without a symbol, which a policy may sample where its vocabulary is larger."""
+"""Decoding of an id without a symbol; a policy with a larger vocabulary may sample one."""
 
 
 class Characters:
@@ -24,7 +24,7 @@ class Characters:
         self._ids = {symbol: i for i, symbol in enumerate(symbols)}
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids int32 [T]; raises InputError for a character that is no symbol."""
+        """Token ids int32 [T]; raises InputError for a character outside the vocabulary."""
         unknown = [symbol for symbol in text if symbol not in self._ids]
         if unknown:
             raise InputError(f"text is written in the symbols {self.symbols!r}, got {unknown[0]!r}; remove it")
@@ -35,7 +35,7 @@ class Characters:
         return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNKNOWN for i in tokens.tolist())
 
     def solution(self, prompt: Prompt, parts: list[tuple[str, bool]]) -> TrainingTask:
-        """A prompt with a right continuation, to train on; `parts` are texts and whether the policy wrote each.
+        """A prompt with a correct continuation, to train on; `parts` are texts, each with whether it is trained.
 
         Example: the prompt "2+3=" with parts [("5", True), (" ", False)] trains the fifth of six tokens.
         """

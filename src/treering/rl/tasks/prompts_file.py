@@ -19,20 +19,20 @@ from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import PromptId, TokenIds
 
 PromptTemplate = Literal["plain", "hf", "raw"]
-"""plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text as it is, a base model's way."""
+"""plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text unchanged, for base models."""
 
 _ID_KEYS = ("prompt_id", "task_id", "id")
 _PLACEHOLDER = Message(role="assistant", content="x")
 
 
 class PromptsFile(Task):
-    """The prompts of a JSONL file, plain or .gz; one object a line.
+    """The prompts of a JSONL file, plain or .gz; one object per line.
 
-    `prompt` is text or a list of OpenAI messages, or `question` is text; `answer` is optional text or a number;
-    `prompt_id`, `task_id` or `id` names the prompt, else its tokens do. Other fields are ignored.
+    Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer` (text or a number); the
+    id in `prompt_id`, `task_id` or `id`, else a hash of the tokens. Other fields are ignored.
 
-    Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" is the tokens of "2+2?", and a
-    response "It is 4" gets 1.0 from the reward "exact_answer".
+    Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
+    the response "It is 4" gets 1.0 from the reward "exact_answer".
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class PromptsFile(Task):
             tokenizer: a Hugging Face tokenizer folder.
             reward: "exact_answer", "contains_answer" or "package.module:function" of (prompt, text).
             template: how a prompt becomes text; see `PromptTemplate`.
-            max_prompts: prompts that are kept, from the first on; None is all.
+            max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
 
         Raises:
-            ConfigError: an unknown reward or template, a folder that is no tokenizer, a limit below 1.
-            InputError: a bad line, as "FILE:LINE: rule, value, fix"; a file without a prompt that fits.
+            ConfigError: an unknown reward or template, a folder without a tokenizer, or a limit below 1.
+            InputError: a bad line, as "FILE:LINE: rule, value, fix", or no prompt that fits.
         """
         if template not in get_args(PromptTemplate):
             raise ConfigError(
@@ -71,9 +71,9 @@ class PromptsFile(Task):
         self._tokens = TextTokens(tokenizer)
         self._chat = ChatTemplate(tokenizer) if template == "hf" else None
         self.num_overlong = 0
-        """Prompts left out for their length."""
+        """Prompts left out because of their length."""
         self.num_duplicates = 0
-        """Prompts without a name left out because an earlier one has the same tokens."""
+        """Prompts without an id left out because an earlier one has the same tokens."""
         self._prompts = self._read(path, reward, max_prompts, max_prompt_tokens)
 
     @property
@@ -83,21 +83,21 @@ class PromptsFile(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer, added tokens included."""
+        """Vocabulary of the tokenizer, including added tokens."""
         return self._tokens.vocab_size
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """<|im_end|> and the tokenizer's end of text, as far as it has them."""
+        """<|im_end|> and the tokenizer's end of text, if it has them."""
         return self._tokens.end_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """<|im_end|> in the plain form where the tokenizer spells it in several tokens, else nothing."""
+        """<|im_end|> for the plain template if the tokenizer has no single token for it, else nothing."""
         return (TURN_END,) if self._template == "plain" and not self._tokens.has_turn_end else ()
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """What the reward function says of the response's text, without special tokens and closing stop strings."""
+        """The reward of the response's text, without special tokens and final stop strings."""
         text = self._tokens.decode(rollout.tokens)
         for stop in self.stop_strings:
             text = text.removesuffix(stop)
@@ -139,7 +139,7 @@ class PromptsFile(Task):
             raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
 
     def _encode(self, messages: tuple[Message, ...]) -> TokenIds:
-        """Everything before a next answer: the text up to the first character that the policy would write."""
+        """Tokens of the text up to the first character that the policy would write."""
         conversation = [*messages, _PLACEHOLDER]
         if self._chat is not None:
             script = self._chat.script(conversation)
@@ -152,7 +152,7 @@ class PromptsFile(Task):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """What a line says; `prompt_id` is None where it names nothing."""
+    """A parsed line; `prompt_id` is None if it has no id."""
 
     messages: tuple[Message, ...]
     answer: str | None
@@ -180,7 +180,7 @@ def _line(record: object) -> _Line:
     if value is None:
         raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; add one")
     messages = value if isinstance(value, list) and key == "prompt" else [{"role": "user", "content": value}]
-    # The reader of trajectories knows every spelling of a message.
+    # The trajectory decoder reads every message format.
     decoded = decode({"task_id": "prompt", "messages": messages}).messages
     assert decoded is not None, "messages were given"
     if decoded[-1].is_trained:

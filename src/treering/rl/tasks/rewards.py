@@ -11,10 +11,10 @@ from treering.errors import ConfigError, InputError
 from treering.rl.tasks.task import Prompt
 
 RewardFunction = Callable[[Prompt, str], float]
-"""From a prompt and the text of a rollout to a finite number."""
+"""Maps a prompt and the text of a rollout to a finite number."""
 
 FINAL_MARK = "####"
-"""Stands before the final answer, by the convention of GSM8K."""
+"""The marker before the final answer, as in GSM8K."""
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)])-\$?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
@@ -22,12 +22,12 @@ _NUMBER = re.compile(
 
 
 def find_number(text: str) -> Decimal | None:
-    """The first number behind the last "####", else the last number of a text without that mark; None where none is.
+    """The first number after the last "####", or the last number of a text without that mark; None if there is none.
 
-    Commas between groups of three digits and dollar signs are no part of a number. A minus belongs to one unless it
-    stands behind a letter, a digit or a bracket, where it subtracts.
+    Ignores dollar signs and commas between groups of three digits. A minus after a letter, a digit or a bracket is a
+    subtraction, not a sign.
 
-    Example: "so 5 * 2 = $1,010.50." has 1010.50, "#### -7 apples, 2 left" has -7, and "9-4" has 4.
+    Example: "so 5 * 2 = $1,010.50." gives 1010.50, "#### -7 apples, 2 left" gives -7, and "9-4" gives 4.
     """
     _, mark, final = text.rpartition(FINAL_MARK)
     found = _NUMBER.findall(final if mark else text)
@@ -37,9 +37,9 @@ def find_number(text: str) -> Decimal | None:
 
 
 def exact_answer(prompt: Prompt, text: str) -> float:
-    r"""1.0 where the number of the text equals that of the answer as decimals, else 0.0; see `find_number`.
+    r"""1.0 if the numbers of text and answer are equal as decimals, else 0.0; see `find_number`.
 
-    Raises InputError where the answer has no number.
+    Raises InputError if the answer has no number.
 
     Example: for the answer "9 + 9 = 18\n#### 18", "It is 18.0" gets 1.0 and "It is 18 of 20" gets 0.0.
     """
@@ -50,9 +50,9 @@ def exact_answer(prompt: Prompt, text: str) -> float:
 
 
 def contains_answer(prompt: Prompt, text: str) -> float:
-    """1.0 where the answer stands in the text as whole words, in any case, else 0.0.
+    """1.0 if the text contains the answer as whole words, ignoring case, else 0.0.
 
-    The answer is what follows the last "####", else all of it, without surrounding spaces.
+    The answer is the part after the last "####", or all of it, without surrounding spaces.
 
     Example: for the answer "Paris", "It is PARIS." gets 1.0 and "Parisian" gets 0.0.
     """
@@ -63,13 +63,13 @@ def contains_answer(prompt: Prompt, text: str) -> float:
 NAMED_REWARDS: Mapping[str, RewardFunction] = MappingProxyType(
     {"exact_answer": exact_answer, "contains_answer": contains_answer}
 )
-"""Rewards that need no code of the user's."""
+"""Built-in rewards, by name."""
 
 
 def find_reward(name: str) -> RewardFunction:
-    """The reward of that name, or the function behind "package.module:function".
+    """The built-in reward of that name, or the imported "package.module:function".
 
-    Raises ConfigError with the nearest names, or for a module or function that is not there.
+    Raises ConfigError for an unknown name (with the nearest ones), module or function.
 
     Example: `find_reward("exact_answer")` is `exact_answer`.
     """
@@ -94,9 +94,9 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def check_answer(name: str, answer: str | None) -> None:
-    """Refuses an answer that a named reward could never compare with, before anything is sampled.
+    """Refuses an answer that a built-in reward cannot use, before anything is sampled.
 
-    Raises InputError; other rewards judge for themselves.
+    Raises InputError. User functions are not checked.
 
     Example: `check_answer("exact_answer", "no idea")` raises, `check_answer("contains_answer", "no idea")` does not.
     """

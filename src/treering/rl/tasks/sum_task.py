@@ -12,16 +12,16 @@ from treering.train.loop.batches import Task as TrainingTask
 from treering.types import TokenIds
 
 Parts = list[tuple[str, bool]]
-"""Texts that follow one another, and whether the policy wrote each."""
+"""Consecutive texts, each with whether the policy writes it."""
 
 
 class SumTask(Task):
-    """Distinct sums as prompts, each named by its sum, such as "17+5+30", with the right result as answer."""
+    """Distinct sums as prompts; the prompt id is the sum, such as "17+5+30", and the answer its result."""
 
     characters: ClassVar[Characters]
     """The vocabulary."""
     stop_symbols: ClassVar[str]
-    """Each ends a turn."""
+    """Symbols that end a turn."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SumTask(Task):
         max_number: int = 99,
         num_skipped: int = 0,
     ) -> None:
-        """Draws the sums; see `TermsSpec` for the arguments, which raises ConfigError for what cannot be."""
+        """Draws the sums; see `TermsSpec` for the arguments and their ConfigError."""
         self._spec = TermsSpec(
             num_prompts=num_prompts,
             seed=seed,
@@ -53,11 +53,11 @@ class SumTask(Task):
     @staticmethod
     @abstractmethod
     def solution_parts(terms: Terms) -> Parts:
-        """The right trajectory behind that prompt."""
+        """The correct trajectory after that prompt."""
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """In the order in which they were drawn."""
+        """In the order of drawing."""
         return self._prompts
 
     @property
@@ -71,7 +71,7 @@ class SumTask(Task):
         return tuple(self.encode(self.stop_symbols).tolist())
 
     def held_out(self, num_prompts: int) -> Self:
-        """Other prompts of the same kind, none of which is among this task's.
+        """A task with other prompts of the same kind, disjoint from this task's.
 
         Example: `ChainedSums(64).held_out(16)` has the 65th to 80th prompt of `ChainedSums(80)`.
         """
@@ -80,7 +80,7 @@ class SumTask(Task):
         return type(self)(**{name: getattr(spec, name) for name in spec.__slots__})
 
     def solutions(self) -> list[TrainingTask]:
-        """The right trajectory of each prompt, trained where the policy writes: for a supervised warm start."""
+        """The correct trajectory of each prompt, trained where the policy writes: for a supervised warm start."""
         return [
             self.characters.solution(prompt, self.solution_parts(terms))
             for prompt, terms in zip(self._prompts, self._terms, strict=True)
@@ -102,7 +102,7 @@ class SumTask(Task):
 
 
 def sum_text(terms: Terms) -> str:
-    """The sum as it is written.
+    """The text of the sum.
 
     Example: (17, 5, 30) is "17+5+30".
     """

@@ -21,16 +21,16 @@ _FINAL = re.compile(r"[^.]*=([0-9]{1,18})\.")
 
 
 class ChainedSums(SumTask):
-    """Sums of 3 to 5 numbers, answered with the chain of partial sums; 1.0 for a right final sum, else 0.0.
+    """Sums of 3 to 5 numbers, answered with the chain of partial sums; reward 1.0 for a correct total, else 0.0.
 
-    Example: the sum 17+5+30 is a prompt of 27 tokens, header included, and its right response has 17.
+    Example: the sum 17+5+30 is a prompt of 27 tokens, including the header; its correct response has 17.
     """
 
     characters: ClassVar[Characters] = Characters("0123456789+=;:.\n")
     stop_symbols: ClassVar[str] = "."
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """1.0 where the number between the last "=" and the closing "." is the sum, else 0.0.
+        """1.0 if the number between the last "=" and the final "." is the sum, else 0.0.
 
         Example: for 17+5+30, "17+5=23;22+30=52." and "=052." get 1.0; "17+5=22;22+30=52" and "52." get 0.0.
         """
@@ -44,7 +44,7 @@ class ChainedSums(SumTask):
 
     @staticmethod
     def solution_parts(terms: Terms) -> Parts:
-        """The chain of partial sums, all of it the policy's."""
+        """The chain of partial sums, all written by the policy."""
         return [(_chain(terms), True)]
 
 

@@ -17,17 +17,17 @@ from treering.types import PromptId, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """What a group of rollouts continues.
+    """The prompt of a group of rollouts.
 
     Example: `Prompt(prompt_id="17+5", tokens=np.array([1, 7, 10, 5], np.int32), answer="22")`
     """
 
     prompt_id: PromptId
-    """The same in every epoch and on every machine: a key of the data set, else `prompt_id_of(tokens)`."""
+    """Stable across epochs and machines: a data set key, else `prompt_id_of(tokens)`."""
     tokens: TokenIds
     """int32 [P], P >= 1."""
     answer: str | None = None
-    """What a reward compares with; None where it needs nothing."""
+    """The reference answer for the reward; None if it needs none."""
 
     def __post_init__(self) -> None:
         if self.prompt_id == "":
@@ -36,15 +36,15 @@ class Prompt:
 
 
 def prompt_id_of(tokens: TokenIds) -> str:
-    """A name for a prompt without a key: 32 hexadecimal digits that depend on its token ids alone.
+    """The id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids.
 
-    Example: the prompts [5, 6] and [5, 6, 0] have two different names, which are the same on every machine.
+    Example: the prompts [5, 6] and [5, 6, 0] have different ids, the same on every machine.
     """
     return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=16).hexdigest()
 
 
 class Task(ABC):
-    """Prompts with a reward. A task that answers the policy between its turns is an environment."""
+    """Prompts with a reward. A task with observations between turns is an environment."""
 
     @property
     @abstractmethod
@@ -54,7 +54,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Token ids of prompts and observations lie below it, and a policy needs at least as many."""
+        """Upper bound of the token ids of prompts and observations; a policy needs at least this vocabulary."""
 
     @property
     @abstractmethod
@@ -63,28 +63,28 @@ class Task(ABC):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a turn of the policy; an engine needs a tokenizer for them."""
+        """Strings that end a turn of the policy; the engine needs a tokenizer for them."""
         return ()
 
     @abstractmethod
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """What a finished rollout is worth: a finite number."""
+        """The reward of a finished rollout, a finite number."""
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
-        """The environment's answer to the latest turn, after which the policy goes on; None where the rollout is over.
+        """The observation after the latest turn, before the policy continues; None ends the rollout.
 
-        Asked only after a turn that came to its own end. A single-turn task has no answers.
+        Called only after a turn that stopped by itself. A single-turn task returns None.
         """
         return None
 
 
 def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
-    """What a task has observed, as int32 [N].
+    """Validates an observation and returns it as int32 [N].
 
     Raises:
-        InputError: anything but a flat list of token ids below `vocab_size`.
+        InputError: not a flat list of token ids below `vocab_size`.
 
-    Example: with vocab_size=9 the list [3, 8] is an observation, and [3, 9] and [[3]] are none.
+    Example: with vocab_size=9, [3, 8] is accepted; [3, 9] and [[3]] are refused.
     """
     tokens = np.asarray(answer)
     is_flat = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
@@ -94,10 +94,10 @@ def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
 
 
 def checked_reward(reward: object) -> float:
-    """What a task has given as a reward.
+    """Validates a reward and returns it as float.
 
     Raises:
-        InputError: anything but a finite number.
+        InputError: not a finite number.
 
     Example: 1 and True give 1.0; "1", None and NaN are refused.
     """

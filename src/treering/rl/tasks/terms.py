@@ -22,15 +22,15 @@ class TermsSpec:
     num_prompts: int = 64
     """Distinct sums."""
     seed: int = 0
-    """Of the order in which sums are drawn."""
+    """Seed of the draws."""
     min_terms: int = 3
-    """Numbers of a sum at least; 2 or more."""
+    """Numbers of a sum, at least; 2 or more."""
     max_terms: int = 5
-    """Numbers of a sum at most."""
+    """Numbers of a sum, at most."""
     max_number: int = 99
     """Numbers lie in [1, max_number]."""
     num_skipped: int = 0
-    """Sums drawn first and left out, so that two specs of one seed can be disjoint."""
+    """Sums drawn first and skipped, so that two specs with one seed can be disjoint."""
 
     def __post_init__(self) -> None:
         least = {"num_prompts": 1, "seed": 0, "min_terms": 2, "max_terms": self.min_terms, "max_number": 1}
@@ -47,14 +47,14 @@ class TermsSpec:
 
     @property
     def num_possible(self) -> int:
-        """Distinct sums that there are."""
+        """Number of distinct sums that exist."""
         return sum(self.max_number**count for count in range(self.min_terms, self.max_terms + 1))
 
 
 def draw_terms(spec: TermsSpec) -> list[Terms]:
-    """The sums of a spec, all distinct; how many numbers one has is drawn first, each length as likely as any other.
+    """The distinct sums of a spec. The number of terms is drawn first, uniformly.
 
-    A spec with more prompts begins with those of a spec with fewer.
+    A spec with more prompts starts with those of a spec with fewer.
 
     Example: `draw_terms(TermsSpec(num_prompts=2, num_skipped=3))` are the last two of
     `draw_terms(TermsSpec(num_prompts=5))`.
@@ -68,7 +68,7 @@ def draw_terms(spec: TermsSpec) -> list[Terms]:
 
 
 class _Words:
-    """Raw words of a bit generator, which NumPy keeps for ever and promises of no distribution."""
+    """Raw words of a bit generator: NumPy guarantees its stream for ever, unlike that of distributions."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.Philox(key=seed)

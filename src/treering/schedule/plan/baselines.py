@@ -1,7 +1,4 @@
-"""Policies that HistoPipe is judged against.
-
-Knows what others do. None of them corrects a prediction or looks beyond its step.
-"""
+"""Baseline policies. None of them corrects predictions or looks beyond its step."""
 
 from dataclasses import replace
 

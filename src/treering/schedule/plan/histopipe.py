@@ -1,6 +1,6 @@
-"""HistoPipe: predicted lengths decide where rollouts run, so that one step fills the gaps of the next.
+"""HistoPipe: places rollouts by predicted length, so that one step fills the gaps of the next.
 
-Knows when to plan again. Knows nothing of clocks and workers; what it chooses follows from what it is told.
+It reads no clock: the same requests and lengths give the same plans.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
-"""Ways to place ranked rollouts on workers.
+"""Assigns ranked rollouts to groups or workers.
 
-Knows lengths and numbers of workers. Knows nothing of time, of steps or of which policy asks.
-
-    N rollouts, G groups or workers
+N rollouts, G groups or workers
 """
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from treering.schedule.simulator.heaps import sink
 
 
 def longest_first(lengths: NDArray[np.float64], prompts: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
@@ -61,28 +61,11 @@ def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers
 
     Example: lengths [5, 4, 3, 2] in that order on two workers: [0, 1, 1, 0].
     """
-    loads = np.zeros(num_workers)
-    heap = np.arange(num_workers)
+    # A heap of the workers by load: the first entry is the next worker.
+    loads, workers = np.zeros(num_workers), np.arange(num_workers)
     found = np.empty(order.size, np.int64)
     for place in range(order.size):
-        worker = heap[0]
-        found[place] = worker
-        loads[worker] += lengths[order[place]]
-        at = 0
-        while True:
-            below = 2 * at + 1
-            if below >= num_workers:
-                break
-            if below + 1 < num_workers and _is_before(loads, heap[below + 1], heap[below]):
-                below += 1
-            if not _is_before(loads, heap[below], worker):
-                break
-            heap[at] = heap[below]
-            at = below
-        heap[at] = worker
+        found[place] = workers[0]
+        loads[0] += lengths[order[place]]
+        sink(loads, workers, 0, num_workers, 0)
     return found
-
-
-@njit(cache=True)
-def _is_before(loads: NDArray[np.float64], one: int, other: int) -> bool:
-    return bool(loads[one] < loads[other] or (loads[one] == loads[other] and one < other))

@@ -1,8 +1,6 @@
-"""Plans: how the rollouts of each step are shared out among workers, as data that a planner can search.
+"""Plans: how each step's rollouts are split among workers, as data that a search can vary.
 
-Knows ranks, shares and turns. Knows nothing of time, of what is likely or of which plan is best.
-
-    R rollouts of a step, W workers
+R rollouts of a step, W workers
 """
 
 from dataclasses import dataclass, replace

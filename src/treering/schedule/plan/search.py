@@ -1,6 +1,6 @@
-"""The search for a plan: every candidate is run by the simulator on lengths that could come true.
+"""Searches for a plan: simulates every candidate on lengths drawn around the predictions.
 
-Knows forecasts, beliefs and candidates. Knows nothing of clocks: two planners that are told the same choose the same.
+It reads no clock: equal requests and calibrations give equal plans.
 
     R rollouts of a step, W workers
 """
@@ -108,7 +108,7 @@ def plain_plans(cluster: Cluster) -> list[Plan]:
     if cluster.staleness == 0:
         return found
     groups = Plan(name="equal groups", placing="equal_counts")
-    found += [groups, Plan(name="equal work", placing="equal_sums"), Plan(name="two tiers", placing="two_tier")]
+    found.append(groups)
     if cluster.rebalancing == "running":
         found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
         found.append(replace(groups, name="equal groups, moves", moving="drain"))

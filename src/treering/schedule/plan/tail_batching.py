@@ -1,6 +1,6 @@
-"""Tail batching: the longest rollouts of several steps make up a step of their own.
+"""Tail batching: moves the longest rollouts of several steps into one step of their own.
 
-Knows a trace. It changes which rollouts a step trains, so it is for comparison only: no run of Treering does it.
+This changes which rollouts a step trains, so it is for simulations only.
 """
 
 from dataclasses import replace

@@ -1,8 +1,6 @@
-"""RhymeRL's Tier 2: how many workers each group of ranks gets.
+"""RhymeRL's Tier 2: the number of workers for each group of ranks.
 
-Knows believed lengths of groups and times of decode steps. Knows nothing of which worker runs what.
-
-    N groups, W workers
+N groups, W workers
 """
 
 from collections.abc import Sequence

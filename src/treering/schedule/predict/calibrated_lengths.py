@@ -1,8 +1,6 @@
-"""What to believe of predictions, after seeing how earlier ones came out.
+"""Corrects length predictions by the errors of earlier ones.
 
-Knows pairs of predicted and real lengths. Knows nothing of prompts, of policies or of where predictions come from.
-
-    R rollouts of a step
+R rollouts of a step
 """
 
 from collections import deque

@@ -1,8 +1,6 @@
-"""How good predicted lengths were: errors, ranks, and which rank group rollouts came to be in.
+"""Measures the quality of predicted lengths: errors, rank correlation, and moves between rank groups.
 
-Knows pairs of numbers. Knows nothing of where predictions come from, of steps, and of what a bad one costs.
-
-    R rollouts, N rank groups of equal size, shortest first
+R rollouts, N rank groups of equal size, shortest first
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
-"""How far predictions were off, by what was predicted: the law that errors are drawn from.
+"""The distribution of prediction errors, by predicted length. Predictions and errors are logarithms.
 
-Knows pairs of predictions and errors, both as logarithms. Knows nothing of rollouts, steps and plans.
-
-    N errors that were seen, B bins, R that are asked for
+N errors that were seen, B bins, R errors to draw
 """
 
 from itertools import pairwise

@@ -1,7 +1,6 @@
-"""How long a prompt's next rollouts will be, said from the lengths of its earlier ones.
+"""Predicts the lengths of a prompt's next rollouts from its earlier ones.
 
-Knows prompts, lengths and the order of steps. Knows nothing of schedules; how good it is, is known to
-`treering.schedule.predict.calibration`.
+`treering.schedule.predict.calibration` measures how good the predictions are.
 
     G rollouts of a prompt in a step, R rollouts of a step
 """

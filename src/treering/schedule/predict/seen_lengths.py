@@ -1,7 +1,4 @@
-"""All lengths that were seen, as counts, for their exact median.
-
-Knows how often each length was seen. Knows nothing of prompts.
-"""
+"""All lengths seen so far, stored as counts, and their exact median."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""How long running rollouts will become, by what they have and by their group's finished ones.
-
-Knows lengths so far and lengths that were predicted. Knows nothing of why a rollout is long, or of where it runs.
-"""
+"""Expected final lengths of running rollouts, from their current lengths and the group's finished rollouts."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray

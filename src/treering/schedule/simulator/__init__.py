@@ -1,1 +1,1 @@
-"""Runs in virtual time: steps, events, timelines and lower bounds."""
+"""Simulation in virtual time: steps, events, timelines and lower bounds."""

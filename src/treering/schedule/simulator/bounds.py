@@ -1,7 +1,4 @@
-"""What no schedule can beat: the work of all rollouts, and the chain of the longest ones.
-
-Knows lengths and times. Knows nothing of schedules.
-"""
+"""Lower bounds on the makespan: all work at the best batch size, and the chain of longest rollouts."""
 
 from dataclasses import replace
 

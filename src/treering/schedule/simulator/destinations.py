@@ -1,7 +1,6 @@
-"""Where running rollouts of a worker may go: to which other worker of the same step.
+"""Chooses the worker of the same step that a running rollout moves to.
 
-Knows how many rollouts each worker runs, and of which share. Knows nothing of time's passing and of how a rollout gets
-there: the simulator and the runtime both ask here.
+Both the simulator and the runtime call these functions.
 
     W workers, S slots a worker
 """

@@ -1,8 +1,6 @@
-"""Events of one step in virtual time: rollouts start, end, and make room for the next.
+"""The event loop of one simulated step: rollouts end, and queued ones start in their slots.
 
-Knows queues and slots. Knows nothing of policies, of versions or of other steps.
-
-    W workers, S slots a worker, R rollouts of the step
+W workers, S slots a worker, R rollouts of the step
 """
 
 from numba import njit

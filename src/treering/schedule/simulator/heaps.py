@@ -1,7 +1,4 @@
-"""Binary heaps in slices of flat arrays, for compiled loops: the least key first, the lower number where keys tie.
-
-Knows keys and numbers. Knows nothing of what they stand for.
-"""
+"""Binary heaps in slices of flat arrays, for compiled loops: least key first, lower number on ties."""
 
 from numba import njit
 

@@ -1,8 +1,6 @@
-"""Whether moving a running rollout to another worker pays.
+"""Estimates whether moving a running rollout to another worker saves time.
 
-Knows times of decode steps and of prefill. Knows nothing of workers but how many rollouts they run, and of no clock.
-
-    S slots of a worker
+S slots of a worker
 """
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Moves of running rollouts within one simulated step: outliers, and tails that free a worker.
 
-Knows workers and what is likely. Knows nothing of policies; `Moving` says which of it happens.
-
-    W workers, S slots a worker
+W workers, S slots a worker
 """
 
 from numba import njit

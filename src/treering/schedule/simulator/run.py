@@ -1,8 +1,6 @@
-"""A run in virtual time: a policy places the rollouts of a trace, and a timeline says what that takes.
+"""Simulates a run: a policy places the rollouts of a trace, and the result is a timeline.
 
-Knows the order of steps: weights, rollouts, training. Knows nothing of how a policy decides, or of clocks.
-
-    K steps, W workers, R rollouts of a step
+K steps, W workers, R rollouts of a step
 """
 
 from dataclasses import dataclass

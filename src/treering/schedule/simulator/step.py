@@ -1,9 +1,7 @@
-"""The workers of one simulated step: who runs what, how far each one is, and what happens next.
+"""State of the workers in one simulated step: running rollouts, queues and pending events.
 
 All running rollouts of a worker gain a token in the same decode step, so each worker has a clock that counts tokens: a
 rollout that starts at token c ends at token c + length, and n running rollouts take `token_s[n]` a token.
-
-Knows slots, clocks and expected events. Knows nothing of what an event does.
 
     W workers, S slots a worker, R rollouts of the step
 """

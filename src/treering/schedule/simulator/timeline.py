@@ -1,8 +1,6 @@
-"""What a simulation saw: when every worker ran which step, when steps ended, and the figures that follow.
+"""The result of a simulation: when each worker ran each step, when steps ended, and derived figures.
 
-Knows spans and their sums. Knows nothing of policies, and nothing of drawing.
-
-    K steps, W workers, P spans: a span is one worker's share of one step, from its first token to its last
+K steps, W workers, P spans: a span is one worker's share of one step, from its first token to its last
 """
 
 from dataclasses import dataclass

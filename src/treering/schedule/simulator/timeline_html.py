@@ -1,8 +1,6 @@
-"""Timelines as a picture: one HTML file with nothing outside it.
+"""Draws timelines as one self-contained HTML file.
 
-Knows shapes, colours and words. Knows nothing of how a timeline came about.
-
-    W workers, of which at most `MAX_ROWS` are drawn
+W workers, of which at most `MAX_ROWS` are drawn
 """
 
 from collections.abc import Iterator, Sequence

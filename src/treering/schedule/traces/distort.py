@@ -1,7 +1,4 @@
-"""Traces with predictions that are wrong on purpose: controls for policies that trust them.
-
-Knows the predictions of a trace. Leaves its lengths as they are.
-"""
+"""Traces with deliberately wrong predictions: controls for policies that use them. Lengths stay as they are."""
 
 from dataclasses import replace
 from typing import Literal, TypeAlias, assert_never

@@ -1,7 +1,4 @@
-"""Laws of rollout lengths, and how they are written.
-
-Knows four laws and their text. Knows nothing of prompts, of predictions and of steps.
-"""
+"""Length laws: four distributions of rollout lengths, and their text form."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

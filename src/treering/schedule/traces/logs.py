@@ -1,6 +1,6 @@
-"""Logs of rollouts as steps of prompts and lengths: what `treering simulate FILE` replays.
+"""Reads logs of rollouts as steps of prompts and lengths: what `treering simulate FILE` replays.
 
-Knows two forms of a line, and which lines make a step. Predictions are made in `treering.schedule.traces.replay`.
+`treering.schedule.traces.replay` adds the predictions.
 
     R rollouts of a step, prompts in order of their first line, then samples
 """

@@ -1,7 +1,4 @@
-"""Logged steps as a trace: each predicted from the steps before it, as a run would have.
-
-Knows when a run has heard of which step. Knows nothing of files, and nothing of how lengths are predicted.
-"""
+"""Turns logged steps into a trace: each step is predicted from the steps that a run would have seen before it."""
 
 import os
 from collections.abc import Callable, Sequence

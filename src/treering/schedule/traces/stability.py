@@ -1,8 +1,6 @@
-"""Groups whose lengths repeat from one epoch to the next as well as they do in the paper, not better.
+"""Synthetic groups whose lengths repeat between epochs as well as the paper reports, not better.
 
-Knows prompts with a length of their own and rollouts that spread around it. Knows nothing of policies.
-
-    G rollouts of a prompt in an epoch, P prompts
+G rollouts of a prompt in an epoch, P prompts
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
-"""Traces out of chance: lengths by a law, and predictions with an error of a given size.
+"""Random traces: lengths by a length law, and predictions with an error of a given size.
 
-Knows laws and errors. Knows nothing of real logs; how predictable those are is measured by
-`treering.schedule.predict.calibration`.
+`treering.schedule.predict.calibration` measures how predictable real logs are.
 """
 
 import numpy as np

@@ -1,8 +1,6 @@
-"""A trace: what the rollouts of each step were, and what was predicted of them. What a simulation replays.
+"""A trace: the rollout lengths of each step and their predictions, as a simulation replays them.
 
-Knows records. Knows nothing of where lengths come from.
-
-    R rollouts of a step, prompts in order, then samples
+R rollouts of a step, prompts in order, then samples
 """
 
 from dataclasses import dataclass
