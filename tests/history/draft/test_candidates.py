@@ -54,15 +54,15 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
     matches["weight"] = rng.random(NUM_MATCHES) + 0.1
     for place, token in zip(matches, tokens, strict=True):
         texts[place["text"]][place["at"] + DEPTH] = token
-    return texts, places
+    return texts, matches
 
 
-def room_of_all() -> Workspace:
+def workspace_of_all() -> Workspace:
     """Room with all places as members, behind some that are of other taken."""
     workspace = make_workspace()
     workspace.members[:BEGIN] = -1
     workspace.members[BEGIN:END] = np.arange(NUM_MATCHES)
-    return room
+    return workspace
 
 
 def expected(matches: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict[int, dict[str, Any]]:
@@ -94,7 +94,7 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
     tokens = [5] * NUM_MATCHES
     tokens[draw % NUM_MATCHES] = end
     texts, matches = node_of(draw, tokens)
-    workspace = room_of_all()
+    workspace = workspace_of_all()
     num, total, num_longest, shares = count(texts, matches, workspace, BEGIN, END, DEPTH, is_calibrated, 60)
     wanted = expected(matches, tokens, is_calibrated)
     assert num == len(wanted)
@@ -117,11 +117,11 @@ def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
     tokens = [5] * NUM_MATCHES
     texts, matches = node_of(0, tokens)
     matches["weight"][matches["source"] == source] = 0.0
-    *_, shares = count(texts, matches, room_of_all(), BEGIN, END, DEPTH, False, 60)
+    *_, shares = count(texts, matches, workspace_of_all(), BEGIN, END, DEPTH, False, 60)
     has_votes = [k != source and (matches["source"] == k).any() for k in range(NUM_SOURCES)]
     assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
 
 
 def test_a_node_without_places_has_no_candidates() -> None:
     texts, matches = node_of(0, [5] * NUM_MATCHES)
-    assert count(texts, matches, room_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)
+    assert count(texts, matches, workspace_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)

@@ -44,7 +44,7 @@ def some_places(rng: np.random.Generator, num_tokens: int, num_matches: int) -> 
     matches["source"] = rng.integers(0, NUM_SOURCES, num_matches)
     matches["length"] = rng.integers(1, 40, num_matches)
     matches["weight"] = rng.random(num_matches) + 0.05
-    return texts, places
+    return texts, matches
 
 
 def behind(texts: Texts, matches: np.ndarray, path: list[int]) -> list[int]:
@@ -94,7 +94,12 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
     texts = Texts(*(np.full(SIZE, MARKER, np.int32) for _ in range(3)))
     texts[IN_RUNNING][: 2 * num_matches : 2] = np.arange(num_matches) + 100
     matches = np.zeros(num_matches, MATCH)
-    matches["text"], matches["at"], matches["length"], matches["weight"] = IN_RUNNING, 2 * np.arange(num_matches), 5, 1.0
+    matches["text"], matches["at"], matches["length"], matches["weight"] = (
+        IN_RUNNING,
+        2 * np.arange(num_matches),
+        5,
+        1.0,
+    )
     model = Model(*WEIGHTS, True, False)
     workspace = make_workspace()
     num_nodes = grown(texts, matches, workspace, num_matches, model, Row(0, 5, 6, 64, 0.0, 0.0))

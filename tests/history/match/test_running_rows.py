@@ -33,11 +33,11 @@ def drafter_of(*sources: str, max_live_tokens: int = 4096) -> Drafter:
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_siblings_are_found_from_their_newest_token_on(has_ids: bool) -> None:
     drafter = drafter_of("siblings")
-    queries = (11, 12)
+    ahead = (11, 12)
     for token in range(13, 40):
-        queries = (*queries, token)
+        ahead = (*ahead, token)
         # The other row ends in the token before the newest one: only that one can be drafted.
-        rows = [Row(rollout=queries), Row(rollout=(50, ahead[-2]))]
+        rows = [Row(rollout=ahead), Row(rollout=(50, ahead[-2]))]
         drafts = drafter.propose(draft_rows(rows, row_ids=[4, 9] if has_ids else None))
         assert drafted(drafts) == [[], [token]]
 

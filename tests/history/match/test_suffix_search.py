@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from numba import njit
 
 from treering.history.match.arena import Arena, Histories
-from treering.history.match.batched_search import MAX_QUERIES, add_query, add_history_query, make_batched_search, search
+from treering.history.match.batched_search import (
+    MAX_QUERIES,
+    add_history_query,
+    add_query,
+    make_batched_search,
+    run_queries,
+)
 from treering.history.match.recent import Others, Recent
 from treering.history.match.suffix_search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
 from treering.history.store.prompt_index import PromptIndex, as_text

@@ -1,8 +1,6 @@
-"""The different tokens that may come next at a index: the votes of its matches, and what is known of each token.
+"""Candidates after a node: the different next tokens of its matches, with their votes and features.
 
-Knows places and votes. Knows nothing of trees and of what votes are worth.
-
-    M places   C candidates of one index
+    M matches   C candidates of one node
 """
 
 from typing import NamedTuple
@@ -35,7 +33,7 @@ from treering.history.match.matches import Matches, vote_bucket
 
 
 class Texts(NamedTuple):
-    """Where the tokens behind places stand; see `matches.IN_HISTORY`."""
+    """The texts that matches are in; see `matches.IN_HISTORY`."""
 
     history: Int32Array
     live: Int32Array
@@ -43,14 +41,14 @@ class Texts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of a candidate beside its tokens."""
+    """What is known of a candidate besides its tokens."""
 
-    place: int
-    """With the greatest vote."""
+    match: int
+    """Number of the match with the greatest vote."""
     length: int
-    """The longest match."""
+    """Longest match."""
     own: int
-    """Matches that it has."""
+    """Number of its matches."""
     share: int
     """Of the votes, in tenths."""
     rank: int
@@ -59,7 +57,7 @@ class Facts(NamedTuple):
 
 @lean
 def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: int, at: int) -> np.int32:
-    """The token at a place of a text, see `matches.IN_HISTORY`; a marker where a rollout ends."""
+    """The token at a position of a text, see `matches.IN_HISTORY`; a marker where a rollout ends."""
     found: np.int32 = pick(text, history, live, others, at)
     return found
 
@@ -68,12 +66,12 @@ def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: in
 def weigh(matches: Matches, num: int, is_calibrated: bool, longest: int) -> None:
     """Writes what each match's vote counts apart from its length."""
     for i in range(num):
-        place = matches[i]
+        match = matches[i]
         if is_calibrated:
-            edit = np.uintp(vote_bucket(place.length) * NUM_EDITS + place.edit)
-            place.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(place.shift)]
+            edit = np.uintp(vote_bucket(match.length) * NUM_EDITS + match.edit)
+            match.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(match.shift)]
         else:
-            place.weight = 0.0 if place.length < longest else 1.0
+            match.weight = 0.0 if match.length < longest else 1.0
 
 
 @lean
@@ -87,31 +85,31 @@ def count_votes(
     is_calibrated: bool,
     longest: int,
 ) -> int:
-    """Fills the candidates from a index's matches, the members from `begin` to `end`; returns how many there are.
+    """Writes the candidates of a node, whose matches are the members from `begin` to `end`; returns how many.
 
-    Where they are several, or a rollout ends, `which` says the candidate of each place.
+    If there are several, or a rollout ends, `which` holds the candidate of each match.
     """
     if begin == end:
         return 0
-    # Taken apart once: numba counts references whenever a field of a tuple is read.
+    # Read once: numba counts references whenever a field of a tuple is read.
     history, live, others = texts.history, texts.live, texts.others
     members, tokens, counted = workspace.members, workspace.tokens, workspace.votes
-    place = matches[np.uintp(members[np.uintp(begin)])]
-    first, differs = token_at(history, live, others, place.text, place.at + depth), np.int32(0)
+    match = matches[np.uintp(members[np.uintp(begin)])]
+    first, differs = token_at(history, live, others, match.text, match.at + depth), np.int32(0)
     total, most, best, num_longest, sources = 0.0, -1.0, 0, 0, 0
-    # Most go on with the same token: sums of all stay in registers.
+    # Most matches continue with the same token: their sums stay in registers.
     for j in range(begin, end):
         number = members[np.uintp(j)]
-        place = matches[np.uintp(number)]
-        token = token_at(history, live, others, place.text, place.at + depth)
-        vote = place.weight
+        match = matches[np.uintp(number)]
+        token = token_at(history, live, others, match.text, match.at + depth)
+        vote = match.weight
         if is_calibrated:
-            vote *= LENGTH_FACTORS[np.uintp(place.source * NUM_LENGTHS + length_bucket(place.length + depth))]
+            vote *= LENGTH_FACTORS[np.uintp(match.source * NUM_LENGTHS + length_bucket(match.length + depth))]
         tokens[np.uintp(j - begin)], counted[np.uintp(j - begin)] = token, vote
         differs |= token ^ first
         total += vote
-        num_longest += place.length == longest
-        sources |= (vote > 0) << place.source
+        num_longest += match.length == longest
+        sources |= (vote > 0) << match.source
         if vote > most:
             most, best = vote, number
     if differs != 0 or first < 0:
@@ -121,15 +119,21 @@ def count_votes(
     candidate.token, candidate.votes, candidate.count, candidate.best = first, total, end - begin, best
     candidate.length, candidate.num_longest = longest, num_longest
     for source in range(NUM_SOURCES):
-        # Of what a source says it has all or nothing, however much that is.
+        # The only candidate has all or nothing of a source's votes.
         candidate.by_source[source] = (sources >> source) & 1
     return 1
 
 
 @lean
 def _tell_apart(matches: Matches, workspace: Workspace, begin: int, end: int, longest: int) -> int:
-    """`count_votes` where places go on with different tokens, from the tokens and votes that it wrote."""
-    members, tokens, counted, which, candidates = workspace.members, workspace.tokens, workspace.votes, workspace.which, workspace.candidates
+    """`count_votes` where matches continue with different tokens, from the tokens and votes that it wrote."""
+    members, tokens, counted, which, candidates = (
+        workspace.members,
+        workspace.tokens,
+        workspace.votes,
+        workspace.which,
+        workspace.candidates,
+    )
     num = 0
     for j in range(end - begin):
         token, vote, number = tokens[np.uintp(j)], counted[np.uintp(j)], members[np.uintp(begin + j)]
@@ -148,8 +152,8 @@ def _tell_apart(matches: Matches, workspace: Workspace, begin: int, end: int, lo
             candidate.length, candidate.num_longest = 0, 0
             for k in range(NUM_SOURCES):
                 candidate.by_source[k] = 0.0
-        place = matches[np.uintp(number)]
-        length, source = place.length, np.uintp(place.source)
+        match = matches[np.uintp(number)]
+        length, source = match.length, np.uintp(match.source)
         which[np.uintp(j)] = c
         candidate.votes += vote
         candidate.count += 1
@@ -177,8 +181,8 @@ def describe(
         before: the token before it.
         earlier: the one before that.
     """
-    place = matches[np.uintp(facts.place)]
-    source, shift, edit = place.source, place.shift, place.edit
+    match = matches[np.uintp(facts.match)]
+    source, shift, edit = match.source, match.shift, match.edit
     length, near = length_bucket(facts.length), near_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
     out[0] = FIRST[0]

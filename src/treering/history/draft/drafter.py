@@ -207,8 +207,8 @@ class Drafter:
         drafts = check_latest(self._latest, rows)
         num_drafted, shares, features = drafts.tokens.size, self._shares, self._features
         if self._num_searched < self._leaders.size and num_drafted > 0:
-            drafts, matches = repeat(drafts, self._leaders)
-            shares, features = shares[places], features[places]
+            drafts, origins = repeat(drafts, self._leaders)
+            shares, features = shares[origins], features[origins]
         counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
         self._latest = None
         if drafts.tokens.size == 0:

@@ -58,11 +58,11 @@ def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
     offsets = np.zeros(leaders.size + 1, np.int64)
     size: int = _add_up(drafts.offsets, leaders, offsets)
     tokens, parents, acceptance = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float32)
-    matches = np.empty(size, np.int64)
+    origins = np.empty(size, np.int64)
     _repeat(
-        drafts.offsets, leaders, drafts.tokens, drafts.parents, drafts.acceptance, tokens, parents, acceptance, places
+        drafts.offsets, leaders, drafts.tokens, drafts.parents, drafts.acceptance, tokens, parents, acceptance, origins
     )
-    return Drafts(tokens=tokens, offsets=offsets, parents=parents, acceptance=acceptance), places
+    return Drafts(tokens=tokens, offsets=offsets, parents=parents, acceptance=acceptance), origins
 
 
 @njit(cache=True, nogil=True)
@@ -85,11 +85,11 @@ def _repeat(
     tokens_out: Int32Array,
     parents_out: Int32Array,
     acceptance_out: Float32Array,
-    matches: Int64Array,
+    origins: Int64Array,
 ) -> None:
     """Writes each row's draft behind that of the row before, and where each token came from."""
     at = 0
     for row in range(leaders.size):
         for i in range(offsets[leaders[row]], offsets[leaders[row] + 1]):
-            tokens_out[at], parents_out[at], acceptance_out[at], matches[at] = tokens[i], parents[i], acceptance[i], i
+            tokens_out[at], parents_out[at], acceptance_out[at], origins[at] = tokens[i], parents[i], acceptance[i], i
             at += 1

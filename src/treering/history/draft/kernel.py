@@ -1,9 +1,8 @@
-"""Drafts of all rows in one compiled call without the interpreter lock.
+"""Drafts for all rows in one compiled call without the interpreter lock.
 
-Knows the order of a row's work: note what is new, find matches, grow a tree; and then which tokens of the batch pay.
-Knows nothing of prompts, stores and records.
+For each row: find matches, grow a tree of their continuations; then keep the tokens of the batch that pay.
 
-    B rows   L columns   S live slots   D drafted tokens
+    B rows   M matches
 """
 
 from collections.abc import Callable
@@ -29,8 +28,8 @@ from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.types import fits_line
 
 ROWS_PER_PROBE = 64
-"""Rows with places and without a draft until one of them gets a draft of one token all the same."""
-_PROBE_WORTH = 0.99
+"""Rows with matches but no draft until one of them is drafted one token all the same, as a probe."""
+_PROBE_PROBABILITY = 0.99
 
 
 class Budget(NamedTuple):
@@ -64,10 +63,10 @@ def _first_bad_row(rows: Rows) -> int:
 
 @lean
 def _draft(
-    rows: Rows, b: int, texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, state: int, model: Model,
-    budget: Budget, num_undrafted: Int64Array, output: Output, at: int,
+    rows: Rows, b: int, texts: Texts, matches: Matches, num_matches: int, workspace: Workspace, state: int,
+    model: Model, budget: Budget, num_undrafted: Int64Array, output: Output, at: int,
 ) -> int:  # fmt: skip
-    """Writes the draft of a row from its matches, behind `at` others; returns how many tokens it has."""
+    """Writes a row's draft from its matches, after `at` tokens of other rows; returns how many tokens it has."""
     num_tokens = rows.num_tokens[b]
     weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
@@ -79,12 +78,12 @@ def _draft(
         if num_undrafted[0] < ROWS_PER_PROBE:
             num_undrafted[0] += 1
             return 0
-        # What looks too poor to be drafted is never observed, and would look poor for ever.
+        # Without probes, what looks too poor to be drafted would never be observed, and would look poor for ever.
         num_undrafted[0] = 0
         row = Row(state, last, before, 1, 0.0, 0.0)
     if row.least == 0:
         output.is_probe[b] = True
-        workspace.nodes[workspace.taken[0]].path = _PROBE_WORTH
+        workspace.nodes[workspace.taken[0]].path = _PROBE_PROBABILITY
     write_row(output, at, workspace, num_nodes)
     return num_nodes
 
@@ -95,19 +94,19 @@ def _draft_all(
     model: Model, budget: Budget, num_undrafted: Int64Array, output: Output, scratch: Scratch,
 ) -> int:  # fmt: skip
     """Writes the drafts of all rows; returns how many tokens they have."""
-    workspace, queries, matches, num_matches = scratch
+    workspace, search, matches, num_matches = scratch
     texts = Texts(history.text, running.chains.tokens, others.text)
     num_out, num_rows = 0, rows.num_tokens.size
     output.offsets[0] = 0
-    # Each stage for some rows before the next one: all of the code would have to be fetched again for every row.
+    # Each stage for some rows before the next stage: all code would have to be fetched again for every row.
     for first in range(0, num_rows, MAX_QUERIES):
-        behind = min(first + MAX_QUERIES, num_rows)
-        find_matches(rows, first, behind, history, running, others, states, enabled, matches, num_matches, queries)
-        for b in range(first, behind):
+        end = min(first + MAX_QUERIES, num_rows)
+        find_matches(rows, first, end, history, running, others, states, enabled, matches, num_matches, search)
+        for b in range(first, end):
             if is_due(rows, b):
-                state = states.state[running.slots[b]]
+                state, k = states.state[running.slots[b]], b - first
                 num_out += _draft(
-                    rows, b, texts, matches[b - first], workspace, num_matches[b - first], state, model, budget, num_undrafted, output,
+                    rows, b, texts, matches[k], num_matches[k], workspace, state, model, budget, num_undrafted, output,
                     num_out,
                 )  # fmt: skip
             output.offsets[b + 1] = num_out
@@ -116,7 +115,7 @@ def _draft_all(
 
 @lean
 def _note_undrafted(rows: Rows, running: Running, states: RowStates, num_undrafted: Int64Array, output: Output) -> None:
-    """Notes which rows get nothing; a probe that was not worth its pass is still due. Led rows are as their leaders."""
+    """Notes which rows have no draft; a probe that was cut stays due. Duplicate rows get their leaders' states."""
     for b in range(rows.num_tokens.size):
         if output.offsets[b + 1] > output.offsets[b]:
             continue
@@ -158,7 +157,9 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         scratch = Scratch(
             make_workspace(), make_batched_search(), make_matches(MAX_QUERIES), np.zeros(MAX_QUERIES, np.int64)
         )
-        num_out = _draft_all(rows, history, running, others, states, enabled, model, budget, num_undrafted, output, scratch)
+        num_out = _draft_all(
+            rows, history, running, others, states, enabled, model, budget, num_undrafted, output, scratch
+        )
         cutoff = 0.0
         if budget.cost_sizes.size > 0 and num_out > 0:
             cutoff = cut(rows.worth, output, budget.cost_sizes, budget.cost_seconds)

@@ -1,6 +1,4 @@
-"""What a compiled call writes: the drafts of all rows, one after another.
-
-Knows taken and probabilities. Knows nothing of contexts and of how taken came to be.
+"""What the compiled call writes: the drafts of all rows, one after another.
 
     B rows   D drafted tokens
 """
@@ -27,12 +25,12 @@ class Output(NamedTuple):
     paths: Float64Array  # [D]
     shares: Float32Array  # [D, votes]
     features: Int32Array  # [D, kinds]
-    is_probe: BoolArray  # [B], rows whose one token is drafted although it looks too poor
+    is_probe: BoolArray  # [B], rows whose only token is drafted although its estimate is too low
 
 
 @lean
 def write_row(output: Output, at: int, workspace: Workspace, num_nodes: int) -> None:
-    """Writes a row's taken from `at` on, each one's likeliest child right behind it."""
+    """Writes a row's nodes from `at` on, each one's likeliest child right after it."""
     nodes, taken, numbers = workspace.nodes, workspace.taken, workspace.numbers
     _preorder(workspace, num_nodes)
     for index in range(num_nodes):
@@ -45,11 +43,17 @@ def write_row(output: Output, at: int, workspace: Workspace, num_nodes: int) -> 
 
 @lean
 def _preorder(workspace: Workspace, num_nodes: int) -> None:
-    """Numbers the taken so that each one's likeliest child stands right behind it; line 0 is the context, number -1.
+    """Numbers the nodes so that each one's likeliest child comes right after it; line 0 is the context, number -1.
 
-    Nodes stand by falling probability, so a index's first child is its likeliest.
+    Nodes are in order of falling probability, so a node's first child is its likeliest.
     """
-    nodes, taken, numbers, sizes, free = workspace.nodes, workspace.taken, workspace.numbers, workspace.sizes, workspace.free
+    nodes, taken, numbers, sizes, free = (
+        workspace.nodes,
+        workspace.taken,
+        workspace.numbers,
+        workspace.sizes,
+        workspace.free,
+    )
     for index in range(num_nodes):
         sizes[np.uintp(index + 1)] = 1
     for index in range(num_nodes - 1, -1, -1):
@@ -64,12 +68,10 @@ def _preorder(workspace: Workspace, num_nodes: int) -> None:
 
 @njit
 def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
-    """Takes out what does not pay; returns the least probability that stayed.
+    """Drops drafted tokens that do not pay.
 
-    Of that it knows nothing, and returns 0, where nothing went or nothing stayed, apart from rows that are probed: what
-    all pays does not say that less likely tokens would not.
-
-    Rows that are worth 0 are led by others: they have no draft, and no token in the pass.
+    Returns the lowest path probability kept, or 0.0 if nothing was dropped or nothing was kept (probe rows do not
+    count), because then the cutoff is unknown. Rows worth 0 are duplicates: they have no draft and no token in the pass.
     """
     counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
     num_computed, most = 0, 1.0
@@ -81,7 +83,7 @@ def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64
             k = bin_of(output.paths[i] * worth[b] / most)
             counts[k] += 1
             gains[k] += output.paths[i] * worth[b]
-    # Of all rows, for each of those that have a token in the pass.
+    # Gains of all rows, per row with a token in the pass.
     num_bins = choose_bins(num_computed, counts, gains * num_computed / worth.size, sizes, seconds)
     renamed = np.empty(MAX_NODES, np.int32)
     least, num_out, begin = np.inf, 0, output.offsets[0]

@@ -1,7 +1,6 @@
-"""One row's draft: the tree of continuations of its places that is likeliest to be accepted, grown best first.
+"""One row's draft: the tree of continuations that is most likely to be accepted, grown best first.
 
-Knows candidates and estimates. Knows nothing of how places are found, or of other rows. A index's places are those that
-have agreed with its path so far; their next tokens are its candidates.
+A node's matches are those that agree with its path so far; their next tokens are its candidates.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from treering.history.match.matches import Matches, longest_of
 
 _LEAST_SHARE = 0.01
 _NUM_DOUBLED = 32
-"""Tokens behind which the least probability has risen twice as far as in a straight line."""
+"""Tokens after which the least probability has risen twice as far as along a straight line."""
 
 
 class Model(NamedTuple):
@@ -31,28 +30,28 @@ class Model(NamedTuple):
     is_calibrated: bool
     """Whether all matches vote; else the longest ones do, each alike."""
     is_chain: bool
-    """Whether a index has one child at most."""
+    """Whether each node has at most one child."""
 
 
 class Row(NamedTuple):
-    """What a draft is grown for."""
+    """What a draft is grown for: the state of the row, its last tokens and its limits."""
 
     state: int
     """See `features.NUM_STATES`."""
     token: int
-    """The context's last one."""
+    """Last one of the context."""
     before: int
-    """The one before that, -1 for none."""
+    """The one before it, -1 for none."""
     most: int
     """Nodes at most."""
     least: float
-    """Probability of being reached and accepted that a first index has at least."""
+    """Least probability of being reached and accepted that a first node may have."""
     rise: float
-    """How much more the taken behind it have; see `least_behind`."""
+    """How much more later nodes need; see `least_after`."""
 
 
 class Grown(NamedTuple):
-    """What a row's rooms hold so far."""
+    """How far the workspace is filled."""
 
     num_waiting: int
     num_made: int
@@ -61,17 +60,23 @@ class Grown(NamedTuple):
 
 @lean
 def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, model: Model, row: Row) -> int:
-    """Fills the room's taken with the draft of a row; returns how many there are. Parents stand before their children.
+    """Takes the nodes of a row's draft into the workspace; returns how many. Parents come before their children.
 
     Args:
-        texts: of the matches.
+        texts: those that the matches are in.
         matches: of the row.
-        workspace: written over.
-        num_matches: how many matches.
+        workspace: overwritten.
+        num_matches: how many matches there are.
         model: how candidates are judged.
-        row: its state and what it may draft.
+        row: the row and its limits.
     """
-    nodes, taken, waiting, paths, members = workspace.nodes, workspace.taken, workspace.waiting, workspace.paths, workspace.members
+    nodes, taken, waiting, paths, members = (
+        workspace.nodes,
+        workspace.taken,
+        workspace.waiting,
+        workspace.paths,
+        workspace.members,
+    )
     for i in range(num_matches):
         members[i] = i
     parent, before = nodes[0], row.before
@@ -79,7 +84,7 @@ def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int,
     parent.begin, parent.end = 0, num_matches
     so_far, num_nodes, least = Grown(0, 1, num_matches), 0, row.least
     while True:
-        # What is below the least probability now is so for ever: it rises with the taken.
+        # The least probability only rises, so what is below it now stays below.
         if parent.path >= least:
             so_far = _expand(texts, matches, workspace, parent, num_nodes - 1, before, least, model, row.state, so_far)
         if so_far.num_waiting == 0 or num_nodes == row.most:
@@ -95,7 +100,7 @@ def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int,
         num_nodes += 1
         if num_nodes == row.most:
             return num_nodes
-        least = least_behind(row.least, row.rise, num_nodes)
+        least = least_after(row.least, row.rise, num_nodes)
         before = nodes[np.uintp(taken[parent.parent])].token if parent.parent >= 0 else row.token
         last = np.uintp(so_far.num_waiting - 1)
         waiting[np.uintp(best)], paths[np.uintp(best)] = waiting[last], paths[last]
@@ -103,10 +108,10 @@ def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int,
 
 
 @lean
-def least_behind(least: float, rise: float, num_nodes: int) -> float:
-    """The least probability that a token is drafted with behind so many others of its row.
+def least_after(least: float, rise: float, num_nodes: int) -> float:
+    """The least probability at which a token is drafted after `num_nodes` others of its row.
 
-    The first tokens of a draft ride along where a pass waits for weights; the more there are, the more each costs.
+    The first tokens of a draft are nearly free while a pass waits for weights; the more there are, the more each costs.
 
     Example: with a least probability of 0.02 and a rise of 0.0036 the ninth token has at least 0.056, the 33rd 0.25.
     """
@@ -115,15 +120,17 @@ def least_behind(least: float, rise: float, num_nodes: int) -> float:
 
 @lean
 def _expand(
-    texts: Texts, matches: Matches, workspace: Workspace, parent: Any, index: int, before: int, least: float, model: Model,
-    state: int, so_far: Grown,
+    texts: Texts, matches: Matches, workspace: Workspace, parent: Any, index: int, before: int, least: float,
+    model: Model, state: int, so_far: Grown,
 ) -> Grown:  # fmt: skip
-    """Adds what may come behind a node to those that wait, where it is likely enough.
+    """Adds the likely enough continuations of a node to the waiting ones.
 
-    The node was taken as index `index`, or is the context with -1; the token before it is `before`.
+    The node is number `index` of the taken ones, or the context for -1; the token before it is `before`.
     """
     num_waiting, num_made, num_members = so_far
-    num: int = count_votes(texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, model.is_calibrated, parent.longest)
+    num: int = count_votes(
+        texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, model.is_calibrated, parent.longest
+    )
     num_made = _judge(matches, workspace, parent, index, before, num, model, state, num_made)
     num_waiting = _admit(workspace, num, least, model.is_chain, num_waiting)
     return Grown(num_waiting, num_made, _part(workspace, parent, num, num_members))
@@ -141,7 +148,7 @@ def _judge(
     state: int,
     num_made: int,
 ) -> int:
-    """Makes nodes of the candidates that may be followed, with estimates; returns how many nodes there are then."""
+    """Makes nodes with estimates of the candidates that may be followed; returns how many nodes there are then."""
     nodes, candidates = workspace.nodes, workspace.candidates
     is_calibrated = model.is_calibrated
     depth = parent.depth + 1
@@ -158,7 +165,7 @@ def _judge(
             for other in range(num):
                 rank += candidates[other].votes > candidate.votes
         if not is_calibrated and rank > 0:
-            # The policy chooses; estimates only say how far it is followed.
+            # By frequency only the first is followed; estimates decide how far.
             continue
         node = nodes[np.uintp(num_made)]
         write_shares(node.shares, candidates, c, num, share, num_longest)
@@ -177,10 +184,9 @@ def _judge(
 
 @lean
 def _admit(workspace: Workspace, num: int, least: float, is_chain: bool, num_waiting: int) -> int:
-    """Lets the candidates' nodes wait that are likely enough, in a chain the likeliest; returns how many wait then.
+    """Adds the likely enough nodes to the waiting ones, in a chain only the likeliest; returns how many wait then.
 
-    By itself, so that one estimate is added up while the next one is: to ask of each at once whether it is enough is to
-    wait for each.
+    Kept separate from `_judge`: testing each estimate as it is computed would serialise the additions.
     """
     nodes, candidates = workspace.nodes, workspace.candidates
     first, best = num_waiting, 0.0
@@ -197,7 +203,7 @@ def _admit(workspace: Workspace, num: int, least: float, is_chain: bool, num_wai
 
 @lean
 def _part(workspace: Workspace, parent: Any, num: int, num_members: int) -> int:
-    """Puts the places of each candidate's node side by side; returns how many members there are then."""
+    """Puts the matches of each candidate's node side by side; returns how many members there are then."""
     nodes, candidates, members, which = workspace.nodes, workspace.candidates, workspace.members, workspace.which
     begin, end = parent.begin, parent.end
     if num == 1 and candidates[0].count == end - begin:
@@ -205,7 +211,7 @@ def _part(workspace: Workspace, parent: Any, num: int, num_members: int) -> int:
             node = nodes[np.uintp(candidates[0].line)]
             node.begin, node.end = begin, end
         return num_members
-    # Without branches on what became a node, which would be guessed wrong.
+    # No branch on whether a candidate became a node: it would be mispredicted.
     candidates[MAX_CANDIDATES].line = NO_NODE
     nodes[NO_NODE].end = NOWHERE
     for c in range(num):

@@ -1,9 +1,9 @@
-"""Room for one row's draft while it grows: made once per call, written over by every row.
+"""Memory for one row's draft while it grows: allocated once per call and overwritten by every row.
 
-Knows sizes. Knows nothing of what is written. What is known of one thing lies side by side, so that one address leads
-to all of it: with an array for each of its fields there are more addresses than registers.
+All fields of a record lie side by side, so that one address leads to them: an array per field would need more addresses
+than there are registers.
 
-    N tokens of a draft   M places   C candidates of one index   E nodes that there ever were
+    N tokens of a draft   M matches   C candidates of one node   E nodes ever made
 """
 
 from typing import Any, NamedTuple
@@ -19,17 +19,17 @@ from treering.history.match.matches import MAX_MATCHES
 MAX_NODES = 64
 MAX_CANDIDATES = 12
 NO_NODE = (MAX_NODES + 1) * MAX_CANDIDATES - 1
-"""The last line of the nodes, which no node gets: of what is no node."""
+"""Sentinel row of the nodes: written when a candidate has no node."""
 NOWHERE = (MAX_NODES + 1) * MAX_MATCHES
-"""Where its places are written among the members: behind those of all nodes."""
+"""Where the sentinel's matches are written among the members: after those of all nodes."""
 
 NODE = np.dtype(
     [
         ("token", np.int32),
-        ("parent", np.int32),  # index, -1 for none
+        ("parent", np.int32),  # index among the taken nodes, -1 for none
         ("depth", np.int32),  # tokens of the draft before it
-        ("longest", np.int32),  # match of its places
-        ("begin", np.int32),  # where its places stand among the members
+        ("longest", np.int32),  # of its matches
+        ("begin", np.int32),  # where its matches begin among the members
         ("end", np.int32),
         ("path", np.float64),  # probability that it and all before it are accepted
         ("estimate", np.float32),
@@ -38,48 +38,48 @@ NODE = np.dtype(
     ],
     align=True,
 )
-"""A token that the draft may go on with: a candidate that is likely enough. Those that are taken are its taken."""
+"""A candidate that is likely enough to be drafted. The draft consists of the nodes that are taken."""
 
 CANDIDATE = np.dtype(
     [
         ("token", np.int32),
-        ("count", np.int32),  # places that go on with it
-        ("best", np.int32),  # the one with the greatest vote
+        ("count", np.int32),  # matches that continue with it
+        ("best", np.int32),  # the match with the greatest vote
         ("length", np.int32),  # longest match
-        ("num_longest", np.int32),  # places with the longest match of all
-        ("line", np.int32),  # its node, NO_NODE where it is none
+        ("num_longest", np.int32),  # matches as long as the node's longest
+        ("line", np.int32),  # its node, NO_NODE for none
         ("votes", np.float64),
         ("best_vote", np.float64),
         ("by_source", np.float64, (NUM_SOURCES,)),
     ],
     align=True,
 )
-"""One of the different next tokens of a index."""
+"""One of the different next tokens after a node."""
 
 Nodes = NDArray[Any]
 Candidates = NDArray[Any]
 
 
 class Workspace(NamedTuple):
-    """All of it."""
+    """The arrays."""
 
     nodes: Nodes  # NODE [E], the first one the context
-    taken: Int32Array  # [N], lines of the nodes that were taken, in that order
-    waiting: Int32Array  # [M], lines of those that may be next: no two share a place
+    taken: Int32Array  # [N], lines of the nodes that make up the draft, in the order in which they were taken
+    waiting: Int32Array  # [M], lines of the nodes that may be taken next: no two share a match
     paths: Float64Array  # [M], theirs
-    members: Int32Array  # [(N + 2) * M], numbers of places; those of a node stand together
+    members: Int32Array  # [(N + 2) * M], numbers of matches; those of a node stand together
     candidates: Candidates  # CANDIDATE [C + 1], the last for the votes of all by source, and where rollouts end
-    tokens: Int32Array  # [M], what each of the index's places goes on with
+    tokens: Int32Array  # [M], what each of the node's matches continues with
     votes: Float64Array  # [M], what each counts
-    which: Int32Array  # [M], candidate of each, the one behind all where a rollout ends
-    numbers: Int32Array  # [N + 1], where each index is written; of the context -1, which comes first
-    sizes: Int32Array  # [N + 1], taken from each one on
+    which: Int32Array  # [M], candidate of each, the last one where a rollout ends
+    numbers: Int32Array  # [N + 1], where each taken node is written; -1 for the context, which comes first
+    sizes: Int32Array  # [N + 1], nodes of each one's subtree
     free: Int32Array  # [N + 1], where the next child of each one is written
 
 
 @njit
 def make_workspace() -> Workspace:
-    """Room for any row."""
+    """Memory for any row."""
     orders = np.empty((3, MAX_NODES + 1), np.int32)
     return Workspace(
         np.empty((MAX_NODES + 1) * MAX_CANDIDATES, NODE),

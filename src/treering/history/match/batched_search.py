@@ -73,7 +73,7 @@ def add_history_query(
 
 
 @lean
-def search(
+def run_queries(
     queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
     positions: Int32Array,
 ) -> None:  # fmt: skip

@@ -11,7 +11,7 @@ from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.jit import lean
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import BatchedSearch, add_query, add_history_query, search
+from treering.history.match.batched_search import BatchedSearch, add_history_query, add_query, run_queries
 from treering.history.match.history_matches import find_in_history
 from treering.history.match.matches import Matches, longest_of
 from treering.history.match.other_prompts import find_in_others
@@ -76,7 +76,9 @@ def _search_history(
     num = 0
     for b in range(first, behind):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
-            add_history_query(queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b])
+            add_history_query(
+                queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b]
+            )
             num += 1
     run_queries(queries, num, rows.tokens, history.text, history.order, history.keys, history.positions)
     for q in range(num):
