@@ -87,7 +87,7 @@ class CheckpointStore:
         write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
         # Later ones were damaged, or this run would have gone on from them.
         self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
-        self._tidy(loop.num_steps_done)
+        self._remove_leftovers(loop.num_steps_done)
         return target
 
     def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
@@ -111,7 +111,7 @@ class CheckpointStore:
             _restore(checkpoint, loop)
             if self.hints is not None:
                 loop.load_hints(self.hints / checkpoint.name)
-            self._tidy(loop.num_steps_done)
+            self._remove_leftovers(loop.num_steps_done)
             return loop.num_steps_done
         if damaged:
             raise StateError(
@@ -127,7 +127,7 @@ class CheckpointStore:
         if damaged:
             warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
 
-    def _tidy(self, step: int) -> None:
+    def _remove_leftovers(self, step: int) -> None:
         """Removes what a kill left half done, whole checkpoints before `step` beyond `keep`, and hints of none."""
         clear_unfinished(self.folder)
         kept = [path for path in self._newest_first() if _step_of(path) <= step]

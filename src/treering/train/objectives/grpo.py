@@ -6,7 +6,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Objective
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
 
 
@@ -103,7 +103,7 @@ def _of_tokens(
     weighting: Weighting,
     options: PolicyOptions,
 ) -> Objective:
-    policy = Policy(
+    policy = PolicyLoss(
         name=name,
         advantages=advantages,
         loss_masks=loss_masks,

@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective, refuse_once
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective, refuse_once
 from treering.train.objectives.sequence_ratio import mean_log_ratio
 from treering.train.objectives.surrogate import Clip, surrogate_of_ratio
 
@@ -44,7 +44,7 @@ def gspo(
     def of_sequences(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:
         return surrogate_of_ratio(mean_log_ratio(entries, old), advantages, clip=clip)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="gspo",
         advantages=advantages,
         loss_masks=loss_masks,

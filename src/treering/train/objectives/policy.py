@@ -25,7 +25,7 @@ _COMMON = ("advantages", "loss_masks", "old_logprobs", "clip", "normalizer", "sh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Policy:
+class PolicyLoss:
     """A policy loss in parts.
 
     Attributes:
@@ -69,7 +69,7 @@ def clipped(clip: Clip) -> Surrogate:
     return lambda entries, old, advantages: clipped_surrogate(entries.logprobs, old, advantages, clip=clip)
 
 
-def make_objective(policy: Policy, options: PolicyOptions) -> Objective:
+def make_objective(policy: PolicyLoss, options: PolicyOptions) -> Objective:
     """The objective with its shared options.
 
     Raises:
@@ -132,7 +132,7 @@ def _regularizers(options: PolicyOptions) -> Regularizers:
     )
 
 
-def _values(policy: Policy, options: PolicyOptions) -> dict[str, BranchValues]:
+def _values(policy: PolicyLoss, options: PolicyOptions) -> dict[str, BranchValues]:
     named: dict[str, Any] = {
         "advantages": policy.advantages,
         "old_logprobs": policy.old_logprobs,

@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
 from treering.train.objectives.value_loss import ValueLoss, make_value_loss
 
@@ -62,7 +62,7 @@ def ppo(
         policy_terms = of_policy(entries, old, advantages)
         return policy_terms if value_loss is None else _with_values(policy_terms, value_loss, entries)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="ppo",
         advantages=advantages,
         loss_masks=loss_masks,

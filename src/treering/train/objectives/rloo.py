@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, make_objective
+from treering.train.objectives.policy import PolicyLoss, make_objective
 from treering.train.objectives.sequence_ratio import num_tokens, summed_log_ratio
 from treering.train.objectives.surrogate import Clip, check_clip, surrogate_of_ratio
 
@@ -44,7 +44,7 @@ def rloo(
         whole = surrogate_of_ratio(summed_log_ratio(entries, old), advantages, clip=clip)
         return Terms(loss=whole.loss / num_tokens(entries), metrics=whole.metrics)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="rloo",
         advantages=advantages,
         loss_masks=loss_masks,
