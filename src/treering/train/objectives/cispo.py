@@ -24,7 +24,7 @@ def cispo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, in which the clipped ratio is held constant.
+    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, with the clipped ratio detached.
 
     `r = exp(logp - old_logp)` (arXiv 2506.13585, equations 4 and 5). As in the paper there is no lower bound by default
     (low = 1), and the mean is over all tokens; the paper tunes the upper bound without naming it, and 1 + high = 5 is

@@ -34,12 +34,12 @@ def grpo(
         clip: (low, high), both >= 0; a larger high is clip-higher.
         normalizer: see `Weighting`.
         shared: see `Weighting`.
-        divisor: of the constant normaliser.
+        divisor: for normalizer="constant".
         **options: importance sampling, KL penalty, entropy bonus; see `PolicyOptions`.
 
     Raises:
         InputError: no masks.
-        ConfigError: a clip, an option or a combination that is none.
+        ConfigError: an invalid clip, option or combination.
 
     Example: one trained token with logp -1.0, old -1.5 (r = 1.649) and A = 2 gives -min(3.297, 1.2 * 2) = -2.4.
     """

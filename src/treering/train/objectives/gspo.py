@@ -32,7 +32,7 @@ def gspo(
     per token too. Without `old_logprobs` s = 1. Other arguments and errors as in `grpo`.
 
     Raises:
-        ConfigError: beside those of `grpo`, shared="once".
+        ConfigError: as in `grpo`, and for shared="once".
 
     Example: a sequence with the log-ratios [0.0, 0.2] has s = exp(0.1) = 1.105; A = 2 gives -1.0004 * 2 = -2.0008.
     """
