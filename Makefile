@@ -29,15 +29,16 @@ test: $(STAMP)
 
 # With the lowest versions that pyproject.toml admits, in an environment of its own: tests of the model, the gradients, the
 # engine and the command line. Kernels are left out, as the interpreter of Triton 3.6 fails. PyPI has this torch for CUDA
-# only, three gigabytes.
+# only, three gigabytes. Its compiled functions are kept apart: numba drops those of another release.
 OLDEST := .venv-oldest
 OLDEST_TESTS ?= tests/model tests/train tests/engine tests/cli/test_main.py tests/test_core_alone.py
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" -k "not triton" $(OLDEST_TESTS)
+	NUMBA_CACHE_DIR=$(CURDIR)/$(OLDEST)/numba OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) \
+	  -m "$(MARKS)" -k "not triton" $(OLDEST_TESTS)
 
-$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python -c constraints-oldest.txt \
 	  -e '.[peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 

@@ -24,9 +24,9 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
     A kill at any moment leaves no `target` or a whole one; an older `target` is replaced.
 
     Args:
-        target: absent, or a folder that may go.
-        fill: writes the files; it may make folders of its own.
-        facts: JSON values that stand in the manifest beside the checksums.
+        target: absent, or a folder that may be replaced.
+        fill: writes the files; it may create subfolders.
+        facts: JSON values stored in the manifest with the checksums.
 
     Example: `fill` writes `a.bin`; the folder then holds `a.bin` and `manifest.json`, and `read_facts` gives `facts`.
     """
@@ -62,20 +62,20 @@ def write_text(target: Path, text: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder; a kill half-way leaves nothing under its name."""
+    """Removes a folder; if killed midway, nothing is left under its name."""
     doomed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
     os.rename(folder, doomed)
     shutil.rmtree(doomed)
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Removes what killed writers and removers left in a folder; no other process may be writing there."""
+    """Removes leftovers of killed processes from a folder; no other process may be writing there."""
     for leftover in parent.glob(f"{_HIDDEN}*"):
         shutil.rmtree(leftover)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The facts of a folder that `write_folder` made, after every checksum has been verified.
+    """The facts of a folder that `write_folder` made, after verifying every checksum.
 
     Raises:
         StateError: a file is missing or changed, by name.

@@ -60,7 +60,7 @@ Number = int | float
 
 
 class Sink(Protocol):
-    """A place that rows of metrics go to."""
+    """Stores rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
         """Store the values of one step; once it returns, a killed process does not lose them."""
@@ -72,8 +72,8 @@ class Sink(Protocol):
 class JsonlSink:
     """One JSON object a line: `{"step": 7, "train/loss": 1.25}`.
 
-    JSON has no NaN and no infinity, so these stand as the strings "nan", "inf" and "-inf", which Python's `float` reads
-    back; null would lose which of them it was.
+    JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which Python's `float`
+    reads back; null would not tell them apart.
 
     Args:
         path: the file; its folder is created.

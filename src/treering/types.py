@@ -20,14 +20,14 @@ LossMask: TypeAlias = npt.NDArray[np.bool_]
 """True where a token is trained, one entry per token."""
 
 PromptId: TypeAlias = str | int
-"""Names a prompt: a dataset key, else a hash of its token ids; the same in every epoch."""
+"""Identifies a prompt: a dataset key, else a hash of its token ids; the same in every epoch."""
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
-"""Largest id that a forest can hold."""
+"""Largest token id in a forest."""
 
 
 def is_count(value: object, *, least: int) -> TypeGuard[int]:
-    """Whether a value is a whole number of at least `least`, numpy's included; True and False are none.
+    """Whether a value is an int or numpy integer of at least `least`; True and False are not.
 
     Example: 4 and `np.int64(4)` are counts from 1 on; 0, 1.0 and True are not.
     """
@@ -47,7 +47,7 @@ class ModelShape:
     """
 
     name: str
-    """How reports call it, for instance "qwen3-8b"."""
+    """Name in reports, for instance "qwen3-8b"."""
     num_layers: int
     """Decoder layers."""
     hidden_size: int

@@ -47,7 +47,7 @@ def in_partitions(
         while above >= 0:
             gateway = layouts[above].gateway
             assert gateway is not None
-            ancestors.append(Ancestor.seen_through(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
+            ancestors.append(Ancestor.from_sight(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
             above = partitions[above].parent
         fragment = take_fragment(tree, part.tokens)
         layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors), gateway=Gateway())
@@ -122,7 +122,7 @@ def test_calls_cover_each_visible_pair_once_and_leave_no_row_blind(
     for part in partitions:
         above = part.parent
         while above >= 0:
-            ancestor = Ancestor.seen_through(Gateway(), sight_of(tree, partitions[above].tokens, part.tokens))
+            ancestor = Ancestor.from_sight(Gateway(), sight_of(tree, partitions[above].tokens, part.tokens))
             layout = TreeLayout(take_fragment(tree, part.tokens), CPU, ancestors=(ancestor,))
             assert_covered(ancestor.sight, layout.ancestor_calls(ancestor, window), layout.sight.position, window)
             above = partitions[above].parent

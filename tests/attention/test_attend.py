@@ -80,7 +80,10 @@ def backend(name: str) -> Attention:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, form: Form = FORM, sinks: Tensor | None = None
 ) -> Tensor:
-    return segment_attention(q, k, v, layout=layout, form=form, sinks=sinks, kernel=Plain(form.softcap))
+    # Forward and backward use the kernel that the forward chose.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
+        return segment_attention(q, k, v, layout=layout, form=form, sinks=sinks)
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {

@@ -140,7 +140,7 @@ def test_keys_of_the_partitions_above_come_first() -> None:
         gateway = Gateway()
         gateway.export(0, KeysValues(*(tensor[:, :, torch.from_numpy(above)] for tensor in inputs[1:])))
         sight = sight_of(tree, above.astype(np.int32), parts[2].astype(np.int32))
-        ancestors.append(Ancestor.seen_through(gateway, sight))
+        ancestors.append(Ancestor.from_sight(gateway, sight))
     fragment = take_fragment(tree, parts[2].astype(np.int32))
     layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors))
     for form in (Form(scale=0.3), Form(scale=0.3, window=75)):

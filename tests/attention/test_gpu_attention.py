@@ -136,7 +136,7 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(backend: Backe
     gateway = Gateway()
     above = TreeLayout(upper, torch.device("cuda"), gateway=gateway)
     sight = sight_of(tree, parts[0].astype(np.int32), parts[1].astype(np.int32))
-    below = TreeLayout(lower, torch.device("cuda"), ancestors=(Ancestor.seen_through(gateway, sight),))
+    below = TreeLayout(lower, torch.device("cuda"), ancestors=(Ancestor.from_sight(gateway, sight),))
     rows = [torch.from_numpy(part).cuda() for part in parts]
     outs = [
         attend(*(tensor[:, :, index] for tensor in inputs), layout=layout, form=form, backend=backend)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, star
 from treering.attention import schedule
 from treering.attention.call import Visibility
-from treering.attention.schedule import Schedule, build_schedule
+from treering.attention.schedule import CallSchedule, build_schedule
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
 
 
-def schedule_of(forest: Forest, window: int | None = None) -> Schedule:
+def schedule_of(forest: Forest, window: int | None = None) -> CallSchedule:
     return build_schedule(Sight.within(forest), forest.segment_start, window)
 
 

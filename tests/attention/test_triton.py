@@ -14,7 +14,7 @@ from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
 from treering.attention import Form, TreeLayout, attend
 from treering.attention.reference import reference_attention
-from treering.attention.triton import Tile, Tiles, backend, triton_attention
+from treering.attention.triton import Tiles, TileSize, backend, triton_attention
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 CPU = torch.device("cpu")
-SMALL = Tiles(forward=Tile(16, 16), query_gradient=Tile(16, 16), key_gradient=Tile(16, 16))
-UNEVEN = Tiles(forward=Tile(32, 16), query_gradient=Tile(16, 32), key_gradient=Tile(16, 32), max_visits=1)
-SHARED = Tiles(forward=Tile(16, 16), query_gradient=Tile(16, 16), key_gradient=Tile(16, 16), max_visits=2)
+SMALL = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16))
+UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32), max_visits=1)
+SHARED = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16), max_visits=2)
 FORMS = {
     "plain": Form(scale=0.3),
     "window of 1": Form(scale=0.3, window=1),
@@ -144,8 +144,10 @@ def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: F
 
 def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back = []
-    whole = backend.give_back
-    monkeypatch.setattr(backend, "give_back", lambda grads, *rest: given_back.append(grads) or whole(grads, *rest))
+    whole = backend.scatter_key_gradients
+    monkeypatch.setattr(
+        backend, "scatter_key_gradients", lambda grads, *rest: given_back.append(grads) or whole(grads, *rest)
+    )
     tree = Forest.from_sequences([[0] * 5 + [1] * 3, [0] * 5 + [2] * 3]).trees()[0]
     inputs = tuple(tensor.detach().bfloat16().requires_grad_() for tensor in inputs_of_partitions(tree.num_tokens))
     in_partitions(inputs, tree, random_partitions(tree, 0, 4), "triton", FORMS["plain"])

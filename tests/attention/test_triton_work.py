@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.forests import SHAPES, sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
-from treering.attention.triton import Tile
+from treering.attention.triton import TileSize
 from treering.attention.triton.tables import NUM_PROGRAMS, Tables
 from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
-from treering.attention.triton.work import DIRECT, Work, without_short_blocks, work_by_key, work_by_query
+from treering.attention.triton.work import DIRECT, WorkList, without_short_blocks, work_by_key, work_by_query
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
 
@@ -24,7 +24,7 @@ def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window:
     return without_short_blocks(pairs, num_queries=count, num_keys=count, query_size=query_size, key_size=key_size)
 
 
-def visited(work: Work) -> list[tuple[int, int, bool]]:
+def visited(work: WorkList) -> list[tuple[int, int, bool]]:
     """(own block, other block, unmasked) of every visit."""
     found = []
     for block, start, middle, again, stop, _ in work.items.tolist():
@@ -51,7 +51,7 @@ def test_every_pair_of_blocks_is_visited_once(
     assert_shared_in_order(by_key, max_visits)
 
 
-def assert_shared_in_order(work: Work, max_visits: int) -> None:
+def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
     """Items are short enough, heaviest first; each block is written once, or by consecutive slots that are added."""
     lengths = work.items[:, 4] - work.items[:, 1]
     assert (lengths <= max_visits).all()
@@ -89,7 +89,7 @@ def test_a_prompt_is_shared_and_responses_are_not() -> None:
 
 
 def test_long_stars_give_enough_equal_items_and_chains_are_left_whole() -> None:
-    tile = Tile(64, 128)
+    tile = TileSize(64, 128)
     star = TreeLayout(Forest.from_sequences([[0] * 128 + [1 + i] * 512 for i in range(64)]), torch.device("cpu"))
     work = Tables.of(star, None).by_key(tile, num_heads=16, num_key_heads=8)
     lengths = (work.items[:, 4] - work.items[:, 1]).tolist()
@@ -104,7 +104,7 @@ def test_tables_are_made_once_and_a_window_that_hides_nothing_is_none() -> None:
     tables = Tables.of(layout, None)
     assert Tables.of(layout, 40) is tables
     assert Tables.of(layout, 39) is not tables
-    assert tables.by_query(Tile(16, 16)) is tables.by_query(Tile(16, 16))
+    assert tables.by_query(TileSize(16, 16)) is tables.by_query(TileSize(16, 16))
     assert not tables.has_window
 
 
@@ -118,6 +118,6 @@ def test_heads_are_padded_to_powers_of_two(size: int, padded: int) -> None:
 def test_every_kernel_has_tiles_and_launches(dtype: torch.dtype, size: int) -> None:
     tiles = choose_tiles(size, dtype)
     for name in ("forward", "query_gradient", "key_gradient"):
-        tile: Tile = getattr(tiles, name)
+        tile: TileSize = getattr(tiles, name)
         assert all(side & (side - 1) == 0 and side >= 16 for side in tile)
         assert len(launches(name, size, dtype)) >= 2

@@ -1,4 +1,4 @@
-"""Runs of reinforcement learning that are killed, drafts on: `python -m tests.rl.killed_runs FOLDER`."""
+"""RL runs with drafts for tests to kill: `python -m tests.rl.killed_runs FOLDER`."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ SAVE_EVERY = 2
 
 
 def train(folder: Path) -> str:
-    """Trains `NUM_STEPS` steps in `folder`, resuming what is there."""
+    """Trains `NUM_STEPS` steps in `folder`, resuming an existing run."""
     memory = eager()
     loop = sampling_loop(drafting=memory)
     checkpoints = store(folder)

@@ -1,4 +1,4 @@
-"""A tiny task, engines and loops that tests of reinforcement learning share."""
+"""A tiny task, engines and loops shared by the RL tests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ Reward = Callable[[Rollout], float]
 
 
 def share_of_even_tokens(rollout: Rollout) -> float:
-    """A reward that differs between rollouts, and that training can raise."""
+    """A reward that differs between rollouts and rises with training."""
     return float((rollout.tokens % 2 == 0).mean())
 
 
@@ -86,7 +86,7 @@ class Uneven(ScriptedEngine):
 
 
 def uneven(drafter: Drafter | None, version: int) -> ScriptedEngine:
-    """Makes a scripted engine; it has no use for a drafter."""
+    """Makes a scripted engine, which ignores the drafter."""
     return Uneven(script, max_batch=3, version=version)
 
 
@@ -104,7 +104,7 @@ def scripted_loop(
     make_engine: EngineFactory = uneven,
     **changes: object,
 ) -> RlLoop:
-    """A loop whose rollouts a script writes."""
+    """A loop with a scripted engine."""
     return RlLoop(
         build() if model is None else model,
         TinyTask() if task is None else task,
@@ -116,7 +116,7 @@ def scripted_loop(
 
 
 def sampling_loop(model: PreTrainedModel | None = None, drafting: Drafting | None = None, **changes: object) -> RlLoop:
-    """A loop whose rollouts the model samples."""
+    """A loop with a TorchEngine."""
     model = build() if model is None else model
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
@@ -134,18 +134,18 @@ def sampling_loop(model: PreTrainedModel | None = None, drafting: Drafting | Non
 
 
 def eager() -> Drafting:
-    """A memory that drafts whatever it finds."""
+    """A history with a very low acceptance threshold for drafts."""
     return Drafting(DraftOptions(min_acceptance=0.01))
 
 
 def store(folder: Path, **changes: object) -> CheckpointStore:
-    """A checkpoint store of the run `IDENTITY`, with hints beside it."""
+    """A checkpoint store of the run `IDENTITY`, with hints."""
     chosen = {"folder": folder / "checkpoints", "identity": IDENTITY, "hints": folder / "history"}
     return CheckpointStore(**(chosen | changes))  # type: ignore[arg-type]
 
 
 def memory_of(drafting: Drafting) -> dict[str, torch.Tensor]:
-    """Everything that a drafter reads: the history's arrays, and what it has learnt."""
+    """The arrays of the history and the state of the drafter."""
     texts = {
         f"{prompt_id}.{version}": torch.from_numpy(np.array(text))
         for prompt_id, index in sorted(drafting.store.snapshot.items())

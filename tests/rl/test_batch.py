@@ -1,4 +1,4 @@
-"""The batch of an update: which groups it holds, and that every per-branch value lies beside its tokens."""
+"""The batch of an update: its groups, and the alignment of per-branch values with tokens."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from treering.rl.tasks.task import Prompt
 
 
 def rollout(prompt_id: str, sample: int, reward: float, tokens: list[int]) -> Rollout:
-    """Log-probs that name prompt, sample and place; the second token is an observation."""
+    """Log-probs that encode prompt, sample and position; the second token is an observation."""
     size = len(tokens)
     return Rollout(
         prompt_id=prompt_id,

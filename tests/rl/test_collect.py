@@ -1,4 +1,4 @@
-"""Collection: turns, order, and what becomes of rollouts that went wrong. A scripted engine stands for the policy."""
+"""Collection: turns, order, and failed rollouts. A scripted engine replaces the policy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ SAMPLING = Sampling(max_tokens=8, stop_tokens=(STOP,))
 
 
 class Fake(Task):
-    """A task whose reward and observation are given."""
+    """A task with given reward and observation functions."""
 
     prompts = PROMPTS
     vocab_size = 10
@@ -121,7 +121,7 @@ def test_requests_carry_draw_prompt_and_sampling() -> None:
 
 
 def echo(rollout: Rollout) -> TokenIds | None:
-    """Answers every turn with the number of tokens so far, three times."""
+    """Observes the number of tokens so far, after each of the first three turns."""
     return None if rollout.loss_mask.sum() > 5 else np.array([rollout.num_tokens], np.int32)
 
 
@@ -368,7 +368,7 @@ def test_right_chains_of_sums_are_rewarded() -> None:
 
 
 def right_turns(task: ChainedSums | Calculator) -> dict[object, list[int]]:
-    """What the policy writes of each solution, observations left out."""
+    """The trained part of each solution, without observations."""
     return {s.task_id: s.sequences[0][s.loss_masks[0]].tolist() for s in task.solutions()}
 
 

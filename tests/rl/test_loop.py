@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning: its steps are those of plain GRPO on flat sequences, whatever the engine."""
+"""The RL loop: its steps equal plain GRPO on flat sequences, whatever the engine."""
 
 import copy
 import math
@@ -51,7 +51,7 @@ def share_even(tokens: Sequence[int]) -> float:
 def flat_loss(
     model: nn.Module, groups: list[tuple[Prompt, list[list[int]]]], temperature: float, cap: float | None
 ) -> Tensor:
-    """GRPO written down once more: the mean over rollouts of their mean clipped terms, by the stock forward."""
+    """A reference GRPO loss: the mean over rollouts of their mean clipped terms, with the stock forward."""
     means = []
     for prompt, rollouts in groups:
         rewards = torch.tensor([share_even(tokens) for tokens in rollouts], dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_an_option_reaches_the_gradient(changes: dict[str, object]) -> None:
     assert max(float((plain[name] - other[name]).abs().max()) for name in plain) > 1e-6
 
 
-def test_observed_tokens_are_not_trained_and_the_policy_goes_on_behind_them() -> None:
+def test_observed_tokens_are_not_trained_and_the_policy_continues_after_them() -> None:
     class Answering(TinyTask):
         def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray | None:
             return np.array([30, 31], np.int32) if rollout.num_tokens < 4 else None
@@ -169,7 +169,7 @@ def test_observed_tokens_are_not_trained_and_the_policy_goes_on_behind_them() ->
     assert {tuple(row.loss_mask[-8:]) for row in loop.latest} == {(True,) * 3 + (False,) * 2 + (True,) * 3}
 
 
-def test_groups_of_one_reward_teach_nothing_and_leave_every_denominator() -> None:
+def test_groups_with_equal_rewards_leave_every_denominator() -> None:
     def reward(rollout: Rollout) -> float:
         return 1.0 if rollout.prompt_id == "p1" else share_of_even_tokens(rollout)
 
@@ -186,7 +186,7 @@ def test_groups_of_one_reward_teach_nothing_and_leave_every_denominator() -> Non
     assert [row.advantage == 0.0 for row in with_flat.latest] == [row.task_id == "p1" for row in with_flat.latest]
 
 
-def test_a_step_that_teaches_nothing_moves_nothing_and_is_reported() -> None:
+def test_a_step_with_equal_rewards_changes_no_weight_and_is_reported() -> None:
     loop = scripted_loop(task=TinyTask(reward=lambda rollout: 0.25), drafting=Drafting())
     before = {name: value.clone() for name, value in loop.model.state_dict().items()}
     report = loop.step()
@@ -349,7 +349,7 @@ def test_the_engine_gets_the_drafter_and_the_restored_version() -> None:
     assert made[1] == (drafting.drafter, 3)
 
 
-def test_a_state_that_is_taken_later_makes_a_new_engine() -> None:
+def test_loading_a_state_makes_a_new_engine() -> None:
     loop = scripted_loop()
     state = copy.deepcopy(loop.state())
     loop.step()
@@ -357,7 +357,7 @@ def test_a_state_that_is_taken_later_makes_a_new_engine() -> None:
     assert (loop.version, loop.engine.version, loop.num_steps_done) == (0, 0, 0)
 
 
-def test_hints_that_are_taken_later_reach_the_engine_as_well(tmp_path: Path) -> None:
+def test_loading_hints_makes_a_new_engine(tmp_path: Path) -> None:
     made: list[object] = []
 
     def make_engine(drafter: object, version: int) -> ScriptedEngine:
@@ -394,7 +394,7 @@ def test_a_state_and_its_hints_continue_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_lost_hints_cost_a_warning_and_no_token(tmp_path: Path) -> None:
+def test_lost_hints_are_a_warning_and_change_no_token(tmp_path: Path) -> None:
     first, second = (sampling_loop(build_float64(), eager()) for _ in range(2))
     for _ in range(3):
         first.step()
@@ -421,7 +421,7 @@ def test_training_has_its_own_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
+def test_an_invalid_loop_is_refused_before_the_first_step() -> None:
     with pytest.raises(InputError, match="at least one prompt, and the task has none"):
         scripted_loop(task=TinyTask(0))
     with pytest.raises(InputError, match="'a' names two"):
@@ -461,7 +461,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("stops", "expected"), [((), [9, 5, STOP]), ((5,), [9, 5]), ((STOP,), [9, 5, STOP])])
-def test_the_task_s_stops_end_a_rollout_beside_the_user_s(stops: tuple[int, ...], expected: list[int]) -> None:
+def test_both_the_task_s_and_the_user_s_stops_end_a_rollout(stops: tuple[int, ...], expected: list[int]) -> None:
     loop = scripted_loop(
         make_engine=lambda drafter, version: ScriptedEngine(lambda request: [9, 5, STOP, 8, 8], version=version),
         sampling=Sampling(max_tokens=12, stop_tokens=stops),

@@ -1,6 +1,6 @@
-"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, memory and rollouts of another.
+"""Law 8 with rollouts: a run killed at any moment ends with bitwise the weights, history and rollouts of another.
 
-Law 7 beside it: what is lost of the history costs speed only.
+Law 7: a lost history costs only speed.
 """
 
 import json
@@ -22,7 +22,7 @@ from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `killed_runs` says: the run that was left alone, then those that were killed."""
+    """The output of `killed_runs`: the uninterrupted run, then the killed ones."""
     return reports_of("tests.rl.killed_runs", tmp_path_factory.mktemp("runs"))
 
 
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_drafts_off_and_on_again(tmp_path: Path) -> None:
 def train(
     folder: Path, *, stop_after: int | None = None, drafts: bool = True, memory: Drafting | None = None
 ) -> dict[str, torch.Tensor]:
-    """The weights after a call that trained in float64 and may have left the run early."""
+    """The weights after training in float64, possibly stopped early."""
     loop = sampling_loop(build_float64(), (memory or eager()) if drafts else None)
     checkpoints = store(folder)
     opened = open_run(folder, loop, checkpoints)

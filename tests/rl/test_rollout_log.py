@@ -1,4 +1,4 @@
-"""The rollout log: every rollout once, by epoch, whatever a kill left behind."""
+"""The rollout log: every rollout once, by epoch, also after a kill."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def rows(step: int, count: int = 2) -> list[Trajectory]:
 
 
 def written(folder: Path, num_steps: int = 5) -> RolloutLog:
-    """Two steps an epoch."""
+    """Two steps per epoch."""
     log = RolloutLog(folder)
     for step in range(1, num_steps + 1):
         log.write((step - 1) // 2, rows(step))

@@ -1,4 +1,4 @@
-"""A controller to be killed: `python -m tests.runtime.controller` says its children's process ids, and waits."""
+"""A controller for tests to kill: `python -m tests.runtime.controller` prints its children's pids, and waits."""
 
 import threading
 

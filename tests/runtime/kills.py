@@ -1,4 +1,4 @@
-"""Kills at chosen moments, counted by what the controller hears, so that no clock has a part in them."""
+"""Kills processes after chosen numbers of messages, so that no clock decides when."""
 
 import os
 import signal
@@ -11,15 +11,15 @@ from treering.runtime.ipc.process import MAX_DEATHS, ChildProcess
 
 @contextmanager
 def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
-    """A block in which SIGKILL meets a process after the n-th message that the controller has taken.
+    """Kills a process with SIGKILL after the n-th message that the controller receives.
 
-    One more death in a row would end the run: who has died as often as it may is spared until it has done something.
+    Spares a process whose next death in a row would end the run, until it makes progress.
 
     Args:
-        moments: n -> how the victim's name begins; of several the first that lives.
+        moments: n -> prefix of the victim's name; the first running process that matches.
 
     Yields:
-        The names of the dead, in order.
+        The names of the killed processes, in order.
     """
     children: dict[int, ChildProcess] = {}
     due = sorted(moments.items())
@@ -39,7 +39,7 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
             count += 1
             if due and count >= due[0][0]:
                 victim = next(each for each in children.values() if each.name.startswith(due[0][1]) and each.pid)
-                # A process dies once: one that is dead and not yet replaced is met again at a later message.
+                # Wait for a later message if the victim is dead and not yet replaced.
                 is_last_chance = victim.num_deaths == MAX_DEATHS - 1
                 if victim.pid is not None and victim.pid not in killed and not is_last_chance:
                     os.kill(victim.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Recipes, policies and pipelined loops that tests of the runtime share."""
+"""Recipes, policies and pipelined loops shared by the runtime tests."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ MAX_BATCH = 3
 
 
 class Dealt(Policy):
-    """Rollouts dealt out one by one; with stealing where it is told so."""
+    """Assigns rollouts round-robin, optionally with stealing."""
 
     def __init__(self, stealing: Literal["off", "queued"] = "off") -> None:
         self._stealing = stealing
@@ -42,7 +42,7 @@ class Dealt(Policy):
 
 
 class Lopsided(Dealt):
-    """All on the first worker, but the last one."""
+    """Assigns all rollouts but the last one to the first worker."""
 
     def assign(self, request: PlanRequest) -> Assignment:
         size = request.forecasts[0].num_rollouts
@@ -53,7 +53,7 @@ class Lopsided(Dealt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyRecipe:
-    """What `tests.rl.runs.sampling_loop` is made of."""
+    """The model, task and engine of `tests.rl.runs.sampling_loop`."""
 
     dtype: Literal["float32", "float64"] = "float64"
     task: Callable[[], Task] = TinyTask
@@ -76,7 +76,7 @@ class TinyRecipe:
 
 
 class DeadlyEngines(TinyRecipe):
-    """No worker lives to have an engine."""
+    """Kills every worker before it has an engine."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -97,7 +97,7 @@ def pipeline(
     num_slots: int = MAX_BATCH,
     **changes: object,
 ) -> PipelineLoop:
-    """A loop over the recipe's task, two prompts a step in groups of four."""
+    """A loop over the recipe's task: two prompts per step, groups of four."""
     recipe = recipe or TinyRecipe()
     return PipelineLoop(
         recipe.make_model(),

@@ -1,4 +1,4 @@
-"""Tasks whose rewards misbehave, in the reward worker."""
+"""Tasks whose rewards misbehave."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from treering.rl.tasks.task import Prompt
 
 
 class Slow(TinyTask):
-    """One rollout of the first step takes for ever."""
+    """One reward of the first step never returns."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if (rollout.draw, rollout.sample) == (0, 2):
@@ -23,7 +23,7 @@ class Slow(TinyTask):
 
 
 class Deadly(TinyTask):
-    """One rollout of each first group kills the reward worker, every time."""
+    """One rollout of each group in the first step always kills the reward worker."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if (rollout.draw, rollout.sample) == (0, 1):
@@ -55,21 +55,21 @@ class Raising(TinyTask):
 
 
 class Answering(TinyTask):
-    """Answers each turn with a token that depends on what was said."""
+    """Observes a token that depends on the turn."""
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
         return np.array([1 + int(rollout.tokens.sum()) % 7], np.int32)
 
 
 class Constant(TinyTask):
-    """All rewards are one: nothing is learnt, and the weights stay."""
+    """All rewards are 1.0, so the weights stay."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         return 1.0
 
 
 class Starting(TinyTask):
-    """Asks a process of its own for each reward, as rewards with time limits of their own do."""
+    """Starts a process for each reward, as rewards with their own time limits do."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""A process that is killed costs time: no rollout is lost, none is trained twice, and no weight differs."""
+"""A killed process costs only time: no rollout is lost or trained twice, and the weights are the same."""
 
 import os
 import random
@@ -40,7 +40,7 @@ def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
 
 
 def wait_for_the_end_of(pids: list[int], timeout_s: float = 60.0) -> None:
-    """Returns when all of these processes are dead, reaped or not."""
+    """Waits until all these processes are dead, reaped or not."""
     end_s = time.monotonic() + timeout_s
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < end_s, f"some of {pids} live on"
@@ -67,8 +67,8 @@ def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "reward worker", "trainer"))
 
 
-def test_deaths_in_a_row_end_no_run_as_long_as_something_is_done_in_between() -> None:
-    # Where processors are busy, a new worker has done something late: the run outlives the last death by some steps.
+def test_many_deaths_do_not_end_a_run_that_makes_progress() -> None:
+    # On a busy machine a new worker makes progress late, so the run has some more steps after the last death.
     num_steps = 2 * NUM_STEPS
     moments = dict.fromkeys(range(5, 12), "rollout worker 0")
     with pipeline(num_steps=num_steps, staleness=1) as loop:
@@ -82,7 +82,7 @@ def test_deaths_in_a_row_end_no_run_as_long_as_something_is_done_in_between() ->
     assert account.worker_deaths == len(moments)
 
 
-def test_a_new_trainer_gets_to_the_very_weights_of_the_one_that_died() -> None:
+def test_a_new_trainer_restores_bitwise_the_weights_of_the_dead_one() -> None:
     results = []
     for moments in ({}, {40: "trainer", 70: "trainer"}):
         with killing(moments) as dead, pipeline(num_steps=NUM_STEPS, num_workers=1, staleness=1) as loop:
@@ -112,12 +112,12 @@ def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_acco
     assert account.reward_workers_stopped == 0
 
 
-def test_what_a_dead_worker_was_sampling_is_sampled_again() -> None:
+def test_the_rollouts_of_a_dead_worker_are_sampled_again() -> None:
     with pipeline(num_steps=3, num_workers=1) as loop:
         loop.step()
         worker = loop.pids["rollout worker 0"]
         os.kill(worker, signal.SIGKILL)
-        # It may have sampled the second step by now, and nobody misses it before the third, whose weights it never had.
+        # It may already have sampled the second step, so its death may show only in the third.
         for _ in range(2):
             loop.step()
         assert loop.pids["rollout worker 0"] != worker
@@ -125,7 +125,7 @@ def test_what_a_dead_worker_was_sampling_is_sampled_again() -> None:
         assert is_complete(loop.account, 8 + 8 + 4)
 
 
-def test_a_reward_over_its_time_costs_that_rollout_its_reward_and_nothing_else() -> None:
+def test_a_reward_over_the_time_limit_leaves_out_only_its_rollout() -> None:
     with pipeline(TinyRecipe(task=tasks.Slow), num_steps=1, reward_time_limit_s=1.0) as loop:
         report = loop.step().rollouts
         account = loop.account
@@ -174,19 +174,19 @@ def test_rewards_may_start_processes_of_their_own() -> None:
     assert report.num_rollouts == 8
 
 
-def test_a_run_outlives_the_server_that_its_processes_are_forked_from() -> None:
+def test_a_run_outlives_its_fork_server() -> None:
     with pipeline(num_steps=3, num_workers=1) as loop:
         loop.step()
         server = int(Path(f"/proc/{loop.pids['reward worker']}/stat").read_text().rsplit(")", 1)[1].split()[1])
         assert server != os.getpid()
         children = [*loop.pids.values()]
         os.kill(server, signal.SIGKILL)
-        # Where processors are busy, all steps could be over before the signals have come to anybody.
+        # On a busy machine all steps could finish before the signals arrive.
         wait_for_the_end_of([server, *children])
         loop.step()
         loop.step()
         assert is_complete(loop.account, 20)
-        # Nobody outlives it.
+        # No child outlives the server.
         assert (loop.account.worker_deaths, loop.account.reward_worker_deaths, loop.account.trainer_deaths) == (1, 1, 1)
 
 
@@ -200,7 +200,7 @@ def test_an_error_in_a_child_is_raised_here_with_its_type_and_text() -> None:
             loop.step()
 
 
-def test_a_process_that_cannot_live_is_given_up() -> None:
+def test_a_process_that_always_dies_ends_the_run() -> None:
     with pytest.raises(StateError, match=r"rollout worker 0 died 5 times in a row.*signal SIGKILL"):
         pipeline(DeadlyEngines(), num_steps=1, num_workers=1).step()
 
@@ -231,7 +231,7 @@ def test_processes_end_with_a_controller_that_is_killed() -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs: one that has ended and that nobody has asked about does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The parts of the controller that need no process: accounts, queues and plans."""
+"""Accounts, queues and plans, without processes."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def test_without_stealing_a_share_goes_out_at_once_in_the_planned_order() -> Non
     assert run.account.stolen == 0
 
 
-def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_is_robbed() -> None:
+def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_is_stolen_from() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1], stealing="queued")
     assert names(run.take(0, num_running=0, max_batch=4)) == [6, 5, 4, 2, 1]
     assert names(run.take(1, num_running=0, max_batch=4)) == [7, 3, 0]
@@ -66,7 +66,7 @@ def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_i
     assert names(run.take(1, num_running=3, max_batch=4)) == []
 
 
-def test_as_many_wait_in_an_engine_as_it_needs_until_it_hears_more() -> None:
+def test_num_spare_requests_queue_in_an_engine() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1], stealing="queued")
     assert names(run.take(0, num_running=0, max_batch=2, num_spare=3)) == [6, 5, 4, 2, 1]
     assert names(run.take(0, num_running=4, max_batch=2, num_spare=3)) == [0]
@@ -78,7 +78,7 @@ def test_a_worker_without_a_share_steals_nothing() -> None:
     assert run.take(1, num_running=0, max_batch=4) == []
 
 
-def test_what_a_dead_worker_leaves_is_for_everybody_with_room() -> None:
+def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
     lost = run.take(0, num_running=0, max_batch=2)
     run.put_back(lost)
@@ -89,7 +89,7 @@ def test_what_a_dead_worker_leaves_is_for_everybody_with_room() -> None:
     assert names(run.take(0, num_running=0, max_batch=8)) == [2, 1, 0, 7, 3]
 
 
-def test_a_step_is_whole_after_its_last_verdict() -> None:
+def test_a_step_is_complete_after_its_last_reward() -> None:
     run = step_run([0] * 8)
     for number, request in enumerate(run.take(0, num_running=0, max_batch=8)):
         assert not run.is_complete
@@ -115,7 +115,7 @@ def test_a_step_is_whole_after_its_last_verdict() -> None:
 
 
 class Watching(Dealt):
-    """Notes what it is asked and told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
     )
 
 
-def test_a_policy_sees_four_steps_as_far_as_the_run_goes_and_what_was_told() -> None:
+def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
     policy = Watching()
     plans = planner(policy)
     plans.plan(1)
@@ -158,7 +158,7 @@ def test_a_policy_sees_four_steps_as_far_as_the_run_goes_and_what_was_told() -> 
     ]
 
 
-def test_plans_go_on_as_they_were_made() -> None:
+def test_restored_plans_are_not_made_again() -> None:
     policies = Watching(), Watching(), Watching()
     first = planner(policies[0])
     for step in (1, 2):
@@ -176,7 +176,7 @@ def test_plans_go_on_as_they_were_made() -> None:
     assert other.plan(2).assignment.workers.max() == 2
 
 
-def test_lengths_of_another_predictor_cost_a_warning() -> None:
+def test_the_lengths_of_another_predictor_are_a_warning() -> None:
     first, second = planner(Watching()), planner(Watching())
     state = first.state() | {"lengths": {"name": "ema", "seen": [], "prompts": []}}
     with pytest.warns(UserWarning, match="learnt anew"):

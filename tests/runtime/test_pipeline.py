@@ -1,4 +1,4 @@
-"""Law 6: whatever the workers and the clock do, a run's rollouts and weights are those of one step after another."""
+"""Law 6: whatever the workers and the clock do, a run has the rollouts and weights of sequential steps."""
 
 import copy
 from functools import partial
@@ -32,7 +32,7 @@ def rows_of(loop: PipelineLoop | RlLoop) -> list[tuple[object, ...]]:
 
 
 def run(loop: PipelineLoop | RlLoop, num_steps: int) -> Result:
-    """Weights after some steps, and the rollouts of each."""
+    """Runs some steps; returns the weights and the rollouts of each step."""
     rows = []
     for _ in range(num_steps):
         loop.step()
@@ -47,7 +47,7 @@ def assert_same(actual: Result, expected: Result) -> None:
 
 
 def stale(num_steps: int, staleness: int) -> Result:
-    """The rule written down: step k by the weights after step max(0, k - 1 - staleness), one step after another."""
+    """A sequential reference: step k is sampled by the weights after step max(0, k - 1 - staleness)."""
     model, task, chosen = build_float64("llama"), TinyTask(), options()
     trainer = Trainer(model, PLAIN, chosen)
     weights, rows = [copy.deepcopy(model.state_dict())], []
@@ -128,7 +128,7 @@ def test_drafts_from_the_shared_history_change_nothing(synchronous: Result, tmp_
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_rollouts_of_several_turns_go_on_wherever_there_is_room(staleness: int) -> None:
+def test_later_turns_may_run_on_any_worker(staleness: int) -> None:
     recipe = TinyRecipe(task=tasks.Answering)
     with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, policy=Dealt("queued")) as loop:
         several = run(loop, 3)
@@ -150,7 +150,7 @@ def answering() -> RlLoop:
     )
 
 
-def test_steps_that_teach_nothing_keep_weights_and_version() -> None:
+def test_steps_with_equal_rewards_keep_weights_and_version() -> None:
     with pipeline(TinyRecipe(task=tasks.Constant), num_steps=3, staleness=1) as loop:
         before = copy.deepcopy(loop.model.state_dict())
         weights, rows = run(loop, 3)
@@ -161,7 +161,7 @@ def test_steps_that_teach_nothing_keep_weights_and_version() -> None:
     assert {row[4] for step in rows for row in step} == {0}
 
 
-def test_what_cannot_be_is_refused_before_anything_starts() -> None:
+def test_invalid_arguments_are_refused_before_any_process_starts() -> None:
     with pytest.raises(ConfigError, match="give it a folder"):
         pipeline(num_steps=1, drafting=Drafting())
     with pytest.raises(ConfigError, match="reward_time_limit_s=0"):
@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused_before_anything_starts() -> None:
         pipeline(TinyRecipe(task=partial(TinyTask, 0)), num_steps=1)
 
 
-def test_a_loop_ends_at_its_last_step_and_with_its_close() -> None:
+def test_a_loop_refuses_steps_after_its_last_one_and_after_close() -> None:
     with pipeline(num_steps=1) as loop:
         loop.step()
         with pytest.raises(StateError, match="all 1 steps are done"):

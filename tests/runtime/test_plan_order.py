@@ -1,4 +1,4 @@
-"""When steps are planned: as soon as what they may know is there, and while nobody waits for it."""
+"""Steps are planned as early as possible, while the trainer works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from treering.schedule.policy import Assignment, PlanRequest
 
 
 class Noting(Dealt):
-    """Notes when steps are planned and learnt."""
+    """Records when steps are planned and learnt."""
 
     def __init__(self, events: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(
 
 
 def noting(method: Callable[..., Any], name: str, events: list[tuple[str, int]]) -> Callable[..., Any]:
-    """The method, noting the step that its first argument is or belongs to."""
+    """Wraps a method to record the step of its first argument."""
 
     def noted(self: Any, what: Any, *arguments: Any) -> Any:
         events.append((name, what if isinstance(what, int) else what.open_step.step))

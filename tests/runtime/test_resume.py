@@ -1,4 +1,4 @@
-"""Law 8 with processes: a run that goes on from a checkpoint ends with bitwise the weights of one that was not left."""
+"""Law 8 with processes: a run resumed from a checkpoint ends with bitwise the weights of an uninterrupted one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ NUM_STEPS = 6
 
 
 def train(loop: PipelineLoop | RlLoop, folder: Path, stop_after: int | None = None) -> list[list[tuple[object, ...]]]:
-    """Trains in a folder, going on with what is there; the rollouts of the steps of this call."""
+    """Trains in a folder, resuming an existing run; returns the rollouts of this call's steps."""
     checkpoints = store(folder)
     opened = open_run(folder, loop, checkpoints)
     rows = []
@@ -44,7 +44,7 @@ def planned(staleness: int) -> PipelineLoop:
 
 
 @pytest.mark.parametrize(("make", "staleness"), [(dealt_out, 2), (planned, 1)])
-def test_a_stale_run_goes_on_bit_by_bit(make: Callable[[int], PipelineLoop], staleness: int, tmp_path: Path) -> None:
+def test_a_stale_run_resumes_bitwise(make: Callable[[int], PipelineLoop], staleness: int, tmp_path: Path) -> None:
     with make(staleness) as whole:
         expected = train(whole, tmp_path / "whole")
     with make(staleness) as first:
@@ -55,7 +55,7 @@ def test_a_stale_run_goes_on_bit_by_bit(make: Callable[[int], PipelineLoop], sta
     assert rows == expected
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(second.model.state_dict()[name], tensor), name
-    # The account is that of the whole run, rollouts under way when it was left not among them.
+    # The account covers the whole run, without the unfinished rollouts of the interrupted one.
     assert second.account == whole.account
 
 
@@ -73,13 +73,21 @@ def test_a_run_changes_between_one_process_and_several(tmp_path: Path) -> None:
         assert (last.model.state_dict()[name] - tensor).abs().max() <= CLOSE, name
 
 
-def test_weights_that_later_steps_are_sampled_with_must_be_there(tmp_path: Path) -> None:
+def test_missing_weights_of_later_steps_are_refused(tmp_path: Path) -> None:
     train(sampling_loop(build_float64("llama")), tmp_path, stop_after=2)
     with pipeline(num_steps=NUM_STEPS, staleness=1) as loop, pytest.raises(StateError, match=r"\[1\]"):
         open_run(tmp_path, loop, store(tmp_path))
 
 
-def test_the_history_goes_on_with_the_run(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
+    with pipeline(num_steps=NUM_STEPS) as loop:
+        state = {"num_steps_done": 1, "version": 1, "draws": {}, "optimizer": None}
+        for other in ({"account": {"judged": 8}}, {"past": [{"step": 0, "label": 0, "weights": {}}]}):
+            with pytest.raises(StateError, match="written by an earlier one"):
+                loop.load_state(state | other)
+
+
+def test_the_history_is_resumed_with_the_run(tmp_path: Path) -> None:
     for part in ("first", "second"):
         with pipeline(num_steps=NUM_STEPS, history=tmp_path / part) as loop:
             train(loop, tmp_path / "run", stop_after=4 if part == "first" else None)

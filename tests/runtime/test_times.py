@@ -1,4 +1,4 @@
-"""Plans are made with the times of the run itself, except where no clock may decide anything."""
+"""Plans use the measured times of the run, except with rebalancing "none"."""
 
 import io
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
 
 class Listening(Dealt):
-    """Notes the latency that it is told for each step."""
+    """Records the latency of each plan request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def through_a_file(state: dict) -> dict:
     return torch.load(stream, weights_only=True)
 
 
-def test_plans_are_made_with_the_given_times_until_some_are_measured() -> None:
+def test_plans_use_the_given_times_until_some_are_measured() -> None:
     policy = Listening()
     plans = planner(policy)
     plans.plan(1)
@@ -78,7 +78,7 @@ def test_plans_are_made_with_the_given_times_until_some_are_measured() -> None:
     assert policy.told[3].training_s == 3.0
 
 
-def test_times_of_long_ago_are_forgotten() -> None:
+def test_old_times_are_dropped() -> None:
     plans = planner(Listening())
     plans.note_times(times(0.5, 0.25))
     for _ in range(NUM_TIMED):
@@ -86,7 +86,7 @@ def test_times_of_long_ago_are_forgotten() -> None:
     assert line(plans.measured) == [7.5, 10.0]
 
 
-def test_where_no_clock_may_decide_the_given_times_stay() -> None:
+def test_without_rebalancing_plans_keep_the_given_times() -> None:
     policy = Listening()
     plans = planner(policy, "none")
     plans.note_times(times(0.5, 0.25))
@@ -101,22 +101,13 @@ def test_where_no_clock_may_decide_the_given_times_stay() -> None:
     assert plans.measured is None
 
 
-def test_measured_times_go_on_with_a_checkpoint() -> None:
+def test_measured_times_are_saved_and_restored() -> None:
     first, second = planner(Listening()), planner(Listening())
     for step_s in (0.5, 0.6, 0.7):
         first.note_times(times(step_s, 0.25))
     second.load_state(through_a_file(first.state()))
     assert line(second.measured) == line(first.measured)
     assert second.state() == first.state()
-
-
-def test_a_checkpoint_without_times_goes_on_with_the_given_ones() -> None:
-    state = planner(Listening()).state()
-    del state["timed"]
-    plans = planner(Listening())
-    plans.note_times(times(0.5, 0.25))
-    plans.load_state(through_a_file(state))
-    assert plans.measured is None
 
 
 def clock(*readings: float) -> Iterator[float]:
@@ -127,7 +118,7 @@ def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats
     return EngineStats(num_forwards=num_passes, num_rows=num_rows, num_sampled=num_rows, num_prefilled=num_prefilled)
 
 
-def test_a_pass_lasts_from_the_end_of_the_one_before_or_from_its_own_beginning() -> None:
+def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() -> None:
     readings = clock(0.0, 5.0, 6.0, 8.0, 20.0, 21.0)
     timer = PassTimer(lambda: next(readings))
     timer.note_engine(stats(7, 70))
@@ -142,7 +133,7 @@ def test_a_pass_lasts_from_the_end_of_the_one_before_or_from_its_own_beginning()
     assert timer.take() == PassTimes()
 
 
-def test_the_time_after_everything_was_taken_out_belongs_to_no_pass() -> None:
+def test_the_time_after_all_rollouts_were_removed_is_left_out() -> None:
     readings = clock(0.0, 1.0, 2.0, 50.0, 53.0)
     timer = PassTimer(lambda: next(readings))
     timer.note_engine(stats(0, 0))
@@ -157,7 +148,7 @@ def test_the_time_after_everything_was_taken_out_belongs_to_no_pass() -> None:
     assert timer.take() == expected
 
 
-def test_a_step_of_an_engine_without_a_pass_is_none() -> None:
+def test_an_engine_step_without_a_pass_is_not_timed() -> None:
     readings = clock(0.0, 1.0, 2.0, 3.0, 4.0)
     timer = PassTimer(lambda: next(readings))
     timer.note_engine(stats(0, 0))
@@ -170,7 +161,7 @@ def test_a_step_of_an_engine_without_a_pass_is_none() -> None:
 
 
 @pytest.mark.parametrize("rebalancing", ["queued", "none"])
-def test_a_run_measures_its_own_passes_and_uses_them_where_it_may(rebalancing: Rebalancing) -> None:
+def test_a_run_measures_its_passes_and_uses_them_if_allowed(rebalancing: Rebalancing) -> None:
     policy = Listening()
     with pipeline(num_steps=6, staleness=1, policy=policy, rebalancing=rebalancing) as loop:
         for _ in range(6):

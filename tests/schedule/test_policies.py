@@ -7,7 +7,7 @@ import pytest
 from tests.schedule.clusters import cluster, outlook, trace
 from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
-from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.policies import POLICIES, RUN_POLICIES, make_policy
 from treering.schedule.simulator.run import simulate
 
@@ -67,7 +67,7 @@ def test_work_stealing_is_fifo_that_steals():
 
 
 def test_a_plan_takes_no_more_turns_than_there_are_workers():
-    policy = PlanPolicy(Plan(name="turns", num_turns=5))
+    policy = PlanPolicy(PlacementPlan(name="turns", num_turns=5))
     for step in (1, 2, 3):
         workers = policy.assign(outlook(cluster(2, 2), [3.0, 4.0], step=step)).workers
         assert set(workers.tolist()) == {step % 2}
@@ -97,7 +97,7 @@ def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):
 def test_what_may_not_move_does_not(rebalancing, num_stolen):
     """Shares of [9, 9, 1] and [1, 1, 1]: the second worker takes a 9, which ends at 12."""
     where = replace(cluster(2, 1), rebalancing=rebalancing)
-    policy = PlanPolicy(Plan(name="steals", stealing="queued"))
+    policy = PlanPolicy(PlacementPlan(name="steals", stealing="queued"))
     run = trace([9, 1, 9, 1, 1, 1], predicted=[[10, 10, 10, 10, 10, 10]])
     timeline = simulate(policy, run, workers=where)
     assert timeline.num_stolen == num_stolen

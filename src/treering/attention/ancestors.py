@@ -19,17 +19,17 @@ from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
 from treering.tree.plan.fragment import Sight
 
 MIN_RUN_TOKENS = 128
-"""A run of keys this long is read where it stands; shorter ones are gathered with their neighbours."""
+"""A run of keys this long is read in place; shorter ones are gathered with their neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ancestor:
-    """A partition above: where its keys and values are, and who sees them.
+    """A partition above: its keys and values, and which query rows see them.
 
     Attributes:
-        gateway: of the ancestor.
+        gateway: holds the ancestor's keys and values.
         sight: for each of its M tokens the query rows that see it.
-        calls: that cover every visible pair once.
+        calls: cover every visible pair once.
     """
 
     gateway: Gateway
@@ -37,13 +37,13 @@ class Ancestor:
     calls: tuple[Call, ...]
 
     @classmethod
-    def seen_through(cls, gateway: Gateway, sight: Sight) -> "Ancestor":
-        """An ancestor with the calls that its sight asks for."""
+    def from_sight(cls, gateway: Gateway, sight: Sight) -> "Ancestor":
+        """Builds the calls from the sight."""
         return cls(gateway=gateway, sight=sight, calls=tuple(ancestor_calls(sight)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
+class _KeySpan:
     """Keys [start, stop) that query rows [first, last) see."""
 
     start: int
@@ -53,18 +53,18 @@ class _Span:
 
 
 def ancestor_calls(sight: Sight) -> Iterator[Call]:
-    """Rectangles of visible pairs, each row of each seeing at least one key.
+    """Rectangles of visible pairs; every row of a rectangle sees at least one key.
 
     Example: 200 keys that rows 0 to 9 see are one unmasked call; 2 keys that rows 0 to 9 see, followed by 1 that rows 3
     to 5 see, are one masked call of 10 rows and 3 keys.
     """
-    group: list[_Span] = []
+    group: list[_KeySpan] = []
     wasted = num_keys = 0
     for run in _runs(sight):
         if run.stop - run.start >= MIN_RUN_TOKENS:
             yield _as_call([run])
             continue
-        # The first run of a group is seen by all its rows, so later ones may be seen by fewer, never by others.
+        # All rows of a group see its first run; later runs may be seen by fewer of these rows, never by other rows.
         more = _wasted(group[0], run) if group and _is_within(run, group[0]) else None
         num_keys += run.stop - run.start
         # Rows that see all keys of the group need no mask.
@@ -80,28 +80,28 @@ def ancestor_calls(sight: Sight) -> Iterator[Call]:
         yield _as_call(group)
 
 
-def _runs(sight: Sight) -> Iterator[_Span]:
-    """Maximal runs of neighbouring keys that the same query rows see; keys that none sees are left out."""
+def _runs(sight: Sight) -> Iterator[_KeySpan]:
+    """Maximal runs of neighbouring keys that the same query rows see; keys that no row sees are left out."""
     changes = (np.diff(sight.first) != 0) | (np.diff(sight.stop) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), sight.first.size]
     for start, stop in pairwise(bounds):
         if start < stop and sight.first[start] < sight.stop[start]:
-            yield _Span(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
+            yield _KeySpan(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
 
 
-def _is_within(run: _Span, outer: _Span) -> bool:
+def _is_within(run: _KeySpan, outer: _KeySpan) -> bool:
     return outer.first <= run.first and run.last <= outer.last
 
 
-def _num_rows(run: _Span) -> int:
+def _num_rows(run: _KeySpan) -> int:
     return run.last - run.first
 
 
-def _wasted(outer: _Span, run: _Span) -> int:
+def _wasted(outer: _KeySpan, run: _KeySpan) -> int:
     return (run.stop - run.start) * (_num_rows(outer) - _num_rows(run))
 
 
-def _as_call(runs: list[_Span]) -> Call:
+def _as_call(runs: list[_KeySpan]) -> Call:
     is_full = all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs)
     return Call(
         query_start=runs[0].first,
@@ -113,7 +113,7 @@ def _as_call(runs: list[_Span]) -> Call:
     )
 
 
-def _gathered(runs: list[_Span]) -> Int64Array | None:
+def _gathered(runs: list[_KeySpan]) -> Int64Array | None:
     if all(left.stop == right.start for left, right in pairwise(runs)):
         return None
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])

@@ -32,24 +32,24 @@ def attend(
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token of a forest over its own root-to-token path.
 
-    A layout with ancestors or a gateway reads and leaves keys, values and their gradients there, as layer `layer`.
+    If the layout has ancestors or a gateway, keys, values and their gradients are exchanged there as layer `layer`.
 
     Args:
         query: [1, H, N, D] with positions already applied (RoPE by depth, not by packed index).
         key: [1, G, N, D]; H must be a multiple of G.
         value: [1, G, N, D].
-        layout: of the forest whose tokens the N rows are.
+        layout: of the forest; row i is its token i.
         form: scale, sliding window and softcap.
-        sinks: [H] score of a key without a value that every query of a head sees (gpt-oss), None for none.
-        backend: which implementation computes it.
-        layer: number of the layer, by which gateways keep layers apart.
+        sinks: [H] score of a key without a value that every query of a head sees (gpt-oss); None without sinks.
+        backend: implementation to use.
+        layer: number of the layer, the key in gateways.
 
     Returns:
         [1, H, N, D] in the dtype of `query`; differentiable.
 
     Raises:
-        InputError: shapes that do not belong together.
-        UnsupportedError: a device, dtype, head size or gradient that the backend does not take.
+        InputError: shapes that do not match.
+        UnsupportedError: a device, dtype, head size or gradient that the backend does not support.
     """
     if query.shape[2] != layout.forest.num_tokens:
         raise InputError(f"attention got {query.shape[2]} rows for a forest of {layout.forest.num_tokens} tokens")
@@ -57,7 +57,7 @@ def attend(
         raise InputError(f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}")
     if query.shape[2] == 0:
         return query
-    # Autocast would round the scores and the running softmax, which backends keep wide on purpose.
+    # Autocast would round the scores and the running softmax, which backends keep in float32 or wider.
     with torch.autocast(query.device.type, enabled=False):
         run = _implementation(backend)
         return run(query, key, value, layout=layout, form=form, sinks=sinks, layer=layer)

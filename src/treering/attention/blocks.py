@@ -20,9 +20,9 @@ class BlockPairs:
     Attributes:
         query_block: int64 [P].
         key_block: int64 [P].
-        is_full: bool [P], whether every query of the one sees every key of the other.
-        num_query_blocks: blocks that the query rows are cut into, the last one may be short.
-        num_key_blocks: the same of the keys.
+        is_full: bool [P], whether every query of the query block sees every key of the key block.
+        num_query_blocks: number of query blocks; the last one may be short.
+        num_key_blocks: number of key blocks, likewise.
     """
 
     query_block: Int64Array
@@ -37,9 +37,9 @@ def find_block_pairs(
 ) -> BlockPairs:
     """Pairs of blocks that are not empty, in O(Q + K + P).
 
-    A key block is visited from the first row that sees any of its keys to the last one. That leaves out every empty
-    pair of blocks of a forest, since rows that see a key lie together; a few that are empty may stay in where a window,
-    or an ancestor's keys, leave gaps.
+    A key block is visited from the first row that sees any of its keys to the last one. In a forest this skips every
+    empty pair of blocks, since the rows that see a key are contiguous; with a window or an ancestor's keys a few empty
+    pairs may remain.
 
     Args:
         sight: of the K keys.

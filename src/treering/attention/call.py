@@ -13,7 +13,7 @@ from treering.tree.plan.fragment import Sight
 
 
 class Visibility(Enum):
-    """Which pairs of a call are visible."""
+    """Which pairs of a call are visible: all, those on or below the diagonal, or those in the mask."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -41,11 +41,11 @@ class Call:
         return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)
 
     def mask(self, sight: Sight, position: Int64Array | None = None) -> BoolArray:
-        """Visible pairs, bool [num_queries, num_keys].
+        """Visible pairs: bool [num_queries, num_keys].
 
         Args:
-            sight: which queries see each key, whatever the window.
-            position: of the query tokens; needed where there is a window.
+            sight: which queries see each key, ignoring the window.
+            position: of the query tokens; required if the call has a window.
         """
         queries = np.arange(self.query_start, self.query_stop)[:, None]
         keys = self.key_indices()[None, :]

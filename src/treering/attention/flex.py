@@ -30,7 +30,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 BLOCK_SIZE = 128
-"""Rows and keys of a block: torch's default, which its tuned kernels are cut for."""
+"""Rows and keys of a block: torch's default, for which its kernels are tuned."""
 
 MAX_COMPILED = 64
 """Compiled versions that torch may keep: one per head shape, dtype, softcap, and with or without a window."""
@@ -48,10 +48,10 @@ def flex_attention_on_forest(
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token over its own path; differentiable on CUDA.
 
-    A sink joins at the end: it takes `sigmoid(sink - lse)` of each row's weight, and has no value.
+    A sink is applied at the end: it takes `sigmoid(sink - lse)` of each row's weight and has no value.
 
     Raises:
-        UnsupportedError: a gradient would be needed on CPU.
+        UnsupportedError: a gradient is needed on CPU.
     """
     keys = join_differentiably(KeysValues(key, value), layout, layer)
     run: Callable[..., tuple[Tensor, AuxOutput]] = _compiled() if query.device.type == "cuda" else _dense
@@ -83,7 +83,7 @@ def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     sight = joined_sight(layout)
     num_queries, num_keys = layout.forest.num_tokens, sight.first.size
     pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
-    # Short blocks at the ends stay masked: what lies past the end is no key.
+    # Short blocks at the ends stay masked: there are no keys past the end.
     is_whole = (pairs.key_block + 1) * BLOCK_SIZE <= num_keys
     is_full = pairs.is_full & is_whole & ((pairs.query_block + 1) * BLOCK_SIZE <= num_queries)
     shape = (pairs.num_query_blocks, pairs.num_key_blocks)
@@ -101,7 +101,7 @@ def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
 
 
 def _lists(rows: Int64Array, columns: Int64Array, shape: tuple[int, int], device: torch.device) -> _Lists:
-    """Lists as wide as there are blocks of keys: torch reads the number of columns off them."""
+    """Lists with one column per block of keys: torch takes the number of columns from their width."""
     lengths = np.bincount(rows, minlength=shape[0])
     blocks = np.zeros(shape, np.int32)
     blocks[rows, np.arange(rows.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)] = columns
@@ -111,7 +111,7 @@ def _lists(rows: Int64Array, columns: Int64Array, shape: tuple[int, int], device
 def _visibility(sight: Sight, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:
     """The mask inside blocks. A window is a limit per key, so that compiled code does not depend on its size.
 
-    Torch traces these functions, and must not meet a run-time type check in them.
+    Torch traces these functions, so they must not contain a run-time type check.
     """
     first, stop, limit, position = (
         torch.from_numpy(array.astype(np.int32)).to(device)
@@ -132,7 +132,7 @@ def _visibility(sight: Sight, query_position: Int64Array, window: int | None, de
 
 @cache
 def _capping(softcap: float | None) -> ScoreMod | None:
-    """The change of a score; the same function for the same softcap, so that it is compiled once."""
+    """The score modification; the same function object for the same softcap, so that it is compiled once."""
     if softcap is None:
         return None
 
@@ -146,11 +146,11 @@ def _capping(softcap: float | None) -> ScoreMod | None:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention compiled for any number of tokens; too many versions are an error, not a silent dense fallback."""
+    """FlexAttention compiled for any number of tokens. Too many versions raise instead of silently running dense."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
     def run(*tensors: Tensor, **options: Any) -> Any:
-        # Softcap and scale as constants: torch cannot lower a symbolic number inside a change of scores.
+        # Softcap and scale as constants: torch cannot lower a symbolic number inside a score modification.
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED, specialize_float=True):
             return compiled(*tensors, **options)
 
@@ -158,7 +158,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _dense(*tensors: Tensor, **options: Any) -> Any:
-    """FlexAttention as torch runs it uncompiled, which on CPU refuses tensors that could have gradients."""
+    """Uncompiled FlexAttention, which on CPU refuses tensors that require gradients."""
     dense: Callable[..., Any] = flex_attention
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

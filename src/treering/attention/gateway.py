@@ -27,7 +27,7 @@ Entry = TypeVar("Entry", bound=tuple[Tensor, ...])
 
 
 class Exports(Generic[Entry]):
-    """What one partition leaves for those below, by layer, and the gradients that they have left so far.
+    """Tensors that one partition exports to those below, by layer, and the gradients that these have added so far.
 
     Gradients are summed in float32 or the tensor's dtype, whichever is wider: sixteen bfloat16 summands would cost half
     a percent (reference: 0.5 % at 16, 1.9 % at 256).
@@ -39,7 +39,7 @@ class Exports(Generic[Entry]):
         self._is_open = True
 
     def export(self, layer: int, entry: Entry) -> None:
-        """Holds a layer's tensors, detached, for partitions below; nothing once it is closed."""
+        """Keeps a layer's tensors, detached, for partitions below; does nothing after `close`."""
         if self._is_open:
             self._exports[layer] = _each(Tensor.detach, entry)
 
@@ -54,23 +54,23 @@ class Exports(Generic[Entry]):
         return self._exports[layer]
 
     def sums(self, layer: int) -> Entry:
-        """The sums of gradients of a layer, to add to; zeros at first."""
+        """The gradient sums of a layer, to add to in place; zeros at first."""
         if layer not in self._gradients:
             self._gradients[layer] = _each(_zeros, self.read(layer))
         return self._gradients[layer]
 
     def take_gradient(self, layer: int) -> Entry | None:
-        """What partitions below have left for a layer, once; None if nothing."""
+        """Removes and returns the gradients that partitions below have added for a layer; None if there are none."""
         return self._gradients.pop(layer, None)
 
     def close(self) -> None:
-        """No partition below will read any more: frees the tensors, keeps their gradients."""
+        """Frees the tensors after the last read from below; keeps their gradients."""
         self._is_open = False
         self._exports.clear()
 
 
 class Gateway(Exports[KeysValues]):
-    """Keys and values of one partition by layer, and the gradients that partitions below have left so far.
+    """Keys and values of one partition by layer, and the gradients that partitions below have added so far.
 
     Example:
         >>> gateway = Gateway()

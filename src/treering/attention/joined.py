@@ -33,10 +33,10 @@ def join(own: KeysValues, layout: TreeLayout, layer: int) -> KeysValues:
     return _concatenated([*(ancestor.gateway.read(layer) for ancestor in reversed(layout.ancestors)), own])
 
 
-def give_back(gradient: KeysValues, layout: TreeLayout, layer: int) -> KeysValues:
-    """Leaves the ancestors' part of a gradient [1, G, K, D] in their gateways and returns that of the own keys.
+def scatter_key_gradients(gradient: KeysValues, layout: TreeLayout, layer: int) -> KeysValues:
+    """Adds the ancestors' part of a gradient [1, G, K, D] to their gateways and returns that of the own keys.
 
-    What partitions below have left for these is in it.
+    Includes the gradients that partitions below added for the own keys.
     """
     start = 0
     for ancestor in reversed(layout.ancestors):
@@ -50,13 +50,13 @@ def give_back(gradient: KeysValues, layout: TreeLayout, layer: int) -> KeysValue
 
 
 def join_differentiably(own: KeysValues, layout: TreeLayout, layer: int) -> KeysValues:
-    """Keys and values [1, G, K, D] by operations of autograd, whose gradients go where `give_back` puts them.
+    """Keys and values [1, G, K, D] by autograd operations; gradients go where `scatter_key_gradients` puts them.
 
-    Leaves the own ones in the layout's gateway, where it has one.
+    Exports the own ones to the layout's gateway, if it has one.
     """
     if layout.gateway is not None:
         layout.gateway.export(layer, own)
-        own = _collected(layout.gateway, layer, *own)
+        own = _with_gateway_gradients(layout.gateway, layer, *own)
     return _concatenated([*(_received(ancestor.gateway, layer) for ancestor in reversed(layout.ancestors)), own])
 
 
@@ -65,8 +65,8 @@ def _concatenated(parts: Iterable[KeysValues]) -> KeysValues:
     return KeysValues(*(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 2) for tensors in (keys, values)))
 
 
-class _Collected(torch.autograd.Function):
-    """Keys and values as they are; their gradients plus what partitions below have left."""
+class _AddGatewayGradients(torch.autograd.Function):
+    """Keys and values unchanged; the backward adds the gradients from partitions below."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, gateway: Gateway, layer: int) -> tuple[Tensor, Tensor]:
@@ -82,12 +82,12 @@ class _Collected(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _collected(gateway: Gateway, layer: int, key: Tensor, value: Tensor) -> KeysValues:
-    return KeysValues(*_Collected.apply(key, value, gateway, layer))  # type: ignore[no-untyped-call]
+def _with_gateway_gradients(gateway: Gateway, layer: int, key: Tensor, value: Tensor) -> KeysValues:
+    return KeysValues(*_AddGatewayGradients.apply(key, value, gateway, layer))  # type: ignore[no-untyped-call]
 
 
 def _received(gateway: Gateway, layer: int) -> KeysValues:
-    """Keys and values of an ancestor, whose gradients go back into its gateway."""
+    """Keys and values of an ancestor; their gradients are added to its gateway."""
     key, value = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in gateway.read(layer))
     everything = slice(None)
     if key.requires_grad:

@@ -15,7 +15,7 @@ from torch import Tensor
 from treering.attention.form import Form
 
 MAX_SCORE_ENTRIES = 2**22
-"""The plain kernel works in slices of query rows, so that its score matrix stays below this many entries per head."""
+"""The plain kernel splits query rows so that its score matrix has at most this many entries per head."""
 
 
 class Part(NamedTuple):
@@ -148,12 +148,12 @@ class Plain(Kernel):
 
 
 def choose_kernel(tensor: Tensor, form: Form) -> Kernel:
-    """`FlashCpu` for CPU tensors without a softcap, which torch's kernel does not have; else `Plain`."""
+    """`FlashCpu` for CPU tensors without a softcap (torch's kernel has none), else `Plain`."""
     return FlashCpu() if tensor.device.type == "cpu" and form.softcap is None else Plain(form.softcap)
 
 
 def token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [1, heads, N, D] whose memory runs by token, as the projections around attention read it."""
+    """Uninitialised [1, heads, N, D] with token-major memory, the layout that the projections around attention read."""
     batch, heads, tokens, size = like.shape
     return torch.empty(batch, tokens, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
 

@@ -12,7 +12,7 @@ import torch
 from treering.attention.ancestors import Ancestor
 from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway
-from treering.attention.schedule import Schedule, build_schedule
+from treering.attention.schedule import CallSchedule, build_schedule
 from treering.attention.states import Boundary
 from treering.attention.window import narrowed
 from treering.errors import StateError
@@ -26,11 +26,11 @@ class TreeLayout:
     """The attention structure of one forest on one device; built once per forward, read by every layer.
 
     Attributes:
-        forest: the forest that it was made of; the queries of attention are its tokens.
-        device: where index tensors and masks live.
-        ancestors: where the forest is a partition of a tree, the partitions above; their tokens are keys too.
-        gateway: where partitions below need the forest's keys and values, else None.
-        boundary: where the forest is a partition, what its recurrent layers continue and leave; else None.
+        forest: its tokens are the queries of attention.
+        device: of index tensors and masks.
+        ancestors: if the forest is a partition of a tree, the partitions above; their tokens are keys too.
+        gateway: if partitions below need the forest's keys and values, where to export them; else None.
+        boundary: if the forest is a partition, the states that its recurrent layers start from and export; else None.
         sight: which of the forest's tokens see each of them.
 
     Example:
@@ -54,14 +54,14 @@ class TreeLayout:
         self.gateway = gateway
         self.boundary = boundary
         self.sight = Sight.within(forest)
-        self._schedules: dict[int | None, Schedule] = {}
+        self._schedules: dict[int | None, CallSchedule] = {}
         self._ancestor_calls: dict[tuple[int, int | None], tuple[Call, ...]] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
         self._derived: dict[str, object] = {}
 
-    def schedule(self, window: int | None = None) -> Schedule:
-        """The calls of the `segments` backend under a sliding window, cut on first use."""
+    def schedule(self, window: int | None = None) -> CallSchedule:
+        """The calls of the `segments` backend under a sliding window, built on first use."""
         window = self.effective_window(window)
         if window not in self._schedules:
             self._schedules[window] = build_schedule(self.sight, self.forest.segment_start, window)
@@ -80,7 +80,7 @@ class TreeLayout:
         return self._ancestor_calls[key]
 
     def visible(self, window: int | None = None) -> torch.Tensor:
-        """The whole mask, bool [N, keys], ancestors' keys before the own ones. For the reference: others are O(N)."""
+        """The whole mask, bool [N, keys], ancestors' keys first. For the reference only: other backends are O(N)."""
         index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
         sights = [*(ancestor.sight for ancestor in reversed(self.ancestors)), self.sight]
         first, stop, position = (
@@ -95,7 +95,7 @@ class TreeLayout:
     def mask(self, call: Call, dtype: torch.dtype, sight: Sight | None = None) -> torch.Tensor | None:
         """Additive mask of a masked call (0 visible, -inf hidden), [num_queries, num_keys]; None for other calls.
 
-        `sight` is that of the ancestor whose keys the call reads, None for the forest's own.
+        `sight` belongs to the ancestor whose keys the call reads; None for the forest's own keys.
         """
         if call.visibility is not Visibility.MASKED:
             return None
@@ -107,7 +107,7 @@ class TreeLayout:
         return self._masks[key]
 
     def keys(self, call: Call) -> torch.Tensor | None:
-        """Packed key indices int64 [num_keys] of a call whose keys are no range; None where they are one."""
+        """Packed key indices, int64 [num_keys], of a call; None if its keys are a range."""
         if call.keys is None:
             return None
         if id(call) not in self._keys:
@@ -115,30 +115,30 @@ class TreeLayout:
         return self._keys[id(call)]
 
     def close(self) -> None:
-        """No partition below will read any more: closes the gateways."""
+        """Closes the gateways after the last read from below."""
         if self.gateway is not None:
             self.gateway.close()
         if self.boundary is not None and self.boundary.gateway is not None:
             self.boundary.gateway.close()
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What a room above derives from the layout, made on first use and shared by all layers."""
+        """A value that a caller derives from the layout, computed on first use and shared by all layers."""
         if name not in self._derived:
             self._derived[name] = make()
         return cast(T, self._derived[name])
 
     def effective_window(self, window: int | None) -> int | None:
-        """A window as it is, or None for one that hides nothing: no path is longer."""
+        """The window, or None if it hides nothing because no path is longer."""
         longest = int(self.sight.position.max(initial=-1)) + 1
         return None if window is None or window >= longest else window
 
     @classmethod
     def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
-        """Any torch operation on a layout is another attention implementation that took it for a mask."""
+        """Refuses torch operations: another attention implementation has mistaken the layout for a mask."""
         _refuse_as_mask()
 
     def __getitem__(self, item: object) -> NoReturn:
-        """So is any indexing: a recurrent layer that took it for a padding mask."""
+        """Refuses indexing: a recurrent layer has mistaken the layout for a padding mask."""
         _refuse_as_mask()
 
 

@@ -11,20 +11,20 @@ Backend = Literal["segments", "reference", "flex", "triton"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """A backend and the reason for it, in words for a log."""
 
     backend: Backend
     reason: str
 
 
-class Rule(NamedTuple):
-    """Where `auto` takes a backend, and why.
+class BackendRule(NamedTuple):
+    """When `auto` chooses a backend, and why.
 
     Attributes:
-        backend: what is taken.
-        device: type of device it is taken on; None for any.
-        max_head_sizes: largest head by dtype; None where it takes any.
+        backend: the choice.
+        device: required device type; None for any.
+        max_head_sizes: largest head size by dtype; None for no limit.
         needs_triton: whether triton must be installed.
         reason: in words.
     """
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     reason: str
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-        """Whether the rule holds for tensors of this kind."""
+        """Whether the rule applies to tensors of this kind."""
         is_there = self.device in (None, device.type) and (has_triton() or not self.needs_triton)
         largest = head_size if self.max_head_sizes is None else self.max_head_sizes.get(dtype, 0)
         return is_there and head_size <= largest
@@ -45,12 +45,14 @@ class Rule(NamedTuple):
 _UNMEASURED = "by design, not yet by a measurement"
 
 RULES = (
-    Rule("segments", "cpu", None, False, "the fastest that is exact on CPU, as measured"),
-    Rule("triton", "cuda", dict(MAX_HEAD_SIZES), True, f"kernels of our own for CUDA, {_UNMEASURED}"),
-    Rule("flex", "cuda", {torch.float32: 256}, True, f"no kernel of ours takes float32 heads over 128, {_UNMEASURED}"),
-    Rule("segments", None, None, False, "the only one that is exact for this device, dtype and head size"),
+    BackendRule("segments", "cpu", None, False, "the fastest that is exact on CPU, as measured"),
+    BackendRule("triton", "cuda", dict(MAX_HEAD_SIZES), True, f"kernels of our own for CUDA, {_UNMEASURED}"),
+    BackendRule(
+        "flex", "cuda", {torch.float32: 256}, True, f"no kernel of ours takes float32 heads over 128, {_UNMEASURED}"
+    ),
+    BackendRule("segments", None, None, False, "the only one that is exact for this device, dtype and head size"),
 )
-"""What `auto` goes through from the top; the last rule always fits."""
+"""`auto` takes the first rule that fits; the last one always does."""
 
 
 def choose_backend(
@@ -59,12 +61,12 @@ def choose_backend(
     *,
     dtype: torch.dtype = torch.float32,
     head_size: int = 64,
-) -> Choice:
-    """The backend that runs for `requested` ("auto" or a name) and why.
+) -> BackendChoice:
+    """The backend for `requested` ("auto" or a name) and the reason.
 
     Args:
         requested: "auto", or a name from `BACKENDS`.
-        device: where the tensors are; None for the CPU.
+        device: of the tensors; None for the CPU.
         dtype: of keys and values.
         head_size: of queries and keys.
 
@@ -78,8 +80,8 @@ def choose_backend(
     if requested == "auto":
         where = device or torch.device("cpu")
         rule = next(rule for rule in RULES if rule.fits(where, dtype, head_size))
-        return Choice(rule.backend, f"auto: {rule.reason}")
+        return BackendChoice(rule.backend, f"auto: {rule.reason}")
     for backend in BACKENDS:
         if backend == requested:
-            return Choice(backend, "as requested")
+            return BackendChoice(backend, "as requested")
     raise ConfigError(f"unknown attention backend {requested!r}: choose auto, {', '.join(BACKENDS)}")

@@ -20,10 +20,10 @@ from treering.attention.window import narrowed, split_segments
 from treering.tree.plan.fragment import Sight
 
 MIN_CAUSAL_TOKENS = 32
-"""A segment this long gets a causal call of its own: below, one masked call for several segments is cheaper."""
+"""A segment this long gets its own causal call; for shorter ones, one masked call for several is cheaper."""
 
 MIN_CAUSAL_TOKENS_OF_SMALL = 40
-"""The same for a segment whose whole subtree fits into a block: there a call saved is worth more."""
+"""The same for a segment whose whole subtree fits into a block, where saving a call matters more."""
 
 MAX_BLOCK_TOKENS = 128
 """Longest block of short segments: its mask has at most this many squared entries."""
@@ -37,18 +37,18 @@ MAX_STEP_ENTRIES = 2**14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Schedule:
+class CallSchedule:
     """All calls of a forest: `within` covers each query once (its own block), `across` adds keys of earlier blocks."""
 
     within: tuple[Call, ...]
     across: tuple[Call, ...]
 
 
-def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None = None) -> Schedule:
-    """Cuts a forest into calls in O(N + calls); with a window, in the rows that each block's descendants are.
+def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None = None) -> CallSchedule:
+    """Cuts a forest into calls in O(N + calls); with a window, in O(descendant rows of each block).
 
     Args:
-        sight: of the forest's own tokens: each is seen by itself and all that descends from it.
+        sight: of the forest's own tokens: each is seen by itself and its descendants.
         segment_start: int32 [S], first token of each segment, ascending.
         window: a query sees keys less than this many positions before it; None sees all.
 
@@ -64,11 +64,11 @@ def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None =
         within.append(_own_call(start, stop, visibility, window))
         for call in _later_calls(start, stop, subtree_end):
             across.extend([call] if window is None else narrowed(call, sight, sight.position, window))
-    return Schedule(within=tuple(within), across=tuple(across))
+    return CallSchedule(within=tuple(within), across=tuple(across))
 
 
 def _own_call(start: int, stop: int, visibility: Visibility, window: int | None) -> Call:
-    """A block against itself. A causal one is a piece that no window cuts."""
+    """A block against itself. A causal block is shorter than the window, so it needs none."""
     return Call(
         query_start=start,
         query_stop=stop,
@@ -82,7 +82,7 @@ def _own_call(start: int, stop: int, visibility: Visibility, window: int | None)
 def _blocks(segment_start: Int32Array, subtree_end: Int64Array) -> list[tuple[int, int, Visibility]]:
     """Cuts [0, N) into long segments (causal) and runs of short ones (masked), in order.
 
-    A subtree that fits into a block stays in one, so that nothing outside of it ever looks in.
+    A subtree that fits into a block is not split, so that no row outside sees its keys.
     """
     num_tokens = subtree_end.size
     bounds = np.append(segment_start, num_tokens).tolist()
@@ -118,7 +118,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int64Array) -> list[Call]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _StaircaseStep:
     """Rows [row_start, row_stop) see the first open keys: some rows `num_seen` of them, all `num_seen_by_all`."""
 
     row_start: int
@@ -127,20 +127,20 @@ class _Step:
     num_seen_by_all: int
 
 
-def _staircase(first_row: int, ends: Int64Array) -> list[_Step]:
+def _staircase(first_row: int, ends: Int64Array) -> list[_StaircaseStep]:
     """Rows that see the same number of open keys, merged while little is wasted; `ends` never increases."""
     tread_ends = np.unique(ends)
     num_seen = np.searchsorted(-ends, -tread_ends, side="right").tolist()
-    steps: list[_Step] = []
+    steps: list[_StaircaseStep] = []
     row = first_row
     wasted = 0
     for end, seen in zip(tread_ends.tolist(), num_seen, strict=True):
-        tread = _Step(row_start=row, row_stop=end, num_seen=seen, num_seen_by_all=seen)
+        tread = _StaircaseStep(row_start=row, row_stop=end, num_seen=seen, num_seen_by_all=seen)
         row = end
         more = (tread.row_stop - tread.row_start) * (steps[-1].num_seen - seen) if steps else 0
         if steps and wasted + more <= MAX_WASTED_PAIRS and _entries(steps[-1], end) <= MAX_STEP_ENTRIES:
             wasted += more
-            steps[-1] = _Step(
+            steps[-1] = _StaircaseStep(
                 row_start=steps[-1].row_start, row_stop=end, num_seen=steps[-1].num_seen, num_seen_by_all=seen
             )
             continue
@@ -149,11 +149,11 @@ def _staircase(first_row: int, ends: Int64Array) -> list[_Step]:
     return steps
 
 
-def _entries(step: _Step, row_stop: int) -> int:
+def _entries(step: _StaircaseStep, row_stop: int) -> int:
     return (row_stop - step.row_start) * step.num_seen
 
 
-def _step_call(step: _Step, open_keys: Int64Array) -> Call:
+def _step_call(step: _StaircaseStep, open_keys: Int64Array) -> Call:
     keys = open_keys[: step.num_seen]
     contiguous = int(keys[-1] - keys[0]) == keys.size - 1
     return Call(

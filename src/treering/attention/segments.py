@@ -1,7 +1,7 @@
 """The `segments` backend: exact tree attention by rectangles, on any device, without a mask of the whole forest.
 
-Runs the calls of a `Schedule` and merges each query's partial results by log-sum-exp. Keys and values are never copied
-along paths: a shared token's K and V are read in place, and their gradients are summed in place.
+Runs the calls of a `CallSchedule` and merges each query's partial results by log-sum-exp. Keys and values are never
+copied along paths: a shared token's K and V are read in place, and their gradients are summed in place.
 
     N tokens   H query heads   G key heads   D head size
 """
@@ -31,20 +31,19 @@ def segment_attention(
     form: Form,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
-    kernel: Kernel | None = None,
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token over its own path; differentiable once, gradients exact.
 
     Work is one pair per visible pair plus the waste inside masked blocks; memory is O(N). Merging rectangles is exact
-    because the backward of each one is given the merged output and log-sum-exp: its softmax weights are then those of
-    the whole path. Keys of ancestors' partitions are more rectangles, read from their gateways. A sink is one more key
-    with a score of its own and no value: it joins the log-sum-exp when all rectangles have.
+    because the backward of each one uses the merged output and log-sum-exp, which give the softmax weights of the whole
+    path. Keys of ancestor partitions are more rectangles, read from their gateways. A sink is one more key with its own
+    score and no value: it is added to the log-sum-exp after all rectangles.
     """
-    run = _Run(layout, form, layer, kernel or choose_kernel(query, form))
+    run = _SegmentRun(layout, form, layer, choose_kernel(query, form))
     return _SegmentAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Run(NamedTuple):
+class _SegmentRun(NamedTuple):
     """What one layer's attention needs besides its tensors."""
 
     layout: TreeLayout
@@ -63,7 +62,7 @@ class _Source(NamedTuple):
 
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _Run) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _SegmentRun) -> Tensor:
         own = KeysValues(key, value)
         if run.layout.gateway is not None:
             run.layout.gateway.export(run.layer, own)
@@ -76,7 +75,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        run: _Run = ctx.run
+        run: _SegmentRun = ctx.run
         grad_query, grad_own = _attend_backward(grad_outputs[0], query, KeysValues(key, value), Part(out, lse), run)
         below = None if run.layout.gateway is None else run.layout.gateway.take_gradient(run.layer)
         if below is not None:
@@ -85,7 +84,7 @@ class _SegmentAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_own.key.to(key.dtype), grad_own.value.to(value.dtype), grad_sinks, None
 
 
-def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _Run) -> Part:
+def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _SegmentRun) -> Part:
     wide = torch.promote_types(query.dtype, torch.float32)
     out = token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
@@ -111,15 +110,15 @@ def _sink_gradient(grad_out: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) ->
     return -(weight * from_rows).sum((0, 2)).to(sinks.dtype)
 
 
-def _later_sources(own: KeysValues, run: _Run) -> Iterator[_Source]:
-    """Keys that a query sees besides those of its own block."""
+def _later_sources(own: KeysValues, run: _SegmentRun) -> Iterator[_Source]:
+    """The keys that queries see outside their own block."""
     yield _Source(own, run.layout.schedule(run.form.window).across, None)
     for ancestor in run.layout.ancestors:
         calls = run.layout.ancestor_calls(ancestor, run.form.window)
         yield _Source(ancestor.gateway.read(run.layer), calls, ancestor)
 
 
-def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None, run: _Run) -> Part:
+def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None, run: _SegmentRun) -> Part:
     return run.kernel.forward(
         query[:, :, call.query_start : call.query_stop],
         *_taken(keys, call, run.layout),
@@ -130,14 +129,14 @@ def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None
 
 
 def _merge(out: Tensor, lse: Tensor, part: Part) -> None:
-    """Adds a part to a running softmax, in place: the new share of the weight is sigmoid(lse_part - lse)."""
+    """Merges a part into a running softmax, in place; the part's share of the weight is sigmoid(lse_part - lse)."""
     share = torch.sigmoid(part.lse - lse)
     out.lerp_(part.out.to(out.dtype), share[..., None])
     torch.logaddexp(lse, part.lse, out=lse)
 
 
 def _attend_backward(
-    grad_out: Tensor, query: Tensor, own: KeysValues, whole: Part, run: _Run
+    grad_out: Tensor, query: Tensor, own: KeysValues, whole: Part, run: _SegmentRun
 ) -> tuple[Tensor, KeysValues]:
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = token_major(query, wide)
@@ -165,7 +164,7 @@ def _part_backward(
     keys: KeysValues,
     whole: Part,
     ancestor: Ancestor | None,
-    run: _Run,
+    run: _SegmentRun,
 ) -> Gradients:
     rows = slice(call.query_start, call.query_stop)
     return run.kernel.backward(

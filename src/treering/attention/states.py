@@ -17,7 +17,7 @@ from treering.attention.gateway import Exports
 
 
 class States(NamedTuple):
-    """What recurrent layers carry from token to token, one row per token that was left, or the gradients of it.
+    """States of recurrent layers, one row per exported token, or the gradients of these states.
 
     Attributes:
         recurrent: [R, ...], float32 or wider.
@@ -29,7 +29,7 @@ class States(NamedTuple):
 
 
 class StateGateway(Exports[States]):
-    """States of one partition's boundary tokens by layer, and the gradients that partitions below have left so far.
+    """States of one partition's boundary tokens by layer, and the gradients that partitions below have added so far.
 
     Example:
         >>> import torch
@@ -48,15 +48,15 @@ class StateGateway(Exports[States]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boundary:
-    """Where the recurrent states of a partition come from, and which of its own it leaves.
+    """Where the recurrent states of a partition come from, and which of its own it exports.
 
     Attributes:
-        above: of the partition that it hangs off; None for the top one.
-        slots: int64, the rows of `above` that are read.
-        start: int64 [M], for each of its tokens the entry of `slots` that it continues; -1 where its parent token is
-            one of its own, and everywhere in the top one.
-        left: int64 [R], its tokens that partitions below hang off, ascending: rows of `gateway`.
-        gateway: where their states are left; None where R is 0.
+        above: gateway of its parent partition; None for the top partition.
+        slots: int64, the rows of `above` that it reads.
+        start: int64 [M], for each of its tokens the entry of `slots` that it continues from; -1 where the parent token
+            is in the partition itself, and everywhere in the top partition.
+        left: int64 [R], its tokens whose state partitions below need, ascending: rows of `gateway`.
+        gateway: receives their states; None if R is 0.
     """
 
     above: StateGateway | None

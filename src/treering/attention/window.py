@@ -18,16 +18,16 @@ from treering.attention.call import Call, Visibility
 from treering.tree.plan.fragment import Sight
 
 MAX_PIECE_TOKENS = 256
-"""Longest causal piece of a segment under a window: pairs on the window's edge are masked, a square per two pieces."""
+"""Longest causal piece of a segment under a window; the window's edge takes one masked square per two pieces."""
 
 MAX_SMALL_PIECE_TOKENS = 16
-"""The same under a window too short for causal calls: pieces are put together in masked blocks."""
+"""The same under a window too short for causal calls: pieces are grouped into masked blocks."""
 
 MASKED_ROWS = 128
 """Most rows of a masked call on the window's edge."""
 
 MIN_FULL_ROWS = 32
-"""Fewer rows in a row that see all keys go into the masked call beside them."""
+"""A shorter run of rows that see all keys joins the adjacent masked call."""
 
 
 def split_segments(segment_start: Int32Array, num_tokens: int, window: int, min_causal: int) -> Int32Array:
@@ -42,11 +42,11 @@ def split_segments(segment_start: Int32Array, num_tokens: int, window: int, min_
 
 
 def narrowed(call: Call, sight: Sight, position: Int64Array, window: int) -> Iterator[Call]:
-    """The part of a call that a window leaves, as calls whose rows each see a key.
+    """The part of a call inside a window, as calls in which every row sees a key.
 
     Args:
         call: unmasked or masked.
-        sight: of the forest or ancestor that the keys belong to.
+        sight: of the forest or ancestor that owns the keys.
         position: int64, of the query tokens.
         window: in positions.
 
@@ -68,7 +68,7 @@ def narrowed(call: Call, sight: Sight, position: Int64Array, window: int) -> Ite
 
 
 class _Seen(NamedTuple):
-    """For each row of a call the keys that a window leaves it: how many, and the places [low, high) between them."""
+    """For each row of a call its keys inside the window: how many, and the range [low, high) that holds them."""
 
     num_keys: Int64Array
     low: Int64Array

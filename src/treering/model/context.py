@@ -28,7 +28,7 @@ _OWNER = "_tree_attention_owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """What runs inside a `tree_attention` block: the backend and, in words, why it was chosen."""
+    """The backend of a `tree_attention` block and, in words, why it was chosen."""
 
     backend: Backend
     reason: str
@@ -38,17 +38,17 @@ class TreeContext:
 def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeContext]:
     """Routes a model's attention through the forest that `forward` gives it; restores the model on exit.
 
-    Gradients of a forward stay exact after the block has closed, with gradient checkpointing by Hugging Face in both
-    modes; a recompute by any other means raises instead of using the wrong mask.
+    Gradients of a forward stay exact after the block has exited, with Hugging Face's gradient checkpointing in both
+    modes; any other recompute raises instead of using the wrong mask.
 
     Args:
         model: a Hugging Face causal language model of a supported family (`families.FAMILIES`), or a PEFT model of one.
         backend: "auto", or a name from `treering.attention.BACKENDS`.
 
     Raises:
-        UnsupportedError: a layer, head, position encoding or dropout that would not be exact, by name.
+        UnsupportedError: a layer, head, position encoding or dropout that would not be exact; names it.
         ConfigError: an unknown backend.
-        StateError: the model is inside such a block already.
+        StateError: the model is already inside such a block.
 
     Example:
         >>> with tree_attention(model) as active:       # doctest: +SKIP
@@ -66,7 +66,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         undo.enter_context(_owned(parts))
         undo.enter_context(_implementation(parts.config, name))
         for layer in parts.layers:
-            handle = layer.register_forward_pre_hook(_hand_over_layout, with_kwargs=True)
+            handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
         undo.enter_context(routed(parts.mixers))
         _route_checkpoints(parts, name, undo)
@@ -74,7 +74,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
 
 
 def _dtype(weight: Tensor) -> torch.dtype:
-    """What attention is computed in."""
+    """The dtype in which attention is computed."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
@@ -88,7 +88,7 @@ def is_active(parts: ModelParts) -> bool:
     """Whether the model is inside a `tree_attention` block of this thread.
 
     Raises:
-        StateError: it is inside a block of another thread, which could leave it at any moment.
+        StateError: it is inside a block of another thread, which could exit at any moment.
     """
     owner = parts.decoder.__dict__.get(_OWNER)
     if owner is None:
@@ -105,7 +105,7 @@ class _Owner:
 
 @contextmanager
 def _owned(parts: ModelParts) -> Iterator[None]:
-    """Marks the model as patched by this block; `setdefault` lets exactly one of several threads win."""
+    """Marks the model as patched by this block; `setdefault` makes the claim atomic between threads."""
     mine = _Owner(thread=threading.get_ident())
     if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
         raise StateError("the model is inside tree_attention already: leave that block before entering another one")
@@ -125,7 +125,7 @@ def _implementation(config: PreTrainedConfig, name: str) -> Iterator[None]:
         config._attn_implementation = previous
 
 
-def _hand_over_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     kwargs = _with_layout_as_mask(kwargs)
     if not isinstance(kwargs.get("attention_mask"), TreeLayout):
         raise StateError("the model was called inside tree_attention without a forest: call treering.forward instead")
@@ -139,7 +139,7 @@ def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
-    """Makes checkpointed layers carry their attention and routing into the recompute, whenever it comes."""
+    """Makes checkpointed layers use tree attention in their recompute, even after the block has exited."""
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
@@ -163,14 +163,14 @@ def _checkpoint_routed(
     *args: Any,
 ) -> Any:
     if isinstance(block, partial):
-        # transformers before 5.23 checkpoints a layer together with its hooks, and ours is gone when it is recomputed.
+        # transformers before 5.23 checkpoints a layer with its hooks, and ours is removed before the recompute.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
     def on_forest(*block_args: Any) -> Any:
         with _implementation(config, name), routed(mixers):
             return block(*block_args)
 
-    # Without gradients nothing is saved that could be computed again.
+    # Without gradients there is nothing to recompute.
     return checkpoint(on_forest, *args) if torch.is_grad_enabled() else on_forest(*args)
 
 
@@ -200,15 +200,15 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    `host_options` are what hosts pass to every implementation and changes nothing here (position ids, no dropout);
-    what would change the result was refused when the context was entered.
+    `host_options` are passed to every implementation and are ignored here (position ids, no dropout); options that
+    would change the result are refused on entry of the context.
     """
     if not isinstance(attention_mask, TreeLayout):
         raise StateError(
             "a model outside tree_attention shares its configuration object with one inside: give each model its own, "
             "with copy.deepcopy(config)"
         )
-    # Under autocast, norms and rotations leave queries and keys in float32 beside bfloat16 values.
+    # Under autocast, norms and rotations leave queries and keys in float32 while values are bfloat16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     layer: Any = module.layer_idx
     form = Form(scale=scaling, window=sliding_window, softcap=softcap)

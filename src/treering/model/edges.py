@@ -26,7 +26,7 @@ class EdgeTable:
     """The edges that are scored, grouped by parent.
 
     Attributes:
-        rows: int64 [R] places of the parents among the hidden states, ascending.
+        rows: int64 [R] indices of the parents among the hidden states, ascending.
         edges: int64 [E] packed indices of the children, ordered by parent.
         edge_row: int64 [E] number of each edge's row, ascending.
     """
@@ -38,12 +38,12 @@ class EdgeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EdgeScores:
-    """What the model says of some edges, float32 or wider, differentiable.
+    """Scores of some edges, float32 or wider, differentiable.
 
     Attributes:
         logprobs: [E] log-probability of each edge's token given its path.
         entropy: [E] entropy in nats of the distribution that the token was scored with.
-        values: [E] what the value head says of the state before the token; None without one.
+        values: [E] the value head's output at the state before the token; None without a value head.
     """
 
     logprobs: Float[Tensor, " E"]
@@ -71,14 +71,14 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
 def split_table(
     table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int
 ) -> list[EdgeTable]:
-    """One table for each partition of a tree: its rows, and the edges of their children, wherever those are.
+    """One table per partition of a tree: its rows and the edges of their children, in whichever partition those are.
 
-    So a child's first token is scored where its parent's last hidden state is.
+    So a child's first token is scored in the partition of its parent's last hidden state.
 
     Args:
         table: of the whole tree.
         owner: [N] partition of each token.
-        place: [N] place of each token among its partition's tokens; ascending within a partition.
+        place: [N] index of each token among its partition's tokens; ascending within a partition.
         num_owners: number of partitions.
 
     Example: the chain 5, 6, 7 cut after 6 gives the edges 1 and 2 to the first partition, and none to the second.
@@ -114,12 +114,11 @@ def score_edges(
 ) -> EdgeScores:
     """Log-probability, entropy and value of each edge of the table, in its order.
 
-    `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, with logits bounded by `softcap` where
-    the model does so; the entropy is that of the same
-    distribution, the value is `value_head(hidden[parent[t]])`.
+    `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, with logits bounded by `softcap` if the
+    model has one; the entropy is of the same distribution, the value is `value_head(hidden[parent[t]])`.
 
     Raises:
-        InputError: a value head that does not give one number per row.
+        InputError: a value head that does not return one number per row.
     """
     if table.edges.size == 0:
         nothing = 0.0 * hidden[:0].sum(-1).to(torch.promote_types(hidden.dtype, torch.float32))

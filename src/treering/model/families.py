@@ -21,7 +21,7 @@ _MIXERS = {
     "qwen3_5_moe_text": "linear_attn",
     "bamba": "mamba",
 }
-"""Of the families with recurrent layers, the name that a block gives its recurrent layer."""
+"""The attribute of a block that holds its recurrent layer, for families that have such layers."""
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe"),
@@ -45,11 +45,11 @@ class ModelParts:
     Attributes:
         decoder: embeddings to last hidden state (the model without its output head).
         run: calls the decoder, compiled if the model was.
-        layers: the decoder's blocks, each given `attention_mask` by keyword.
+        layers: the decoder's blocks, each called with `attention_mask` by keyword.
         mixers: the recurrent layers inside blocks (Gated DeltaNet, Mamba-2), in order.
         embedding: token embedding.
         head: hidden state to logits.
-        softcap: bound on the logits that the model puts behind its head, None for none.
+        softcap: bound that the model applies to its head's logits; None without one.
         config: the configuration object that the attention modules read their implementation from.
         vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
     """
@@ -69,7 +69,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     """The parts of a supported model, PEFT adapters included.
 
     Raises:
-        UnsupportedError: a model, layer, position encoding or head that would not be exact, named with the reason.
+        UnsupportedError: a model, layer, position encoding or head that would not be exact, with the reason.
     """
     compile_part, inner = unwrap(model)
     causal_lm = _as_causal_lm(inner)
@@ -96,7 +96,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_no_dropout(model: nn.Module) -> None:
-    """Refuses active dropout: a shared token would get one mask where its branches, trained apart, get several.
+    """Refuses active dropout: a shared token would get one mask, its branches trained separately several.
 
     Raises:
         UnsupportedError: a training-mode dropout with p > 0, named.
@@ -183,14 +183,14 @@ def _check_positions(config: PreTrainedConfig) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
-    """Of the model, or of each of its layer types."""
+    """The RoPE types of the model, or of each of its layer types."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [given for given in parameters.values() if isinstance(given, dict)]
     return [given.get("rope_type", "default") for given in by_layer_type or [parameters]]
 
 
 def _check_output(causal_lm: PreTrainedModel) -> None:
-    """Logits are computed here from hidden states, so what a model does to them in its own `forward` would be lost."""
+    """Refuses a `forward` that changes logits: logits are computed from hidden states, without calling it."""
     name = type(causal_lm).__name__
     known = (kind for kind in type(causal_lm.config).__mro__ if kind in MODEL_FOR_CAUSAL_LM_MAPPING)
     kind = next(known, None)
@@ -215,7 +215,7 @@ def _num_rows(table: nn.Module) -> int:
 
 
 def _inner(module: nn.Module) -> Any:
-    """The module that an adapter of PEFT stands before (LoRA, or a trained copy), or the module itself."""
+    """The module inside a PEFT adapter (LoRA, or a trained copy), or the module itself."""
     return getattr(module, "base_layer", getattr(module, "original_module", module))
 
 

@@ -30,7 +30,7 @@ class ForwardOutput:
     Attributes:
         logprobs: [N] log-probability of each token given its path, 0 at roots.
         entropy: [N] entropy in nats of the distribution that the token was scored with, 0 at roots.
-        values: [N] what the value head says of the state before the token, 0 at roots; None without a value head.
+        values: [N] the value head's output at the state before the token, 0 at roots; None without a value head.
     """
 
     logprobs: Float[Tensor, " N"]
@@ -50,7 +50,7 @@ def forward(
 ) -> ForwardOutput:
     """Computes every token of a forest once and scores its edges.
 
-    Enters `tree_attention` unless the caller is already inside it. Gradients flow into the model's parameters.
+    Enters `tree_attention` unless the caller is already inside it. The outputs are differentiable.
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
@@ -59,12 +59,12 @@ def forward(
         wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
         entropy_of: "all" or "none"; "none" saves two passes over the logits and gives zeros.
         value_head: hidden states [R, C] to one number each, such as `nn.Linear(C, 1)`.
-        backend: attention backend; ignored inside `tree_attention`, which has chosen already.
+        backend: attention backend; ignored inside `tree_attention`, which has already chosen one.
 
     Raises:
         InputError: a token id outside the model's vocabulary, a temperature that is not positive, a mask of another
             length.
-        UnsupportedError: a model that would not be exact, by name.
+        UnsupportedError: a model that would not be exact; names the reason.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
@@ -97,7 +97,7 @@ def forward(
 
 
 def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:
-    """Scores at the packed indices of their edges, 0 elsewhere; differentiable even where nothing is scored."""
+    """Scores at the packed indices of their edges, 0 elsewhere; differentiable even if no edge is scored."""
     everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
     if edges.size == 0:
         return everywhere + 0.0 * hidden[:1, :1].sum()
@@ -110,7 +110,7 @@ def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None =
     Args:
         parts: of the model.
         forest: N tokens.
-        layout: of a partition, which knows its ancestors; None makes that of the forest.
+        layout: of a partition with its ancestors; None builds the layout of the forest.
     """
     weight = next(parts.embedding.parameters())
     if forest.num_tokens == 0:
@@ -127,10 +127,10 @@ def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None =
 
 
 def check_forest(forest: Forest, parts: ModelParts) -> None:
-    """Refuses what is no forest, and tokens that the model does not know.
+    """Checks that `forest` is a Forest whose tokens are in the model's vocabulary.
 
     Raises:
-        InputError: says which token is out of range.
+        InputError: names the token that is out of range.
     """
     if not isinstance(forest, Forest):
         raise InputError(f"expected a Forest, got {type(forest).__name__}: make one with Forest.from_sequences")
@@ -143,10 +143,10 @@ def check_forest(forest: Forest, parts: ModelParts) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuses a temperature that is not a positive, finite number.
+    """Checks that a temperature is a positive, finite number.
 
     Raises:
-        InputError: with the value.
+        InputError: it is not.
     """
     is_number = isinstance(temperature, int | float | np.floating) and not isinstance(temperature, bool)
     if not (is_number and 0 < temperature < float("inf")):

@@ -15,16 +15,16 @@ from torch.autograd.function import once_differentiable
 from treering.model.logits import EntropyOf, consume_logits, logit_gradient
 
 
-class Chunk(NamedTuple):
-    """Some rows, the targets that they score, and each target's row counted from the chunk's first one."""
+class RowChunk(NamedTuple):
+    """Some rows, the targets that they score, and each target's row relative to the chunk's first."""
 
     rows: slice
     targets: slice
     own_rows: Tensor
 
 
-def chunks(num_rows: int, target_row: Tensor, max_rows: int) -> Iterator[Chunk]:
-    """Cuts rows into runs of `max_rows`, targets along with them; `target_row` is ascending.
+def chunks(num_rows: int, target_row: Tensor, max_rows: int) -> Iterator[RowChunk]:
+    """Splits rows into chunks of `max_rows` with their targets; `target_row` is ascending.
 
     Example: 3 rows by 2 with target_row [0, 1, 1, 2] are rows 0:2 with targets 0:3, and row 2:3 with target 3:4.
     """
@@ -32,7 +32,7 @@ def chunks(num_rows: int, target_row: Tensor, max_rows: int) -> Iterator[Chunk]:
     bounds = torch.searchsorted(target_row, starts).tolist()
     for i, start in enumerate(range(0, num_rows, max_rows)):
         targets = slice(bounds[i], bounds[i + 1])
-        yield Chunk(slice(start, min(start + max_rows, num_rows)), targets, target_row[targets] - start)
+        yield RowChunk(slice(start, min(start + max_rows, num_rows)), targets, target_row[targets] - start)
 
 
 class LinearScores(torch.autograd.Function):
@@ -90,7 +90,7 @@ class LinearScores(torch.autograd.Function):
 
 
 class _BufferedHead:
-    """A linear head whose logits overwrite each other: a new array per chunk costs as much in page faults as work."""
+    """A linear head that reuses one logits buffer: page faults of a new array per chunk cost as much as the product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, temperature: float, max_rows: int) -> None:
         self._weight, self._bias, self._temperature = weight, bias, temperature

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 EntropyOf = Literal["all", "none"]
-"""Whether entropies are computed; "none" gives zeros and saves two passes over the logits."""
+"""Whether entropies are computed; "none" returns zeros and saves two passes over the logits."""
 
 
 class LogitScores(torch.autograd.Function):
@@ -63,7 +63,7 @@ def logit_gradient(
 def consume_logits(
     logits: Float[Tensor, "R V"], entropy_of: EntropyOf
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
-    """Log-sum-exp and entropy of each row; destroys the logits instead of making arrays of their size."""
+    """Log-sum-exp and entropy of each row; overwrites the logits instead of allocating arrays of their size."""
     top = logits.amax(-1, keepdim=True)
     logits.sub_(top)
     if entropy_of == "none":

@@ -43,11 +43,11 @@ class Routers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """What one router said.
+    """The output of one router.
 
     Attributes:
         logits: [N, E], differentiable.
-        chosen: [N, k] numbers of the experts that each token went to.
+        chosen: [N, k] indices of the experts that each token was routed to.
     """
 
     logits: Float[Tensor, "N E"]
@@ -55,10 +55,10 @@ class Routes:
 
 
 def find_routers(parts: ModelParts) -> Routers:
-    """The routers of a model, inside adapters of PEFT where there are some.
+    """The routers of a model, with or without PEFT adapters.
 
     Raises:
-        UnsupportedError: a model that has none.
+        UnsupportedError: the model has none.
 
     Example: a Mixtral of 32 layers with 8 experts has 32 routers, a Qwen3-MoE whose first layer is dense one less than
     it has layers.
@@ -77,10 +77,10 @@ def find_routers(parts: ModelParts) -> Routers:
 
 
 @contextmanager
-def listening(routers: Routers | None) -> Iterator[None]:
-    """A block in which forwards can be recorded; None listens to nothing.
+def router_hooks(routers: Routers | None) -> Iterator[None]:
+    """Context manager that hooks the routers so that forwards can be recorded; None hooks nothing.
 
-    It stands around a whole step, since torch.compile goes on with the hooks that it saw in the first forward.
+    It must enclose a whole step, because torch.compile keeps the hooks that it saw in the first forward.
     """
     handles = [] if routers is None else [module.register_forward_hook(_record) for module in routers.modules]
     try:
@@ -92,19 +92,19 @@ def listening(routers: Routers | None) -> Iterator[None]:
 
 @contextmanager
 def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
-    """A block around one forward of the decoder, inside `listening`: it fills the list with one entry per router.
+    """Context manager around one decoder forward, inside `router_hooks`; yields a list that gets one entry per router.
 
-    The entries stand in the order of layers and belong to the forward's graph, with torch's non-reentrant checkpointing
-    too. A recompute records nothing.
+    The entries are in layer order and belong to the forward's graph, also with torch's non-reentrant checkpointing. A
+    recompute records nothing.
 
     Raises:
         UnsupportedError: a router that runs without gradients inside a forward with gradients, as under reentrant
-            checkpointing: what it says could not be trained.
+            checkpointing, and so could not be trained.
         StateError: routers that did not run.
 
     Example:
         >>> routers = find_routers(parts)                                 # doctest: +SKIP
-        >>> with listening(routers), recorded_routes(routers) as routes:  # doctest: +SKIP
+        >>> with router_hooks(routers), recorded_routes(routers) as routes:  # doctest: +SKIP
         ...     hidden = hidden_states(parts, forest)
         >>> len(routes), routes[0].logits.shape                           # doctest: +SKIP
         (32, torch.Size([1024, 8]))
@@ -131,7 +131,7 @@ class _Recording:
     routes: list[Routes] = field(default_factory=list)
 
 
-# One function, which finds the recording at its module: a compiled layer keeps the very hook that it was traced with.
+# One function that finds the recording on its module: a compiled layer keeps the hook that it was traced with.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _record(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     recording: _Recording | None = module.__dict__.get(_RECORDING)

@@ -19,8 +19,8 @@ from treering.model.linear_head import LinearScores, chunks
 from treering.model.logits import EntropyOf, LogitScores
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
-"""At most this many logits are held at one time, by device: 64 MiB in float32, once more for their gradient. On CUDA
-1 GiB: there each chunk adds a [V, C] product to the weight's gradient, which takes as long as several hundred rows."""
+"""Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because
+each chunk adds a [V, C] product to the weight's gradient, which takes as long as several hundred rows."""
 
 
 class Scores(NamedTuple):
@@ -50,7 +50,7 @@ def score_rows(
         target_row: row of each target, int64, ascending; a row may have several targets.
         temperature: divides the logits.
         entropy_of: "all" or "none".
-        vocab_size: V, which decides how many rows a chunk has.
+        vocab_size: V, which determines the rows per chunk.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
@@ -85,7 +85,7 @@ def score_rows(
 
 
 def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling the module is exactly one matrix product: no subclass, and no hook that wants to see the call."""
+    """Whether calling the module is exactly one matrix product: no subclass and no hooks."""
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
@@ -106,7 +106,7 @@ def _score_chunk(
 ) -> Scores:
     logits = head(rows)
     if softcap is not None:
-        # In the head's own dtype, as the models do it.
+        # In the head's own dtype, as the models do.
         logits = softcap * torch.tanh(logits / softcap)
     logits = _scaled(logits, temperature)
     return Scores(*LogitScores.apply(logits, targets, target_row, entropy_of))  # type: ignore[no-untyped-call]

@@ -13,16 +13,16 @@ from treering.errors import UnsupportedError
 
 
 class Unwrapped(NamedTuple):
-    """How to call a part as the whole was compiled, and the model inside."""
+    """How to compile a part the way the whole model was compiled, and the unwrapped model."""
 
     compile_part: Callable[[nn.Module], Callable[..., Any]]
     model: nn.Module
 
 
 def unwrap(model: nn.Module) -> Unwrapped:
-    """Takes a model out of its wrappers. What is not compiled is called as it is.
+    """Removes a model's wrappers. Without `torch.compile`, parts are called unchanged.
 
-    Layers and decoders that were compiled in place (`layer.compile()`) need nothing.
+    Layers and decoders that were compiled in place (`layer.compile()`) work unchanged.
 
     Raises:
         UnsupportedError: an adapter with virtual tokens; a whole model that was compiled in place, which would silently
@@ -35,7 +35,7 @@ def unwrap(model: nn.Module) -> Unwrapped:
     """
     compile_part: Callable[[nn.Module], Callable[..., Any]] = _as_it_is
     while isinstance(model, nn.Module):
-        # Not by attribute: PEFT hands on what it does not have itself.
+        # Not by attribute access: PEFT forwards unknown attributes to the model inside.
         compiled = model._modules.get("_orig_mod")
         if compiled is not None:
             compile_part, model = _compiler_of(model), compiled

@@ -157,14 +157,14 @@ def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
-    """The costs of saved columns, None if there are none; missing prices become the unmeasured defaults.
+    """The costs of saved columns, None if there are none.
 
     Raises:
         InputError: invalid columns.
     """
-    if not {_SIZES, _SECONDS} <= columns.keys():
+    if not set(_COSTS) <= columns.keys():
         return None
-    prices = DraftPrices.from_array(columns[_PRICES]) if _PRICES in columns else DraftPrices()
+    prices = DraftPrices.from_array(columns[_PRICES])
     return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS], prices=prices)
 
 

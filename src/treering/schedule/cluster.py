@@ -8,31 +8,30 @@ from treering.schedule.latency import Latency
 from treering.types import is_count
 
 Rebalancing = Literal["none", "queued", "running"]
-"""What may go to another worker once a step has begun. none: nothing, so that which rollouts run side by side depends
-on no clock. queued: rollouts that have not started. running: those too that have."""
+"""What may move to another worker after a step has begun. none: nothing, so batches do not depend on a clock. queued:
+rollouts that have not started. running: those and running rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster:
-    """Equal workers, each with its own slots, and one trainer beside them.
+    """Identical workers, each with its own slots, and one trainer.
 
     Example: `Cluster(num_workers=32, num_slots=128, max_tokens=16384, staleness=1, latency=latency)` runs 4,096
-    rollouts at one time; those of step 3 are sampled with the weights of step 1.
+    rollouts at a time; step 3 is sampled with the weights of step 1.
     """
 
     num_workers: int
     """Rollout workers."""
     num_slots: int
-    """Rollouts that a worker decodes at one time."""
+    """Rollouts that a worker decodes at a time."""
     max_tokens: int
-    """Tokens of a rollout at most."""
+    """Maximum tokens of a rollout."""
     staleness: int
-    """Step k is sampled by the weights after step k - 1 - staleness, never by others."""
+    """Step k is sampled with the weights after step k - 1 - staleness, never with others."""
     latency: Latency
-    """How long everything takes; a policy sees what it is told, which may be wrong. A run begins with this, and tells
-    what it measures."""
+    """Times that the policy is told; they may be wrong. A run starts with these and then uses measured ones."""
     rebalancing: Rebalancing = "running"
-    """What the workers can do of it; policies ask for no more."""
+    """What the workers support; policies request no more."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_workers", 1), ("num_slots", 1), ("max_tokens", 1), ("staleness", 0)):

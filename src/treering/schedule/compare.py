@@ -13,29 +13,29 @@ from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace
 
 SYNC = "sync"
-"""The name under which FIFO over random static shards runs with a barrier each step: what speedups are over."""
+"""FIFO over random static shards with a barrier after each step: the baseline of speedups."""
 SYNC_LONGEST_FIRST = "sync_longest_first"
-"""The name under which longest-first runs with a barrier each step."""
+"""Longest-first with a barrier after each step."""
 ONE_STEP_OFF = "fifo"
-"""The policy that a staleness gives without a scheduler: FIFO over random static shards."""
+"""One-step-off training without a scheduler: FIFO over random static shards."""
 _SYNCHRONOUS = {SYNC: ONE_STEP_OFF, SYNC_LONGEST_FIRST: "longest_first"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """A policy at a staleness, under a name of its own."""
+    """A policy at a staleness, with its own name."""
 
     name: str
-    """As reports call it."""
+    """Name in reports."""
     policy: str
     """Of `treering.schedule.policies.POLICIES`."""
     staleness: int
-    """Of its cluster."""
+    """Staleness of its cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What an entrant took: means over the traces, and the worst of them.
+    """Figures of one entrant: means over the traces, and the worst.
 
     Example: makespans of 90 and 110 s where the synchronous loop took 180 and 165 s are a mean of 100 s, a speedup of
     1.75 and a worst one of 1.5.
@@ -44,17 +44,17 @@ class Result:
     policy: str
     """The entrant's name."""
     makespan_s: float
-    """Until the last update ended."""
+    """Until the end of the last update."""
     throughput_of_bound: float
     """Lower bound over makespan."""
     bubble: float
-    """Share of the workers' time in which they decoded nothing."""
+    """Share of the workers' time without decoding."""
     staleness_max: int
-    """Of any token."""
+    """Largest staleness of any token."""
     speedup_over_sync: float
     """Makespan of `sync` over this one."""
     staleness: int
-    """That it ran at."""
+    """Staleness that it ran at."""
     bound_s: float
     """The lower bound at this staleness."""
     tokens_per_s: float
@@ -64,26 +64,26 @@ class Result:
     num_moved: float
     """Moves of running rollouts."""
     choices: tuple[str, ...]
-    """The plan that it took for each step of the first trace, where it chooses among plans."""
+    """The plan chosen for each step of the first trace, if the policy chooses among plans."""
     worst_throughput_of_bound: float
     """The least over the traces."""
     worst_speedup_over_sync: float
     """The least over the traces."""
     makespan_over_one_step_off: float | None
-    """This makespan over that of `fifo` at the given staleness; None where that was not run."""
+    """Makespan over that of `fifo` at the given staleness; None if that was not run."""
     worst_makespan_over_one_step_off: float | None
     """The largest over the traces."""
 
 
 def entrants(staleness: int, names: Sequence[str] | None = None) -> list[Entrant]:
-    """Who is compared: the synchronous loops, and every other policy at a staleness.
+    """The synchronous loops, and every other policy at a staleness.
 
     Args:
         staleness: of those that are not synchronous.
-        names: a choice among them; `sync` comes along in any case. None is all.
+        names: those to include; `sync` is always included. None means all.
 
     Raises:
-        ConfigError: a name that there is not.
+        ConfigError: an unknown name.
 
     Example: `entrants(1, ["histopipe"])` are sync at staleness 0 and histopipe at staleness 1.
     """
@@ -105,12 +105,12 @@ def compare(
 
     Args:
         who: `sync` among them.
-        cases: each a trace, the cluster that it runs on, and the one that policies believe in; their staleness is
-            replaced by the entrant's.
-        on_run: told a name before each run.
+        cases: each a trace, the cluster that it runs on, and the cluster that policies are told; their staleness
+            is replaced by the entrant's.
+        on_run: called with the name before each run.
 
     Returns:
-        A result for each entrant in order, and the timelines of the first trace.
+        A result for each entrant, in order, and the timelines of the first trace.
     """
     runs: list[list[Timeline]] = []
     for trace, cluster, believed in cases:
@@ -123,7 +123,7 @@ def compare(
 
 
 def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster whose decode steps and prefill take `factor` times as long: a wrong belief, for controls."""
+    """The cluster with decode steps and prefill `factor` times as long: wrong latencies, for controls."""
     latency = cluster.latency
     wrong = replace(latency, decode_s=latency.decode_s * factor, prefill_s=latency.prefill_s * factor)
     return replace(cluster, latency=wrong)

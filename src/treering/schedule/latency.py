@@ -17,23 +17,23 @@ from treering.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Latency:
-    """Times of one kind of worker, and of the trainer.
+    """Times of a worker and of the trainer.
 
-    Example: steps of 20 s with one more 0.05 s a row are `Latency(num_rows=[0, 1], decode_s=[20.0, 20.05])`: 64 rows
+    Example: steps of 20 s plus 0.05 s a row are `Latency(num_rows=[0, 1], decode_s=[20.0, 20.05])`: 64 rows
     take 23.2 s a step, and with 2 tokens a row and step, 11.6 s a token.
     """
 
     num_rows: NDArray[np.int64]
-    """int64 [K], ascending: rows that decode steps were measured with."""
+    """int64 [K], ascending: batch sizes that decode steps were measured with."""
     decode_s: NDArray[np.float64]
-    """float64 [K] > 0, not falling: a step with so many rows; linear between, the last slope beyond."""
+    """float64 [K] > 0, not falling: step time at each size; linear in between, extrapolated with the last slope."""
     tokens_per_step: NDArray[np.float64] | None = None
-    """float64 [K] >= 1: tokens that a row gains in such a step by speculation; None is 1. `decode_s` then contains
-    what verifying takes."""
+    """float64 [K] >= 1: tokens that a row gains per step with speculation; None means 1. `decode_s` then
+    includes verification."""
     prefill_s: float = 0.0
     """Per token of a prompt, and of a rollout that moves to another worker."""
     load_s: float = 0.0
-    """New weights into a worker, before the first rollout of a step."""
+    """Loading new weights into a worker, before the first rollout of a step."""
     training_s: float = 0.0
     """One update, from its last rollout to new weights that workers can load."""
 
@@ -56,7 +56,7 @@ class Latency:
                 raise InputError(f"{name} is a time, at least 0, got {getattr(self, name)!r}; correct it")
 
     def token_s(self, max_rows: int) -> NDArray[np.float64]:
-        """float64 [B + 1]: time in which every one of b running rollouts gains one token, for b from 0 to `max_rows`.
+        """float64 [B + 1]: time in which each of b running rollouts gains a token, for b from 0 to `max_rows`.
 
         Entry 0 is 0.
         """
@@ -69,11 +69,11 @@ class Latency:
 
 
 Shape: TypeAlias = tuple[float, float]
-"""How many times longer a token takes in a full batch than alone, and how many lone tokens an update takes."""
+"""Time of a token in a full batch, and of an update, both over the time of a token at batch size 1."""
 
 
 def shape_of(latency: Latency, max_rows: int) -> Shape:
-    """What plans depend on, whatever the unit of time.
+    """The ratios that plans depend on, independent of the unit of time.
 
     Example: steps of 20 s and 0.05 s a row, up to 64 rows, with updates of 401 s: 23.2 / 20.05 and 20.
     """
@@ -82,9 +82,9 @@ def shape_of(latency: Latency, max_rows: int) -> Shape:
 
 
 def is_among(shape: Shape, others: Sequence[Shape]) -> bool:
-    """Whether a latency asks for the plan that all others ask for: none of its figures is a quarter beyond theirs.
+    """Whether a latency needs no new plan: no ratio is more than 25 % outside the range of the others'.
 
-    Example: (1.2, 22) is among (1.16, 20) alone, as a quarter is little. (1.16, 30) is not, but is among (1.16, 20) and
+    Example: (1.2, 22) is among (1.16, 20) alone, being within 25 %. (1.16, 30) is not, but is among (1.16, 20) and
     (1.16, 35). Nothing is among none.
     """
     if not others:
@@ -96,7 +96,7 @@ def is_among(shape: Shape, others: Sequence[Shape]) -> bool:
 def linear_latency(
     *, step_s: float, row_s: float, prefill_s: float = 0.0, load_s: float = 0.0, training_s: float = 0.0
 ) -> Latency:
-    """Steps of `step_s` and `row_s` more for every row.
+    """Decode steps of `step_s` plus `row_s` a row.
 
     Example: `linear_latency(step_s=20, row_s=0.05).token_s(64)[64]` is 23.2.
     """
@@ -110,7 +110,7 @@ def linear_latency(
 
 
 def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Linear between what is known; the first time before it, the last slope after it."""
+    """Linear between the known points; constant before them, extrapolated with the last slope after them."""
     inside = np.interp(rows, known, seconds)
     slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
     return np.where(rows > known[-1], seconds[-1] + slope * (rows - known[-1]), inside)
@@ -119,6 +119,6 @@ def _beyond(rows: NDArray[np.int64], known: NDArray[np.int64], seconds: NDArray[
 _ALIKE = 1.25
 
 STANDARD = linear_latency(step_s=20.0, row_s=0.05)
-"""What stands in where nothing was measured: plans depend on how a step grows with its rows, and not on the unit.
+"""Default where nothing was measured: plans depend on how a step grows with its rows, not on the unit.
 
 A run measures its own (`PassTimes`)."""

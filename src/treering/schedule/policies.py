@@ -7,7 +7,7 @@ from types import MappingProxyType
 from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
 from treering.schedule.plan.histopipe import HistoPipe
-from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.plan.tail_batching import TailBatching
 from treering.schedule.policy import Policy
 
@@ -15,26 +15,26 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {
         "fifo": Fifo,
         "work_stealing": lambda: Fifo(stealing="queued"),
-        "longest_first": lambda: PlanPolicy(Plan(name="longest_first")),
-        "equal_groups": lambda: PlanPolicy(Plan(name="equal_groups", placing="equal_counts")),
-        "two_tier": lambda: PlanPolicy(Plan(name="two_tier", placing="two_tier")),
-        "equal_work": lambda: PlanPolicy(Plan(name="equal_work", placing="equal_sums")),
-        "halves": lambda: PlanPolicy(Plan(name="halves", num_turns=2)),
+        "longest_first": lambda: PlanPolicy(PlacementPlan(name="longest_first")),
+        "equal_groups": lambda: PlanPolicy(PlacementPlan(name="equal_groups", placing="equal_counts")),
+        "two_tier": lambda: PlanPolicy(PlacementPlan(name="two_tier", placing="two_tier")),
+        "equal_work": lambda: PlanPolicy(PlacementPlan(name="equal_work", placing="equal_sums")),
+        "halves": lambda: PlanPolicy(PlacementPlan(name="halves", num_turns=2)),
         "tail_batching": TailBatching,
         "histopipe": HistoPipe,
     }
 )
-"""Makers of new policies. tail_batching changes which rollouts a step trains, and is for simulations alone."""
+"""Policy factories. tail_batching changes which rollouts a step trains, and is for simulations only."""
 
 RUN_POLICIES = tuple(name for name in POLICIES if name != "tail_batching")
-"""Those that a run can have: they move work, not results."""
+"""Policies allowed in a run: they move work, not results."""
 
 
 def make_policy(name: str) -> Policy:
     """A new policy of that name.
 
     Raises:
-        ConfigError: no policy has it.
+        ConfigError: an unknown name.
 
     Example: `make_policy("histopipe").name` is "histopipe".
     """

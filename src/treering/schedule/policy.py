@@ -17,27 +17,27 @@ from treering.errors import InputError
 from treering.schedule.cluster import Cluster
 
 Stealing = Literal["off", "queued"]
-"""Whether a worker whose queue is empty takes rollouts that have not started from other queues of the same step."""
+"""Whether a worker with an empty queue takes queued rollouts of other workers in the same step."""
 
 Moving = Literal["off", "faster", "drain", "consolidate"]
-"""Whether running rollouts move to another worker of the same step. faster: one that outgrows what its worker's share
-was predicted to reach goes where it ends sooner. freeing: also where its worker has little else left, and can begin its
-next step. gathering: a worker with no more than the last tenth of its share gives all of it to the one that has the
-most left, and begins its next step."""
+"""Whether running rollouts move to another worker of the same step. faster: a rollout longer than all predicted for its
+worker moves to where it ends sooner. drain: it also moves if its worker has little else left and can then begin its
+next step. consolidate: a worker with at most the last tenth of its share moves all of it to the worker that runs the
+most rollouts, and begins its next step."""
 
 
 NUM_LEARNT = 4
-"""Steps that policies look back on."""
+"""Past steps that policies learn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forecast:
-    """What is known of a step's rollouts before they run."""
+    """Predictions for a step's rollouts before they run."""
 
     lengths: NDArray[np.float64]
     """float64 [R] > 0: predicted tokens."""
     prompts: NDArray[np.int64]
-    """int64 [R]: number of each rollout's prompt; equal ones are a group."""
+    """int64 [R]: prompt number of each rollout; equal numbers are a group."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.asarray(self.lengths, np.float64))
@@ -62,18 +62,18 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What a policy knows when it is asked for a step.
+    """What a policy knows when it assigns a step.
 
-    Example: `PlanRequest(step=3, cluster=cluster, forecasts=(third, fourth))` asks for the third;
-    the fourth is known too.
+    Example: `PlanRequest(step=3, cluster=cluster, forecasts=(third, fourth))` requests step 3;
+    step 4 is known too.
     """
 
     step: int
     """From 1."""
     cluster: Cluster
-    """Where it runs."""
+    """The workers."""
     forecasts: tuple[Forecast, ...]
-    """Of this step, and of those after it as far as they are known; at least one."""
+    """Of this step and of the known later ones; at least one."""
 
     def __post_init__(self) -> None:
         if self.step < 1 or not self.forecasts:
@@ -84,7 +84,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Who runs what, and what may move later.
+    """The worker of each rollout, and what may move later.
 
     Example: `Assignment(workers=[1, 0, 1], order=[2, 0, 1])`: worker 1 starts rollout 2 and then 0, worker 0 rollout 1.
     """
@@ -98,7 +98,7 @@ class Assignment:
     moving: Moving = "off"
     """See `Moving`."""
     beliefs: NDArray[np.float64] | None = None
-    """float64 [R] > 0: lengths as the policy believes them, by which queues and moves are judged; None: as forecast."""
+    """float64 [R] > 0: lengths corrected by the policy, used for queues and moves; None: as forecast."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", np.asarray(self.workers, np.int32))
@@ -116,35 +116,35 @@ class Assignment:
 
 
 class Policy(ABC):
-    """Decides where the rollouts of each step run, and in which order. One object plans one run, step by step."""
+    """Assigns the rollouts of each step to workers, and orders them. One object serves one run, step by step."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """As reports and configurations call it."""
+        """Name in reports and configurations."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The plan that was taken for each step so far, where a policy chooses among plans."""
+        """The plan used for each step so far, if the policy chooses among plans."""
         return ()
 
     @abstractmethod
     def assign(self, outlook: PlanRequest) -> Assignment:
-        """The assignment of the outlook's step; every rollout has one of the cluster's workers."""
+        """The assignment of the requested step; every rollout gets one of the cluster's workers."""
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:  # noqa: B027
-        """Told what a step's rollouts were, float64 and int64 [R], once all are there; most policies learn nothing.
+        """Takes the predicted and actual lengths of a finished step, float64 and int64 [R]; the default ignores them.
 
-        A run asks for step k after it has told all steps up to k - 1 - staleness, and no later ones, so what a policy
-        knows never depends on the clock.
+        Before `assign` of step k, a run calls this for all steps up to k - 1 - staleness and for no later ones, so
+        that assignments never depend on the clock.
         """
 
     def state(self) -> dict[str, Any]:
-        """What it needs to go on in another process, as dictionaries, lists, numbers and strings.
+        """Checkpoint state, as dictionaries, lists, numbers and strings.
 
-        What `learn` was told of the latest `NUM_LEARNT` steps is no part: whoever loads a state tells these again.
+        It does not include the latest `NUM_LEARNT` steps passed to `learn`: the caller repeats these after loading.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Goes on from a `state`."""
+        """Restores a `state`."""

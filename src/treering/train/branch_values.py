@@ -17,7 +17,7 @@ from treering.errors import InputError
 
 Number = bool | int | float
 BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
-"""What one branch carries: a number, or one per token."""
+"""The value of one branch: a number, or one number per token."""
 
 BranchValues = Sequence[BranchValue] | NDArray[Any] | Tensor
 """One item per branch: forests in order, then sequences."""
@@ -27,7 +27,7 @@ def as_masks(masks: BranchValues, branch_length: NDArray[np.int64]) -> list[NDAr
     """K masks of 0 and 1 as booleans.
 
     Raises:
-        InputError: a mask too many or too few, of another length, or with other entries.
+        InputError: the number of masks, the length of one, or an entry is wrong.
 
     Example: masks [[0, 1], [1]] of branches of 2 and 1 tokens are [False, True] and [True].
     """
@@ -49,8 +49,8 @@ def flatten(
         name: what errors call the list.
         items: K items.
         branch_length: int64 [K].
-        trained: bool [F]; elsewhere values may be anything, NaN included, as hosts leave them.
-        numbers: what becomes of an item that is one number for its branch.
+        trained: bool [F]; values elsewhere may be anything, including NaN.
+        numbers: "spread" repeats an item that is one number over its branch, "refuse" raises.
 
     Raises:
         InputError: a list or an item of the wrong length, or a trained value that is not finite.
@@ -75,12 +75,12 @@ def flatten(
 
 
 def split_totals(name: str, items: BranchValues) -> tuple[list[BranchValue], list[BranchValue]]:
-    """Splits items that are a total of their branch or one number per token: (per-token items, totals).
+    """Splits items, each a total of its branch or one number per token, into (per-token items, totals).
 
-    What an item is not, is 0 there.
+    An item is 0 in the other list.
 
     Raises:
-        InputError: no list, or a total that is not finite.
+        InputError: not a list, or a total that is not finite.
 
     Example: items -3.0 and [-1.0, -2.0] are the per-token items [0.0, [-1.0, -2.0]] and the totals [-3.0, 0.0].
     """

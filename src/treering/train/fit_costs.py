@@ -30,23 +30,23 @@ from treering.tree.stats import visible_pairs
 MIN_TOKENS = 256
 
 _ROUNDING = 1e-9
-"""Of a time: what least squares leave of a cost that is none."""
+"""Share of a measured time below which a fitted cost counts as zero."""
 
 
 def fit_costs(model: nn.Module, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto") -> CostModel:
     """Times the tree step on eight small forests and fits seconds per token, pair and segment.
 
-    Takes the time of training `6 * num_tokens * (num_runs + 1)` tokens: about 5 s for a model of two layers and hidden
-    size 256 on two cores. Weights, their gradients and random states are as before.
+    Takes as long as training `6 * num_tokens * (num_runs + 1)` tokens: about 5 s for a model of two layers and hidden
+    size 256 on two cores. Leaves weights, their gradients and random states unchanged.
 
     Args:
-        model: as for `backward`, on its device, with the settings that it will train with.
-        num_tokens: of the largest forests, at least `MIN_TOKENS`; more of them tell pairs from tokens better.
-        num_runs: timed runs of each forest; the median counts.
+        model: as for `backward`, on its device, with its training settings.
+        num_tokens: of the largest forests, at least `MIN_TOKENS`; more tokens separate pairs from tokens better.
+        num_runs: timed runs of each forest; the median is used.
         backend: attention backend.
 
     Raises:
-        InputError: fewer tokens or runs than that.
+        InputError: too few tokens or runs.
         StateError, UnsupportedError: see `backward`.
     """
     if num_tokens < MIN_TOKENS or num_runs < 1:
@@ -66,9 +66,9 @@ def fit_costs(model: nn.Module, *, num_tokens: int = 1024, num_runs: int = 3, ba
 def cached_costs(
     model: nn.Module, path: Path, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto"
 ) -> CostModel:
-    """The costs in the file `path` if they were fitted to this model on this device, else `fit_costs`, and the file.
+    """The costs in the file `path` if fitted to this model on this device, else new ones, written to the file.
 
-    A file that belongs to another model, device, thread count or version of torch is replaced.
+    A file of another model, device, thread count or version of torch is replaced.
 
     Raises:
         StateError: the file is corrupt; see also `fit_costs`.
@@ -84,7 +84,7 @@ def cached_costs(
 
 
 def probe_forests(num_tokens: int, vocab_size: int) -> list[Forest]:
-    """Forests in which tokens, pairs and segments vary apart: chains of several lengths, stars, combs."""
+    """Forests in which tokens, pairs and segments vary independently: chains of several lengths, stars, combs."""
     rng = np.random.default_rng(0)
 
     def run(length: int) -> list[int]:
@@ -95,7 +95,7 @@ def probe_forests(num_tokens: int, vocab_size: int) -> list[Forest]:
         return Forest.concatenate([Forest.from_sequences([run(length)]) for _ in range(count)])
 
     def star(prompt: int, width: int, response: int) -> Forest:
-        # First tokens that differ by counting: responses of random tokens could merge, and their number would vary.
+        # The first tokens differ by construction: random responses could merge, and their number would vary.
         shared = run(prompt)
         return Forest.from_sequences([[*shared, i % vocab_size, *run(response - 1)] for i in range(width)])
 
@@ -119,10 +119,10 @@ def probe_forests(num_tokens: int, vocab_size: int) -> list[Forest]:
 
 
 def fit_seconds(forests: Sequence[Forest], seconds: Sequence[float]) -> CostModel:
-    """Least squares of the relative errors with no cost below zero; what every call costs is fitted and left out.
+    """Non-negative least squares of the relative errors; a constant cost per call is fitted too, but not returned.
 
-    Where times are so alike that every call costing the same fits best, as with a tiny model on a busy machine, calls
-    are taken to cost nothing: some cost is always above zero.
+    If a constant alone fits best, as with a tiny model on a busy machine, the fit is repeated without it, so that some
+    cost is always positive.
 
     Example: chains that take 0.1 s and 1 ms per token give token_s=0.001 and zeros.
     """
@@ -137,7 +137,7 @@ def fit_seconds(forests: Sequence[Forest], seconds: Sequence[float]) -> CostMode
 
 
 def _nonnegative_least_squares(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The best solution among those of all sets of columns that come out without a negative entry."""
+    """The best non-negative solution over all subsets of columns."""
     scale = np.abs(rows).max(0)
     best, best_error = np.zeros(rows.shape[1]), np.inf
     for size in range(1, rows.shape[1] + 1):
@@ -151,7 +151,7 @@ def _nonnegative_least_squares(rows: NDArray[np.float64], target: NDArray[np.flo
 
 
 def _median_seconds(model: nn.Module, forests: Sequence[Forest], num_runs: int, backend: str) -> list[float]:
-    """Interleaved, after a warm-up round."""
+    """Median seconds per forest; runs are interleaved, after a warm-up round."""
     seconds: list[list[float]] = [[] for _ in forests]
     device = next(model.parameters()).device
     for round_number in range(num_runs + 1):
@@ -173,7 +173,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _key(model: nn.Module, backend: str) -> dict[str, str | int | bool]:
-    """What the costs depend on."""
+    """Everything that the costs depend on."""
     weights = [(name, tuple(w.shape), str(w.dtype), w.requires_grad) for name, w in model.named_parameters()]
     heads = find_parts(model).config.num_attention_heads
     device = next(model.parameters()).device

@@ -20,7 +20,7 @@ Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean",
 Shared = Literal["sum", "once"]
 
 _TINY = 1e-150
-"""Stands in for an empty denominator, whose numerator is 0 too; its square is still above the smallest float64."""
+"""Replaces a zero denominator, whose numerator is 0 too; its square is above the smallest float64."""
 
 SumOverRanks = Callable[[Float64Array], Float64Array]
 """Sums an array over data-parallel ranks; the identity on one rank."""
@@ -28,7 +28,7 @@ SumOverRanks = Callable[[Float64Array], Float64Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
-    """How terms become a loss.
+    """How terms are combined into a loss.
 
     Attributes:
         normalizer: token_mean: sum over trained entries / their number. sequence_mean: the mean over a branch's trained
@@ -58,12 +58,12 @@ class Weighting:
 
 
 def entry_counts(forests: Sequence[Forest], masks: Sequence[BoolArray], shared: Shared) -> Float64Array:
-    """What each entry counts for: 0 where not trained, 1 under `sum`, 1 / (branches that train the edge) under `once`.
+    """The count of each entry: 0 if not trained, 1 under `sum`, 1 / (branches that train the edge) under `once`.
 
     Args:
         forests: in order; K branches in all.
         masks: K masks, one entry per token; the first entry of a sequence has no edge and is ignored.
-        shared: the convention.
+        shared: the sharing convention.
 
     Returns:
         float64 [F].
@@ -98,12 +98,12 @@ def entry_weights(
     Args:
         counts: float64 [F], see `entry_counts`.
         branch_length: int64 [K], tokens of each branch; sums to F.
-        branch_tree: int64 [K], number of each branch's tree through all forests.
+        branch_tree: int64 [K], index of each branch's tree, counted through all forests.
         weighting: normaliser and its divisor.
-        sum_over_ranks: makes denominators cover all ranks.
+        sum_over_ranks: sums denominators over all ranks.
 
     Returns:
-        float64 [F]; all zero where nothing is trained.
+        float64 [F]; all zero if nothing is trained.
     """
     num_trees = np.unique(branch_tree).size
     totals = sum_over_ranks(np.array([counts.sum(), branch_length.size, num_trees], np.float64))

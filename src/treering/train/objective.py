@@ -19,22 +19,22 @@ from treering.train.branch_values import BranchValues, as_masks, flatten
 from treering.train.loss_weights import Weighting
 
 Scope = Literal["entry", "branch", "pair"]
-"""What the terms need together. entry: nothing, so any subset of entries will do. branch: all trained entries of a
-branch. pair: those of both branches of a pair."""
+"""Which entries the terms need together. entry: none, any subset works. branch: all trained entries of a branch. pair:
+those of both branches of a pair."""
 
 Need = Literal["entropy", "value"]
-"""What the terms read beside log-probs: entropies, or the output of a value head."""
+"""What the terms read in addition to log-probs: entropies, or the output of a value head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries:
-    """What a term function sees: the trained entries of some branches, one after another.
+    """The input of a term function: the trained entries of some branches, one after another.
 
     Attributes:
         logprobs: the policy's log-probabilities [F]; differentiable.
         values: the objective's own per-entry data by name, [F] each.
-        branch: local number of each entry's branch, ascending from 0 to `num_branches - 1`; a branch may have none.
-        num_branches: branches of which entries could be here.
+        branch: local number of each entry's branch, ascending from 0 to `num_branches - 1`; a branch may have no entry.
+        num_branches: number of branches.
         entropy: entropy in nats of the distribution that each token was drawn from, [F], differentiable; given iff the
             objective needs "entropy".
         state_values: the value head's output at the state before each token, [F], differentiable; given iff the
@@ -53,10 +53,10 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Terms:
-    """What a term function gives: one number per entry [F], or per pair [P] where the scope is "pair".
+    """The output of a term function: one number per entry [F], or per pair [P] if the scope is "pair".
 
     Attributes:
-        loss: enters the weighted sum; differentiable.
+        loss: the terms of the weighted sum; differentiable.
         metrics: by name; averaged over trained entries, or over pairs.
     """
 
@@ -69,15 +69,15 @@ class Objective:
     """A loss over branches; made by the functions of this package.
 
     Attributes:
-        name: as users call it.
-        weighting: normaliser and sharing convention; pairs are averaged, whatever it says.
+        name: of the function that made it.
+        weighting: normaliser and sharing convention; ignored for pairs, which are averaged.
         loss_masks: K masks, or None to train every token but the first of each branch.
         values: per-branch data by name: K entries, each one number or one value per token.
         terms: the loss per entry or pair.
         scope: which entries `terms` must see together.
-        needs: what `terms` reads beside log-probs.
-        pairs: branch numbers, int64 [P, 2], where the scope is "pair", else None.
-        per_token: names among `values` that take no number for a whole branch.
+        needs: what `terms` reads in addition to log-probs.
+        pairs: branch numbers, int64 [P, 2], if the scope is "pair", else None.
+        per_token: names in `values` that need one number per token, not one per branch.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Objective:
         """The K loss masks as booleans, checked against the branches' lengths.
 
         Raises:
-            InputError: a mask too many or too few, of another length, or with entries other than 0 and 1.
+            InputError: the number of masks or the length of one is wrong, or an entry is not 0 or 1.
         """
         if self.loss_masks is None:
             return [np.ones(length, bool) for length in branch_length]
@@ -110,7 +110,7 @@ class Objective:
 
         Args:
             branch_length: int64 [K].
-            trained: bool [F]; elsewhere values may be anything, NaN included, as hosts leave them.
+            trained: bool [F]; values elsewhere may be anything, including NaN.
 
         Raises:
             InputError: a list or an item of the wrong length, or a trained value that is not finite.

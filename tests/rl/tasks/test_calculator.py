@@ -1,4 +1,4 @@
-"""The calculator: what it answers, what counts, and its right trajectories."""
+"""The calculator: observations, rewards and correct trajectories."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prompts of a file: forms, names, limits, rewards on text, and errors that name the line."""
+"""Prompts files: forms, ids, limits, rewards on text, and errors with line numbers."""
 
 import gzip
 import json
@@ -35,14 +35,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def markerless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows no chat marker; writes its end of text as an object with settings."""
+    """A tokenizer without chat markers, whose end of text is an object with settings."""
     settings = {"eos_token": {"content": "</s>", "lstrip": False}}
     return write_tokenizer(tmp_path_factory.mktemp("prompts") / "markerless", ["</s>"], settings)
 
 
 @pytest.fixture(scope="module")
 def prefixing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Would put a token of its own before every text."""
+    """A tokenizer that adds a token before every text."""
     folder = write_tokenizer(tmp_path_factory.mktemp("prompts") / "prefixing", SPECIAL, {})
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
@@ -61,7 +61,7 @@ def write(file: Path, *records: object) -> Path:
 
 
 def measured(prompt: Prompt, text: str) -> float:
-    """A reward of somebody else's."""
+    """A user's reward function."""
     return float(len(text)) + (prompt.answer is None)
 
 

@@ -1,4 +1,4 @@
-"""Weights come out of shared memory as they went in, of the version that was asked for, or not at all."""
+"""The weight ring returns exactly the written weights of the requested version, or refuses."""
 
 import copy
 

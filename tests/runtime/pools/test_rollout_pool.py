@@ -1,4 +1,4 @@
-"""What the controller makes of what rollout workers say, without any process."""
+"""How the rollout pool handles the messages of workers, without processes."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ POLICY_VERSIONS = {0: 0, 1: 1}
 
 
 class QuietChild:
-    """A child that says what it is told to."""
+    """A child process that sends the messages in `says`."""
 
     is_ready = True
 
@@ -80,7 +80,7 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
 def step_run(
     step: int = 1, *, max_turns: int = 1, moving: str = "faster", stealing: str = "off", size: int = 4
 ) -> OpenStep:
-    """Four rollouts or more, the first half for worker 0."""
+    """A step of four or more rollouts, the first half for worker 0."""
     assignment = Assignment(
         workers=np.arange(size) * 2 // size,
         order=np.arange(size),
@@ -123,7 +123,7 @@ def requests_of(child: QuietChild) -> list[Request]:
 
 
 def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.MonkeyPatch) -> Request:
-    """Worker 0 is asked for its first rollout, for worker 1."""
+    """Asks worker 0 to give its first rollout to worker 1."""
     rollout_pool.dispatch({run.step: run}, POLICY_VERSIONS)
     first = requests_of(children(rollout_pool)[0])[0]
     monkeypatch.setattr(module, "choose_move", lambda *_: Move(target=1, keys=(first.key,)))
@@ -135,7 +135,7 @@ def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.
     return first
 
 
-def test_what_one_gives_up_goes_on_at_the_other_with_what_it_has(rollout_pool, monkeypatch) -> None:
+def test_a_given_up_rollout_continues_on_the_target_with_its_tokens(rollout_pool, monkeypatch) -> None:
     run = step_run()
     first = asked_to_give(rollout_pool, run, monkeypatch)
     given = written(first, 2, "abort")
@@ -147,7 +147,7 @@ def test_what_one_gives_up_goes_on_at_the_other_with_what_it_has(rollout_pool, m
     assert run.account.moved == 1
 
 
-def test_what_comes_back_from_a_worker_that_has_gone_on_goes_back_and_counts_as_no_move(
+def test_a_rollout_goes_back_if_the_target_has_left_the_step_and_is_not_counted_as_moved(
     rollout_pool, monkeypatch
 ) -> None:
     run = step_run()
@@ -158,7 +158,7 @@ def test_what_comes_back_from_a_worker_that_has_gone_on_goes_back_and_counts_as_
     assert (run.num_queued(0), run.num_queued(1), run.account.moved) == (1, 0, 0)
 
 
-def test_an_answer_behind_the_end_of_its_step_says_that_nothing_was_left(rollout_pool, monkeypatch) -> None:
+def test_an_answer_after_the_end_of_its_step_gives_nothing(rollout_pool, monkeypatch) -> None:
     run, later = step_run(), step_run(2)
     asked_to_give(rollout_pool, run, monkeypatch)
     children(rollout_pool)[0].says.append(says(1, given=[]))
@@ -168,7 +168,7 @@ def test_an_answer_behind_the_end_of_its_step_says_that_nothing_was_left(rollout
     assert rollout_pool.busy_s == 1.0
 
 
-def test_a_report_is_heard_and_is_no_progress_of_a_worker_that_dies_again_and_again(rollout_pool) -> None:
+def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:
     run = step_run()
     rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
     child = children(rollout_pool)[0]
@@ -181,7 +181,7 @@ def test_a_report_is_heard_and_is_no_progress_of_a_worker_that_dies_again_and_ag
     assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
 
 
-def test_somebody_stays_in_a_step_whose_rollouts_may_come_back_from_the_judge(rollout_pool) -> None:
+def test_a_worker_stays_in_a_step_whose_rollouts_may_get_another_turn(rollout_pool) -> None:
     run, later = step_run(max_turns=2), step_run(2)
     runs = {1: run, 2: later}
     rollout_pool.dispatch(runs, POLICY_VERSIONS)
@@ -205,7 +205,7 @@ def test_somebody_stays_in_a_step_whose_rollouts_may_come_back_from_the_judge(ro
     assert [request.key for request in requests_of(child)] == [mine[0]]
 
 
-def test_a_tail_stays_where_no_later_step_could_begin(rollout_pool, monkeypatch) -> None:
+def test_a_tail_stays_if_no_later_step_could_start(rollout_pool, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(module, "choose_move", lambda run, *_: asked.append(run.step))
     run, later = step_run(moving="consolidate"), step_run(2)
@@ -218,7 +218,7 @@ def test_a_tail_stays_where_no_later_step_could_begin(rollout_pool, monkeypatch)
             assert asked == ([1] if len(runs) == 2 and policy_versions is POLICY_VERSIONS else [])
 
 
-def test_more_waits_in_an_engine_whose_rollouts_end_many_at_a_time(rollout_pool) -> None:
+def test_more_requests_queue_in_an_engine_whose_rollouts_end_many_at_a_time(rollout_pool) -> None:
     run, child, held = step_run(stealing="queued", size=80), children(rollout_pool)[0], []
 
     def given_after(num_ended: int) -> int:

@@ -1,4 +1,4 @@
-"""Lengths that are expected of a step's rollouts, while their siblings end."""
+"""The expected lengths of a step's rollouts, as siblings finish."""
 
 import numpy as np
 from hypothesis import given

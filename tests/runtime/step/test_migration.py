@@ -1,4 +1,4 @@
-"""Running rollouts that go to another worker: when they do, and that no result notices."""
+"""Migration of running rollouts: when it happens, and that it changes no result."""
 
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range
 
 
 class Moves(Dealt):
-    """The last three on two workers, which are believed to have long ones, and the rest on the first."""
+    """Assigns the last three rollouts to two workers with long expected lengths, the rest to the first."""
 
     def __init__(self, moving: Moving) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class SlowEngine(TorchEngine):
 
 
 class MeetingEngine(SlowEngine):
-    """Halts in the middle of its rollouts until one has been given up somewhere, so no clock decides whether one is."""
+    """Waits in the middle of its rollouts until one is given up, so that no clock decides whether one is."""
 
     meeting: Path
 
@@ -79,7 +79,7 @@ class MeetingEngine(SlowEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRecipe(TinyRecipe):
-    """Rollouts that last for several reports, and where there is a meeting, until one of them has moved."""
+    """Rollouts that last for several reports and, with `meeting`, until one of them has moved."""
 
     meeting: Path | None = None
 
@@ -109,7 +109,7 @@ def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeti
 
 
 def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
-    """A step of two groups of four; the first worker's are believed to have 4 tokens, the second's 8."""
+    """A step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
     beliefs = np.where(np.array(workers) == 0, 4.0, 8.0)
     assignment = Assignment(
         workers=np.array(workers),
@@ -124,7 +124,7 @@ def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] 
 
 
 def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
-    """Starts everything; these run, with so many tokens each, and the others are over."""
+    """Starts all rollouts; the given ones run with these numbers of tokens, the others are finished."""
     requests = {request.key: request for request in run.collection.requests()}
     for worker in (0, 1):
         run.take(worker, num_running=0, max_batch=8)
@@ -136,7 +136,7 @@ def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
 
 
 def with_more(held: Held, *numbers: int) -> Held:
-    """Others that have said nothing yet."""
+    """Rollouts without a progress report."""
     requests = {request.key: request for request in step_run("off").collection.requests()}
     return Held(requests={**held.requests, **{KEYS[n]: requests[KEYS[n]] for n in numbers}})
 
@@ -151,23 +151,23 @@ def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
 
 
 @pytest.mark.parametrize("so_far", [{2: 3}, {1: 3, 2: 3, 4: 1, 5: 1}, {2: 3, 4: 1, 5: 1, 6: 1, 7: 1}])
-def test_a_tail_stays_where_nobody_has_more_where_it_is_no_tail_or_where_there_is_no_slot(so_far) -> None:
+def test_a_tail_stays_without_a_fuller_worker_or_a_free_slot_and_a_long_rest_is_no_tail(so_far) -> None:
     run = step_run("consolidate")
     assert choose_move(run, PRICES, under_way(run, so_far), 0) is None
 
 
-def test_a_tail_stays_where_reading_it_again_costs_more_than_it_frees() -> None:
+def test_a_tail_stays_if_its_prefill_costs_more_than_it_frees() -> None:
     run = step_run("consolidate")
     assert choose_move(run, DEAR, under_way(run, {2: 3, 4: 1, 5: 1, 6: 1}), 0) is None
 
 
-def test_nothing_moves_before_its_worker_has_said_how_far_it_is() -> None:
+def test_nothing_moves_before_its_first_progress_report() -> None:
     run = step_run("consolidate")
     held = under_way(run, {4: 1, 5: 1, 6: 1})
     assert choose_move(run, PRICES, [with_more(held[0], 2), held[1]], 0) is None
 
 
-def test_a_worker_that_awaits_another_turn_would_not_get_free() -> None:
+def test_a_worker_that_awaits_another_turn_keeps_its_tail() -> None:
     run = step_run("consolidate")
     held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
     awaiting = Held(requests=held[0].requests, num_awaited=1)
@@ -188,7 +188,7 @@ def test_a_worker_that_can_steal_has_no_tail() -> None:
     assert choose_move(run, PRICES, held, 0) is not None
 
 
-def test_what_has_outgrown_its_worker_goes_to_an_emptier_one_of_longer_rollouts() -> None:
+def test_an_outlier_moves_to_an_emptier_worker_with_longer_rollouts() -> None:
     run = step_run("faster")
     move = choose_move(run, PRICES, under_way(run, {0: 5, 1: 6, 2: 3, 5: 1}), 0)
     assert move is not None
@@ -199,7 +199,7 @@ def test_what_has_outgrown_its_worker_goes_to_an_emptier_one_of_longer_rollouts(
     assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5, 5: 1, 6: 1}), 0) is None
 
 
-def test_a_worker_is_as_full_as_its_engine_will_be_with_the_next_pass() -> None:
+def test_a_worker_s_load_is_that_of_its_next_pass() -> None:
     for moving in ("faster", "drain"):
         run = step_run(moving)
         held = under_way(run, {1: 6, 5: 1, 6: 1, 7: 1})
@@ -212,7 +212,7 @@ def test_a_worker_is_as_full_as_its_engine_will_be_with_the_next_pass() -> None:
         assert choose_move(run, PRICES, [held[0], waiting], 0) is None
 
 
-def test_more_rollouts_than_slots_are_no_more_rows_than_slots() -> None:
+def test_rows_never_exceed_the_slots() -> None:
     run = step_run("faster", workers=(0,) * 7 + (1,))
     held = under_way(run, dict.fromkeys(range(8), 6))
     many = with_more(held[0], *range(7))
@@ -223,7 +223,7 @@ def test_more_rollouts_than_slots_are_no_more_rows_than_slots() -> None:
     assert choose_move(run, PRICES._replace(token_s=np.array([0.0, 21, 21, 21, 21])), [many, few], 0) is None
 
 
-def test_reading_a_token_again_costs_as_much_as_a_row_at_least() -> None:
+def test_prefilling_a_token_costs_at_least_one_row() -> None:
     cluster = Cluster(
         num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=linear_latency(step_s=20, row_s=0.5)
     )
@@ -247,7 +247,7 @@ def test_a_rollout_moves_a_few_times_at_most() -> None:
     assert run.account.moved == MAX_MOVES
 
 
-def test_a_later_turn_with_stop_strings_stays_where_it_is() -> None:
+def test_a_later_turn_with_stop_strings_does_not_move() -> None:
     for strings, moves in (((), True), (("END",), False)):
         run = step_run("faster")
         held = under_way(run, {1: 6, 2: 3, 3: 3, 5: 1})
@@ -263,7 +263,7 @@ def test_a_later_turn_with_stop_strings_stays_where_it_is() -> None:
 
 
 def ended_turn(request: Request) -> Rollout:
-    """Two tokens, taken out."""
+    """An aborted rollout of two tokens."""
     return replace(
         request.unstarted(),
         tokens=np.array([3, 4], np.int32),

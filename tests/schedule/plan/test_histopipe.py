@@ -9,7 +9,7 @@ from treering.errors import ConfigError
 from treering.schedule.compare import compare, entrants, with_decode_scaled
 from treering.schedule.latency import linear_latency
 from treering.schedule.plan.histopipe import HistoPipe
-from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.policy import PlanRequest
 from treering.schedule.simulator.bounds import with_training
 from treering.schedule.simulator.run import simulate
@@ -80,11 +80,11 @@ def test_what_it_is_told_decides_what_it_chooses():
 
 def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stays(monkeypatch):
     run, where, _ = case(64, 8, 0, num_workers=4, num_steps=25)
-    same, other = Plan(name="same"), Plan(name="other", num_turns=2)
+    same, other = PlacementPlan(name="same"), PlacementPlan(name="other", num_turns=2)
     found = iter([other, same, same, same, other, other])
     planned = []
 
-    def search(question, present=None):
+    def search(problem, present=None):
         planned.append(len(policy.choices) + 1)
         return next(found)
 
@@ -101,9 +101,9 @@ def test_it_plans_anew_where_times_are_others(monkeypatch):
     run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
     asked = []
 
-    def search(question, present=None):
-        asked.append(question.cluster.latency.training_s)
-        return Plan(name="any")
+    def search(problem, present=None):
+        asked.append(problem.cluster.latency.training_s)
+        return PlacementPlan(name="any")
 
     monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
     policy = HistoPipe(replan_every=100)
@@ -130,9 +130,9 @@ def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
     run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
     found, asked = iter(["one", "other", "other", "one", "one"]), []
 
-    def search(question, present=None):
-        asked.append(question.cluster.latency.training_s)
-        return Plan(name=next(found))
+    def search(problem, present=None):
+        asked.append(problem.cluster.latency.training_s)
+        return PlacementPlan(name=next(found))
 
     monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
     policy, seconds = HistoPipe(replan_every=100), where.latency.training_s
@@ -149,7 +149,8 @@ def test_times_that_change_nothing_do_not_make_searches_more_frequent(monkeypatc
     run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
     asked = []
     monkeypatch.setattr(
-        "treering.schedule.plan.histopipe.search", lambda question, present=None: asked.append(step) or Plan(name="any")
+        "treering.schedule.plan.histopipe.search",
+        lambda problem, present=None: asked.append(step) or PlacementPlan(name="any"),
     )
     policy = HistoPipe(replan_every=2)
     for step in range(1, 14):

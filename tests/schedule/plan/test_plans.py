@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.clusters import cluster
 from treering.errors import ConfigError
-from treering.schedule.plan.plans import Plan, place
+from treering.schedule.plan.plans import PlacementPlan, place
 
 PLACINGS = ["balanced", "equal_counts", "equal_sums", "two_tier"]
 
@@ -24,7 +24,7 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
     num_workers = data.draw(st.integers(1, 9))
     num_turns = data.draw(st.integers(1, num_workers))
     long_share = data.draw(st.sampled_from([0.0, 0.01, 0.3, 0.9]))
-    plan = Plan(
+    plan = PlacementPlan(
         name="any",
         num_turns=num_turns,
         placing=data.draw(st.sampled_from(PLACINGS)),
@@ -44,20 +44,21 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
 @pytest.mark.parametrize("placing", PLACINGS)
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_no_worker_is_without_a_share_where_there_are_rollouts_enough(placing, num_workers):
-    assignment = placed(Plan(name="any", placing=placing), np.linspace(40, 80, 64), num_workers=num_workers)
+    assignment = placed(PlacementPlan(name="any", placing=placing), np.linspace(40, 80, 64), num_workers=num_workers)
     assert set(assignment.workers.tolist()) == set(range(num_workers))
 
 
 def test_workers_take_turns():
     lengths = np.arange(1, 30)
     shares = [
-        set(placed(Plan(name="any", num_turns=3), lengths, step=step, num_workers=7).workers) for step in range(5)
+        set(placed(PlacementPlan(name="any", num_turns=3), lengths, step=step, num_workers=7).workers)
+        for step in range(5)
     ]
     assert shares == [{0, 3, 6}, {1, 4}, {2, 5}, {0, 3, 6}, {1, 4}]
 
 
 def test_ranges_rise_in_odd_steps_and_fall_in_even_ones():
-    plan = Plan(name="equal groups", placing="equal_counts")
+    plan = PlacementPlan(name="equal groups", placing="equal_counts")
     assert placed(plan, [9, 1, 1, 1], step=1, num_workers=2).workers.tolist() == [1, 1, 0, 0]
     assert placed(plan, [9, 1, 1, 1], step=2, num_workers=2).workers.tolist() == [0, 0, 1, 1]
 
@@ -65,7 +66,9 @@ def test_ranges_rise_in_odd_steps_and_fall_in_even_ones():
 @pytest.mark.parametrize("placing", ["equal_counts", "equal_sums", "two_tier"])
 def test_a_worker_with_short_rollouts_has_long_ones_next(placing):
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 200)
-    odd, even = (placed(Plan(name="any", placing=placing), lengths, step=step, num_workers=10) for step in (3, 4))
+    odd, even = (
+        placed(PlacementPlan(name="any", placing=placing), lengths, step=step, num_workers=10) for step in (3, 4)
+    )
     means = [np.array([lengths[share.workers == w].mean() for w in range(10)]) for share in (odd, even)]
     if placing != "two_tier":
         assert (np.diff(means[0]) > 0).all()
@@ -76,28 +79,28 @@ def test_a_worker_with_short_rollouts_has_long_ones_next(placing):
 
 def test_equal_work_ranges_have_alike_sums():
     lengths = np.random.default_rng(0).lognormal(4, 0.5, 2000)
-    workers = placed(Plan(name="equal work", placing="equal_sums"), lengths).workers
+    workers = placed(PlacementPlan(name="equal work", placing="equal_sums"), lengths).workers
     sums = np.bincount(workers, weights=lengths)
     assert sums.max() / sums.min() < 1.02
     assert np.ptp(np.bincount(workers)) > 500
 
 
-def test_lanes_hold_the_longest_rollouts_and_nothing_else():
+def test_long_workers_hold_the_longest_rollouts_and_nothing_else():
     lengths = np.random.default_rng(1).permutation(np.arange(1, 101))
-    plan = Plan(name="lanes", num_turns=2, long_share=0.2, num_long_workers=3)
+    plan = PlacementPlan(name="long workers", num_turns=2, long_share=0.2, num_long_workers=3)
     workers = placed(plan, lengths, step=1, num_workers=10).workers
-    in_lanes = np.isin(workers, [1, 3, 5])
-    assert sorted(lengths[in_lanes]) == list(range(81, 101))
-    assert set(workers[~in_lanes]) == {7, 9}
+    in_long = np.isin(workers, [1, 3, 5])
+    assert sorted(lengths[in_long]) == list(range(81, 101))
+    assert set(workers[~in_long]) == {7, 9}
     sums = np.bincount(workers, weights=lengths, minlength=10)
     assert np.ptp(sums[[1, 3, 5]]) < 100
     assert np.ptp(sums[[7, 9]]) < 80
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_lanes_leave_the_other_rollouts_a_worker(num_workers):
+def test_long_workers_leave_the_other_rollouts_a_worker(num_workers):
     lengths = np.arange(1, 11)
-    plan = Plan(name="lanes", long_share=0.3, num_long_workers=5)
+    plan = PlacementPlan(name="long workers", long_share=0.3, num_long_workers=5)
     workers = placed(plan, lengths, num_workers=num_workers).workers
     assert set(workers) == set(range(num_workers))
     if num_workers > 1:
@@ -105,12 +108,12 @@ def test_lanes_leave_the_other_rollouts_a_worker(num_workers):
 
 
 def test_groups_are_probed_where_nothing_is_known():
-    order = placed(Plan(name="any"), np.full(6, 5.0), prompts=[0, 0, 0, 1, 1, 1]).order
+    order = placed(PlacementPlan(name="any"), np.full(6, 5.0), prompts=[0, 0, 0, 1, 1, 1]).order
     assert order.tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_stealing_and_moving_are_passed_on():
-    assignment = placed(Plan(name="any", stealing="queued", moving="faster"), [1.0])
+    assignment = placed(PlacementPlan(name="any", stealing="queued", moving="faster"), [1.0])
     assert (assignment.stealing, assignment.moving) == ("queued", "faster")
 
 
@@ -126,11 +129,11 @@ def test_stealing_and_moving_are_passed_on():
 )
 def test_a_plan_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="a plan takes turns"):
-        Plan(name="wrong", **wrong)
+        PlacementPlan(name="wrong", **wrong)
 
 
 @pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "consolidate")])
 def test_a_plan_moves_no_running_rollout_where_workers_cannot(rebalancing, expected):
     where = replace(cluster(2, 4), rebalancing=rebalancing)
-    plan = Plan(name="gathers", stealing="queued", moving="consolidate")
+    plan = PlacementPlan(name="gathers", stealing="queued", moving="consolidate")
     assert place(plan, np.array([4.0, 2.0]), np.arange(2), step=1, cluster=where).moving == expected

@@ -5,8 +5,8 @@ import pytest
 
 from tests.schedule.clusters import cluster, outlook
 from treering.schedule.plan.baselines import PlanPolicy
-from treering.schedule.plan.plans import Plan
-from treering.schedule.plan.search import ask, plain_plans, rescaled, search
+from treering.schedule.plan.plans import PlacementPlan
+from treering.schedule.plan.search import plain_plans, rescaled, search, search_problem
 from treering.schedule.predict.calibrated_lengths import CalibratedLengths
 from treering.schedule.simulator.run import simulate
 
@@ -22,10 +22,10 @@ def cluster_of(num_workers=8, num_slots=8, **options):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_question_has_steps_for_each_turn_from_the_forecasts_in_sight(staleness):
     first, second = np.full(6, 10.0), np.full(9, 20.0)
-    question = ask(outlook(cluster_of(staleness=staleness), first, second), CalibratedLengths(0.0), seed=0)
-    assert question.cluster.num_workers == 8
-    assert len(question.traces) == 5
-    for drawn in question.traces:
+    problem = search_problem(outlook(cluster_of(staleness=staleness), first, second), CalibratedLengths(0.0), seed=0)
+    assert problem.cluster.num_workers == 8
+    assert len(problem.traces) == 5
+    for drawn in problem.traces:
         assert [step.num_rollouts for step in drawn.steps] == [6, 9] * (2 * (staleness + 1))
         assert [step.forecast.lengths[0] for step in drawn.steps] == pytest.approx([10, 20] * (2 * (staleness + 1)))
 
@@ -36,19 +36,21 @@ def test_what_is_drawn_is_believed_with_its_spread():
     real = 2 * told * np.exp(0.3 * np.random.default_rng(5).standard_normal(told.size))
     beliefs.learn(told, np.rint(real).astype(np.int64).clip(1))
     asked = np.tile([50.0, 80.0], 600)
-    question = ask(outlook(cluster(32, 8, max_tokens=10_000), asked), beliefs, seed=0)
-    for drawn in question.traces:
+    problem = search_problem(outlook(cluster(32, 8, max_tokens=10_000), asked), beliefs, seed=0)
+    for drawn in problem.traces:
         step = drawn.steps[0]
         assert step.forecast.lengths == pytest.approx(np.tile([100.0, 160.0], 600), rel=0.05)
         rest = np.log(step.lengths / step.forecast.lengths)
         assert rest.mean() == pytest.approx(0, abs=0.04)
         assert rest.std() == pytest.approx(0.3, rel=0.1)
-    assert question.traces[0].steps[0].lengths.tolist() != question.traces[1].steps[0].lengths.tolist()
+    assert problem.traces[0].steps[0].lengths.tolist() != problem.traces[1].steps[0].lengths.tolist()
 
 
 def test_no_drawn_length_is_beyond_what_is_possible():
-    question = ask(outlook(cluster_of(), np.full(50, 499.0), np.full(50, 1.0)), CalibratedLengths(2.0), seed=0)
-    for drawn in question.traces:
+    problem = search_problem(
+        outlook(cluster_of(), np.full(50, 499.0), np.full(50, 1.0)), CalibratedLengths(2.0), seed=0
+    )
+    for drawn in problem.traces:
         assert max(step.lengths.max() for step in drawn.steps) == 500
         assert min(step.lengths.min() for step in drawn.steps) == 1
 
@@ -59,9 +61,9 @@ def test_no_drawn_length_is_beyond_what_is_possible():
 )
 def test_large_clusters_are_planned_for_by_a_sample(num_workers, num_rollouts, planned):
     lengths = np.linspace(1, 400, num_rollouts)
-    question = ask(outlook(cluster(num_workers, 64), lengths), CalibratedLengths(0.0), seed=0)
-    assert question.cluster.num_workers == planned
-    sampled = question.traces[0].steps[0].forecast.lengths
+    problem = search_problem(outlook(cluster(num_workers, 64), lengths), CalibratedLengths(0.0), seed=0)
+    assert problem.cluster.num_workers == planned
+    sampled = problem.traces[0].steps[0].forecast.lengths
     assert sampled.size == round(num_rollouts * planned / num_workers)
     # As many rollouts a worker, and alike in all quantiles.
     assert np.quantile(sampled, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(lengths, [0.1, 0.5, 0.9]), rel=0.04)
@@ -78,43 +80,43 @@ def test_no_plan_takes_more_turns_than_the_staleness_allows_or_than_there_are_wo
 
 @pytest.mark.parametrize("num_rollouts", [40, 400])
 def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by(num_rollouts):
-    question = ask(outlook(cluster_of(), lengths_of(num_rollouts)), CalibratedLengths(), seed=0)
+    problem = search_problem(outlook(cluster_of(), lengths_of(num_rollouts)), CalibratedLengths(), seed=0)
 
     def total(plan):
-        judging = question.traces[1:]
-        return sum(simulate(PlanPolicy(plan), drawn, workers=question.cluster).makespan_s for drawn in judging)
+        judging = problem.traces[1:]
+        return sum(simulate(PlanPolicy(plan), drawn, workers=problem.cluster).makespan_s for drawn in judging)
 
-    found = search(question)
-    assert total(found) <= min(total(plan) for plan in plain_plans(question.cluster)) * (1 + 1e-9)
+    found = search(problem)
+    assert total(found) <= min(total(plan) for plan in plain_plans(problem.cluster)) * (1 + 1e-9)
     # What is there already stays where it is as good, whatever it is called.
-    assert search(question, found) == found
-    bad = Plan(name="bad", placing="equal_sums", num_turns=2, moving="faster")
+    assert search(problem, found) == found
+    bad = PlacementPlan(name="bad", placing="equal_sums", num_turns=2, moving="faster")
     assert total(bad) > 1.01 * total(found)
-    assert search(question, bad) == search(question)
+    assert search(problem, bad) == search(problem)
 
 
-def seconds(plan, question):
-    return np.array(
-        [simulate(PlanPolicy(plan), drawn, workers=question.cluster).makespan_s for drawn in question.traces]
-    )
+def seconds(plan, problem):
+    return np.array([simulate(PlanPolicy(plan), drawn, workers=problem.cluster).makespan_s for drawn in problem.traces])
 
 
 @pytest.fixture(scope="module")
 def apart():
     """A few long rollouts rule."""
-    return ask(outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), CalibratedLengths(0.0), seed=0)
+    return search_problem(
+        outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), CalibratedLengths(0.0), seed=0
+    )
 
 
 @pytest.fixture(scope="module")
 def alike():
     """More rollouts than slots, and none of them long."""
-    return ask(outlook(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
+    return search_problem(outlook(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
 
 
 def test_what_candidates_were_chosen_by_does_not_judge_them(apart, alike):
-    question = replace(apart, traces=(apart.traces[0], *alike.traces[1:]))
-    found = seconds(search(question), question)
-    plain = [seconds(plan, question) for plan in plain_plans(question.cluster)]
+    problem = replace(apart, traces=(apart.traces[0], *alike.traces[1:]))
+    found = seconds(search(problem), problem)
+    plain = [seconds(plan, problem) for plan in plain_plans(problem.cluster)]
     best_alone = min(plain, key=lambda each: each[0])
     assert found[1:].sum() < 0.98 * best_alone[1:].sum()
     assert found[0] > best_alone[0]
@@ -122,55 +124,58 @@ def test_what_candidates_were_chosen_by_does_not_judge_them(apart, alike):
 
 def test_a_present_plan_stays_where_it_is_the_better_one_on_any_draw(apart, alike):
     present = plain_plans(apart.cluster)[1]
-    question = replace(apart, traces=(apart.traces[0], *[alike.traces[1]] * 3, apart.traces[4]))
-    found = seconds(search(question), question)
-    assert found[1:].sum() < 0.99 * seconds(present, question)[1:].sum()
-    assert found[4] > seconds(present, question)[4]
-    assert search(question, present) == present
-    without = replace(question, traces=question.traces[:4])
+    problem = replace(apart, traces=(apart.traces[0], *[alike.traces[1]] * 3, apart.traces[4]))
+    found = seconds(search(problem), problem)
+    assert found[1:].sum() < 0.99 * seconds(present, problem)[1:].sum()
+    assert found[4] > seconds(present, problem)[4]
+    assert search(problem, present) == present
+    without = replace(problem, traces=problem.traces[:4])
     assert search(without, present) != present
 
 
 def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
-    question = ask(outlook(cluster_of(), lengths_of(400)), CalibratedLengths(), seed=0)
-    worse = Plan(name="worse", placing="equal_sums", num_turns=2)
-    assert search(question, worse) != worse
+    problem = search_problem(outlook(cluster_of(), lengths_of(400)), CalibratedLengths(), seed=0)
+    worse = PlacementPlan(name="worse", placing="equal_sums", num_turns=2)
+    assert search(problem, worse) != worse
     with monkeypatch.context() as hardly:
         hardly.setattr("treering.schedule.plan.search._CLEARLY", 100.0)
-        assert search(question, worse) == worse
-    found = search(question)
-    same = Plan(name="the same under an older name", **{name: getattr(found, name) for name in FIELDS})
-    assert search(question, same).name == "the same under an older name"
+        assert search(problem, worse) == worse
+    found = search(problem)
+    same = PlacementPlan(name="the same under an older name", **{name: getattr(found, name) for name in FIELDS})
+    assert search(problem, same).name == "the same under an older name"
 
 
 FIELDS = ("num_turns", "placing", "long_share", "num_long_workers", "stealing", "moving")
 
 
 def test_a_plan_scales_with_the_cluster():
-    plan = Plan(name="lanes", num_turns=2, long_share=0.2, num_long_workers=4)
+    plan = PlacementPlan(name="long workers", num_turns=2, long_share=0.2, num_long_workers=4)
     assert rescaled(plan, 100, 32).num_long_workers == round(4 * 50 / 16)
     assert rescaled(plan, 32, 32) is plan
     assert rescaled(plan, 1000, 32).long_share == 0.2
     # One worker at least for the others.
-    assert rescaled(Plan(name="lanes", long_share=0.2, num_long_workers=7), 3, 8).num_long_workers == 2
-    plain = Plan(name="plain")
+    assert rescaled(PlacementPlan(name="long workers", long_share=0.2, num_long_workers=7), 3, 8).num_long_workers == 2
+    plain = PlacementPlan(name="plain")
     assert rescaled(plain, 1000, 32) is plain
 
 
 def test_updates_that_take_no_time_are_taken_not_to_be_known():
     lengths = lengths_of(400)
-    unknown = ask(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).cluster
-    step = ask(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).traces[0].steps
+    unknown = search_problem(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).cluster
+    step = search_problem(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).traces[0].steps
     tokens = np.mean([int(each.lengths.sum()) for each in step])
     # 8 workers with 8 rows each, 20 + 0.5 x 8 = 24 s for 8 tokens.
     assert unknown.latency.training_s == pytest.approx(0.07 * tokens * 3 / 8)
     known = replace(cluster_of(), latency=replace(cluster_of().latency, training_s=5.0))
-    assert ask(outlook(known, lengths), CalibratedLengths(), seed=0).cluster.latency.training_s == 5.0
+    assert search_problem(outlook(known, lengths), CalibratedLengths(), seed=0).cluster.latency.training_s == 5.0
 
 
 def test_turns_do_not_look_free_where_no_update_was_seen():
     """Two workers that are as fast as their rows: side by side, steps only put their updates one behind the other."""
     where = cluster(2, 16, max_tokens=64, step_s=1e-6, row_s=1.0)
     assert (
-        search(ask(outlook(where, lengths_of(512, scale=20.0).clip(1, 64)), CalibratedLengths(), seed=0)).num_turns == 1
+        search(
+            search_problem(outlook(where, lengths_of(512, scale=20.0).clip(1, 64)), CalibratedLengths(), seed=0)
+        ).num_turns
+        == 1
     )

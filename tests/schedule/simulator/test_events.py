@@ -7,14 +7,14 @@ from tests.schedule.simulator import token_by_token
 from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.migration import MAX_MOVES
-from treering.schedule.simulator.step import Rules, Work
+from treering.schedule.simulator.step import Rules, StepRollouts
 
 # Whole seconds, so that a sum and a product of them are the same float.
 SECONDS = st.integers(1, 5).map(float)
 
 
-def work_of(queues, lengths, beliefs=None, prompts=None) -> Work:
-    return Work(
+def work_of(queues, lengths, beliefs=None, prompts=None) -> StepRollouts:
+    return StepRollouts(
         np.cumsum([0, *map(len, queues)]),
         np.array([rollout for queue in queues for rollout in queue], np.int64),
         np.array(lengths, np.int64),

@@ -29,7 +29,7 @@ from treering.model.forward import hidden_states
 from treering.train.gradient import backward as step
 from treering.train.gradient import partitioned
 from treering.train.gradient import run as units
-from treering.train.gradient.activation_policy import Memory, Parents, choose_parents, free_memory
+from treering.train.gradient.activation_policy import ActivationMemory, Parents, choose_parents, free_memory
 from treering.train.gradient.backward import backward
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.saved_tensors import saved_bytes
@@ -335,8 +335,8 @@ def num_layouts() -> int:
 
 
 def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
-    def memory(free: float, host: float | None) -> Callable[[], Memory]:
-        return lambda: Memory(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
+    def memory(free: float, host: float | None) -> Callable[[], ActivationMemory]:
+        return lambda: ActivationMemory(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
 
     assert choose_parents("auto", memory(2e10, 2e10)).parents == "keep"
     assert choose_parents("auto", memory(5e9, 2e10)).parents == "offload"

@@ -4,6 +4,6 @@ Importing this does not import triton: kernels are loaded on first use.
 """
 
 from treering.attention.triton.backend import has_triton, triton_attention
-from treering.attention.triton.tiles import MAX_HEAD_SIZES, Tile, Tiles
+from treering.attention.triton.tiles import MAX_HEAD_SIZES, Tiles, TileSize
 
-__all__ = ["MAX_HEAD_SIZES", "Tile", "Tiles", "has_triton", "triton_attention"]
+__all__ = ["MAX_HEAD_SIZES", "TileSize", "Tiles", "has_triton", "triton_attention"]

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
-from treering.attention.joined import give_back, join
+from treering.attention.joined import join, scatter_key_gradients
 from treering.attention.kernels import Part
 from treering.attention.layout import TreeLayout
 from treering.attention.triton.tables import Tables
@@ -37,10 +37,10 @@ def triton_attention(
     layer: int = 0,
     tiles: Tiles | None = None,
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention of every token over its own path; differentiable once, gradients the same bits every time.
+    """Attention of every token over its own path; differentiable once, with bitwise reproducible gradients.
 
-    Keys of ancestors' partitions stand before the own ones in one array. Scores, sums and the gradients that go into
-    gateways are float32 or wider; products are of the tensors' dtype.
+    Keys of ancestor partitions come before the own ones in one array. Scores, sums and the gradients that go into
+    gateways are float32 or wider; products are in the tensors' dtype.
 
     Args:
         query: [1, H, N, D].
@@ -50,17 +50,17 @@ def triton_attention(
         form: scale, sliding window and softcap.
         sinks: [H], None for none.
         layer: number of the layer.
-        tiles: how the kernels are cut; None leaves it to a rule.
+        tiles: tile sizes of the kernels; None for the default.
 
     Raises:
-        UnsupportedError: a device, dtype, head size or scale that the kernels do not take.
+        UnsupportedError: a device, dtype, head size or scale that the kernels do not support.
     """
     _check(query, form)
-    run = _Run(layout, form, layer, tiles or choose_tiles(query.shape[3], query.dtype))
+    run = _TritonRun(layout, form, layer, tiles or choose_tiles(query.shape[3], query.dtype))
     return _TritonAttention.apply(query, key, value, sinks, run)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Run(NamedTuple):
+class _TritonRun(NamedTuple):
     """What one layer's attention needs besides its tensors."""
 
     layout: TreeLayout
@@ -75,7 +75,7 @@ class _Run(NamedTuple):
 
 class _TritonAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _Run) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, run: _TritonRun) -> Tensor:
         from treering.attention.triton.launch import run_forward
 
         if run.layout.gateway is not None:
@@ -94,9 +94,9 @@ class _TritonAttention(torch.autograd.Function):
         from treering.attention.triton.launch import run_backward, run_delta
 
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        run: _Run = ctx.run
+        run: _TritonRun = ctx.run
         layout = run.layout
-        # What goes to or comes from a gateway stays wide; else the kernels round, once, at the end.
+        # Gradients to and from gateways stay float32 or wider; otherwise the kernels round once, at the end.
         is_joined = layout.gateway is not None or len(layout.ancestors) > 0
         grad_dtype = lse.dtype if is_joined else key.dtype
         inner, grad_out, saved_out = _inner_contiguous((query, grad_outputs[0], out))
@@ -105,7 +105,7 @@ class _TritonAttention(torch.autograd.Function):
         grad_query, grad_keys = run_backward(
             grad_out, inner, keys, Part(saved_out, lse), delta, run.tables, run.form, run.tiles, grad_dtype
         )
-        own = give_back(grad_keys, layout, run.layer)
+        own = scatter_key_gradients(grad_keys, layout, run.layer)
         grad_sinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
         return grad_query.to(query.dtype), own.key.to(key.dtype), own.value.to(value.dtype), grad_sinks, None
 
@@ -130,17 +130,17 @@ def _inner_contiguous(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def check_supported(device: str, dtype: torch.dtype, head_size: int, scale: float, *, interpreted: bool) -> None:
-    """Refuses what the kernels do not take.
+    """Refuses what the kernels do not support.
 
     Args:
         device: type of the tensors' device.
         dtype: of the tensors.
         head_size: of queries and keys.
         scale: of the scores.
-        interpreted: whether the kernels run in triton's interpreter, which takes any dtype and head.
+        interpreted: whether the kernels run in triton's interpreter, which supports any dtype and head size.
 
     Raises:
-        UnsupportedError: with what to choose instead.
+        UnsupportedError: names the backend to choose instead.
 
     Example:
         >>> check_supported("cuda", torch.bfloat16, 128, 0.1, interpreted=False)

@@ -41,7 +41,7 @@ def _visit(
     keys = tl.arange(0, KEY_TILE)
     following = tl.load(visits_ptr + start)
     for visit in tl.range(start, stop):
-        # The number of a block is read one visit ahead: loads of keys need not wait for it.
+        # The block number is read one visit ahead, so that key loads do not wait for it.
         block = following
         following = tl.load(visits_ptr + visit + 1)
         begin = block * KEY_TILE
@@ -60,7 +60,7 @@ def _visit(
             )
             scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1) * FACTOR)
-        # A row that has seen nothing yet has a peak of -inf, and -inf - -inf is no number.
+        # A row without a visible key so far has a peak of -inf, and -inf - -inf is NaN.
         shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
         weights = tl.exp2(scores * FACTOR - shift[:, None])
         shrink = tl.exp2(peak - shift)
@@ -112,7 +112,7 @@ def forward_kernel(
 ):
     """Out [H, N, D] and log2-sum-exp2 [H, N] of all queries; grid (H, items).
 
-    Unmasked blocks come first, so that a row has a peak before most blocks that may hide all of their keys from it.
+    Unmasked blocks come first, so that most rows have a finite peak before masked blocks that may hide all their keys.
     """
     head = tl.program_id(0).to(tl.int64)
     item = items_ptr + tl.program_id(1) * 6
@@ -165,7 +165,7 @@ def forward_kernel(
         total = total * shrink + tl.exp2(sink - highest)
         out = out * shrink[:, None]
         peak = highest
-    # Rows past the end have seen nothing; they are not written.
+    # Rows past the end saw no key; they are not written.
     total = tl.where(total == 0.0, 1.0, total)
     out_base = out_ptr + head * out_head_stride + begin.to(tl.int64) * out_stride
     store_rows(out_base, out / total[:, None], local, out_stride, left, HEAD_SIZE, PADDED)

@@ -26,10 +26,10 @@ from treering.attention.triton.tiles import Tiles, launches, padded_size
 LOG2_E = math.log2(math.e)
 
 DELTA_ROWS = 64
-"""Rows of a program of the small kernel that prepares a backward."""
+"""Rows per program of the kernel that computes delta for a backward."""
 
 SLOT_ROWS = 16
-"""Keys of a program that adds slots up; divides every tile."""
+"""Keys per program of the kernel that adds slots; divides every tile."""
 
 __all__ = ["INTERPRETED", "run_backward", "run_forward"]
 
@@ -145,7 +145,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _is_timed() -> bool:
-    """Whether launch options are found by timing. Never where results may not depend on a clock."""
+    """Whether launch options are found by timing; never in deterministic mode, which reads no clock."""
     return not (INTERPRETED or torch.are_deterministic_algorithms_enabled())
 
 
@@ -159,6 +159,6 @@ def _options(name: str, query: Tensor) -> dict[str, int]:
 
 @cache
 def _timed(name: str, kernel: Callable[..., Any], head_size: int, dtype: torch.dtype) -> Any:
-    """A kernel that times its launches once per tile and takes the fastest from then on."""
+    """The kernel, autotuned: times its launch options once per tile size, then uses the fastest."""
     configs = [triton.Config({}, **launch._asdict()) for launch in launches(name, head_size, dtype)]
     return triton.autotune(configs=configs, key=["QUERY_TILE", "KEY_TILE"])(kernel)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether the kernels were loaded into triton's interpreter."""
+"""Whether the kernels run in triton's interpreter."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def capped(products, TANH: tl.constexpr):
     """tanh(TANH * products / (2 log2 e)), by one exp2; the products as they are where TANH is 0."""
     if TANH == 0.0:
         return products
-    # Far out the result is 1 in any case, and exp2 must not overflow.
+    # For large inputs the result is 1 anyway; the bound keeps exp2 from overflowing.
     return 1.0 - 2.0 / (tl.exp2(tl.minimum(products * TANH, 100.0)) + 1.0)
 
 

@@ -14,18 +14,18 @@ from torch import Tensor
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.joined import joined_sight
 from treering.attention.layout import TreeLayout
-from treering.attention.triton.tiles import Tile
-from treering.attention.triton.work import Work, without_short_blocks, work_by_key, work_by_query
+from treering.attention.triton.tiles import TileSize
+from treering.attention.triton.work import WorkList, without_short_blocks, work_by_key, work_by_query
 
 NUM_PROGRAMS = 512
-"""Programs that the key gradient's work is cut for, about four per multiprocessor of a large device."""
+"""Target number of programs of the key gradient: about four per multiprocessor of a large device."""
 
 MIN_TILES = 64
-"""Fewest products of tiles worth a partial sum of its own: writing and adding one takes the time of two or three."""
+"""Fewest tile products per partial sum: writing and adding one takes as long as two or three products."""
 
 
 class WorkTables(NamedTuple):
-    """`Work` on a device."""
+    """`WorkList` on a device."""
 
     items: Tensor
     visits: Tensor
@@ -34,14 +34,14 @@ class WorkTables(NamedTuple):
 
 
 class Tables:
-    """Who sees which key, as int32 tensors, and the work lists made of it.
+    """Which rows see which key, as int32 tensors, and the work lists derived from them.
 
     Attributes:
         first: int32 [K], first row that sees a key.
-        stop: int32 [K], one past the last.
-        limit: int32 [K], position from which on a window hides a key.
+        stop: int32 [K], one past the last row.
+        limit: int32 [K], first position at which the window hides a key.
         position: int32 [N], of the query rows.
-        has_window: whether `limit` and `position` need to be looked at.
+        has_window: whether `limit` and `position` are used.
     """
 
     def __init__(self, layout: TreeLayout, window: int | None) -> None:
@@ -58,21 +58,23 @@ class Tables:
 
     @classmethod
     def of(cls, layout: TreeLayout, window: int | None) -> "Tables":
-        """Those of a layout under a window, made on first use."""
+        """The tables of a layout under a window, built on first use."""
         window = layout.effective_window(window)
         return layout.once(f"triton tables, window {window}", lambda: cls(layout, window))
 
-    def by_query(self, tile: Tile) -> WorkTables:
-        """Work whose programs each own a block of queries."""
+    def by_query(self, tile: TileSize) -> WorkTables:
+        """Work list whose programs each own a block of queries."""
         return self._once((tile,), lambda: work_by_query(self._pairs(tile)))
 
-    def by_key(self, tile: Tile, *, num_heads: int, num_key_heads: int, max_visits: int | None = None) -> WorkTables:
-        """Work whose programs each own a block of keys, or share one; see `work_by_key`.
+    def by_key(
+        self, tile: TileSize, *, num_heads: int, num_key_heads: int, max_visits: int | None = None
+    ) -> WorkTables:
+        """Work list whose programs each own a block of keys, or share one; see `work_by_key`.
 
-        `max_visits` None cuts the work of all key heads for about `NUM_PROGRAMS` equal programs.
+        With `max_visits` None, the work of all key heads is split into about `NUM_PROGRAMS` equal programs.
         """
 
-        def cut() -> Work:
+        def cut() -> WorkList:
             pairs = self._pairs(tile)
             least = -(-MIN_TILES * num_key_heads // num_heads)
             even = -(-pairs.key_block.size * num_key_heads // NUM_PROGRAMS)
@@ -80,14 +82,14 @@ class Tables:
 
         return self._once((tile, num_heads, num_key_heads, max_visits), cut)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], Work]) -> WorkTables:
+    def _once(self, key: tuple[object, ...], make: Callable[[], WorkList]) -> WorkTables:
         if key not in self._works:
             work = make()
             items, visits, splits = (self._on_device(array) for array in (work.items, work.visits, work.splits))
             self._works[key] = WorkTables(items=items, visits=visits, splits=splits, num_slots=work.num_slots)
         return self._works[key]
 
-    def _pairs(self, tile: Tile) -> BlockPairs:
+    def _pairs(self, tile: TileSize) -> BlockPairs:
         pairs = find_block_pairs(
             self._sight, self._position, query_size=tile.queries, key_size=tile.keys, window=self._window
         )

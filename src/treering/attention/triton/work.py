@@ -11,17 +11,17 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.attention.blocks import BlockPairs
 
 DIRECT = -1
-"""The slot of an item that writes its result where it belongs."""
+"""The slot of an item that writes its result directly to the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class WorkList:
     """Items that together visit every pair once.
 
     Attributes:
         items: int32 [I, 6]: an item's own block; where in `visits` its unmasked blocks start and stop; the same of its
             masked ones; and the slot that takes its partial sum, `DIRECT` for none.
-        visits: int32 [P + 1], the other blocks of the pairs; one more, never visited, so that reading ahead is safe.
+        visits: int32 [P + 1], the other blocks of the pairs; plus one, never visited, so that prefetching is safe.
         splits: int32 [B, 3], of each block that several items share: its number, its first slot and one past its last.
         num_slots: S.
     """
@@ -32,7 +32,7 @@ class Work:
     num_slots: int
 
 
-def work_by_query(pairs: BlockPairs) -> Work:
+def work_by_query(pairs: BlockPairs) -> WorkList:
     """One item per query block, which visits key blocks.
 
     Example: a prompt and two responses of one block each are the items of blocks 1, 2 and 0, with two visits, two and
@@ -42,11 +42,11 @@ def work_by_query(pairs: BlockPairs) -> Work:
     return _listed(own, other, pairs.is_full, pairs.num_query_blocks, max_visits=None)
 
 
-def work_by_key(pairs: BlockPairs, max_visits: int) -> Work:
+def work_by_key(pairs: BlockPairs, max_visits: int) -> WorkList:
     """Items of key blocks, which visit query blocks, at most `max_visits` each.
 
-    A prompt's keys are seen by all queries, so that one program per key block would leave most of a device waiting for
-    a few; several share such a block and leave partial sums in slots, which are then added in order.
+    All queries see a prompt's keys, so with one program per key block most of a device would wait for a few programs.
+    Several programs share such a block and write partial sums to slots, which are then added in order.
 
     Example: a key block with 10 visits and at most 4 is three items, of 3, 3 and 4 visits.
     """
@@ -57,15 +57,17 @@ def work_by_key(pairs: BlockPairs, max_visits: int) -> Work:
 def without_short_blocks(
     pairs: BlockPairs, *, num_queries: int, num_keys: int, query_size: int, key_size: int
 ) -> BlockPairs:
-    """The same pairs, with the last block of queries and of keys full only if it is not cut short.
+    """The same pairs, in which a short last block of queries or keys does not count as full.
 
-    A kernel reads full blocks without looking where the rows end.
+    Kernels read full blocks without a bounds check.
     """
     is_whole = ((pairs.query_block + 1) * query_size <= num_queries) & ((pairs.key_block + 1) * key_size <= num_keys)
     return replace(pairs, is_full=pairs.is_full & is_whole)
 
 
-def _listed(own: Int64Array, other: Int64Array, is_full: BoolArray, num_blocks: int, *, max_visits: int | None) -> Work:
+def _listed(
+    own: Int64Array, other: Int64Array, is_full: BoolArray, num_blocks: int, *, max_visits: int | None
+) -> WorkList:
     order = np.lexsort((other, ~is_full, own))
     visits = np.append(other[order], 0)
     count = np.bincount(own, minlength=num_blocks)
@@ -82,7 +84,7 @@ def _listed(own: Int64Array, other: Int64Array, is_full: BoolArray, num_blocks: 
     heaviest_first = np.argsort(start - stop, kind="stable")
     shared = np.flatnonzero(num_items > 1)
     last_slot = np.cumsum(num_items[shared])
-    return Work(
+    return WorkList(
         items=items[heaviest_first].astype(np.int32),
         visits=visits.astype(np.int32),
         splits=np.stack([shared, last_slot - num_items[shared], last_slot], 1).astype(np.int32),

@@ -16,22 +16,22 @@ from treering.attention.states import States
 class CallCache:
     """The cache of one call of one layer.
 
-    Example: a mixer that is called with rows of 4 tokens and K = 4 gets the 3 tokens of context and its 4 back from
-    `update_conv_state`, 7 columns, and drops the first 3 outputs.
+    Example: for rows of 4 tokens and K = 4, `update_conv_state` returns 7 columns, 3 of context and the 4 new ones, and
+    the mixer drops the first 3 outputs.
     """
 
     record_past = True
-    """As a cache that must not be updated in place."""
+    """Tells the layer not to update states in place."""
 
     def __init__(self, states: States | None) -> None:
-        """`states` are those that the rows start from, one for each; None where all start fresh."""
+        """`states`: the initial state of each row; None if all start from zero."""
         self._given = states
         self._inputs: Tensor | None = None
         self._num_new = 0
         self._last: Tensor | None = None
 
     def ends(self, rows: Tensor, length: Tensor) -> States:
-        """States behind the last token of some rows, once the layer has run.
+        """States after the last token of some rows; call it after the layer has run.
 
         Args:
             rows: int64, of the call.
@@ -49,7 +49,7 @@ class CallCache:
     def update_conv_state(
         self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 1, **options: object
     ) -> Tensor:
-        """The convolution's inputs [B, D, L] behind their context: [B, D, K - 1 + L]."""
+        """The convolution's inputs [B, D, L] with their context in front: [B, D, K - 1 + L]."""
         self._num_new = inputs.shape[-1]
         if self._given is None:
             self._inputs = F.pad(inputs, (conv_kernel_size - 1, 0))
@@ -58,24 +58,24 @@ class CallCache:
         return self._inputs
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: object) -> Tensor:
-        """Catches the states behind the last column of each row."""
+        """Captures the states after the last column of each row."""
         self._last = states
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """None: contexts come with `update_conv_state`; only generation asks for them here."""
+        """None: contexts are part of `update_conv_state`; only generation reads them here."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The states that the rows start from."""
+        """The initial states of the rows."""
         return None if self._given is None else self._given.recurrent
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether any row continues a state."""
+        """Whether the rows have initial states."""
         return self._given is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: states are not to be updated in place."""
+        """True: states must not be updated in place."""
         return True
 
     @property
@@ -93,5 +93,5 @@ class CallCache:
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """The states that the rows start from."""
+        """The initial states of the rows."""
         return {0: self.get_recurrent_state(0)}

@@ -51,10 +51,10 @@ def gates_of(mixer: nn.Module) -> list[Gate]:
 
 
 @contextmanager
-def closed(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
-    """Closes a mixer's gates at padding (bool [B, L]) inside the block; None closes nothing.
+def closed_gates(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
+    """Context manager that closes a mixer's gates at padding (bool [B, L]); None closes nothing.
 
-    Example: of the rows [5, 6, 7] and [5, padding, padding] the second ends in the state behind its 5.
+    Example: of the rows [5, 6, 7] and [5, padding, padding] the second ends in the state after its 5.
     """
     if padding is None:
         yield

@@ -14,25 +14,24 @@ from torch import Tensor
 
 from treering.attention import TreeLayout
 from treering.model.recurrence.cost import Price, price_on
-from treering.model.recurrence.rows import Row, Schedule, choose_schedule
-from treering.model.recurrence.runs import Runs, find_runs
+from treering.model.recurrence.rows import RecurrenceRow, RowSchedule, choose_schedule
+from treering.model.recurrence.runs import RecurrenceRuns, find_runs
 
 MIN_LENGTH = 2
-"""Rows are padded to this: calls of one token are generation's, which updates states in place, without gradients."""
+"""Rows are padded to this: layers treat a call of one token as generation and update states without gradients."""
 
 _PLAN = "recurrence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowCall:
-    """One call of a recurrent layer: rows of tokens, each from a state of its own.
+    """One call of a recurrent layer: rows of tokens, each with its own initial state.
 
     Attributes:
         tokens: int64 [B, L] packed indices, padded on the right.
-        padding: bool [B, L], True behind the end of a row; None where that does not matter, because no row that keeps
-            its state is padded.
-        start: int64 [B] place of each row's state among those of the level before; in the first level, among those that
-            a boundary brings, or -1 for all rows.
+        padding: bool [B, L], True past the end of a row; None if no row that keeps its state is padded.
+        start: int64 [B] index of each row's initial state among the states kept by the level before; in the first
+            level, among the boundary's states, or -1 for all rows.
         kept: int64, the rows whose last state is kept.
         length: int64 [B] tokens of each row.
     """
@@ -49,10 +48,10 @@ class RecurrencePlan:
     """All calls of one recurrent layer on one forest.
 
     Attributes:
-        levels: calls by level; those of the first start from states of the partition above.
-        source: int64 [N] place of each token's output among the outputs of all calls, one after another.
-        left: int64 [R] place of the state behind each boundary token among the kept ones of all calls.
-        num_computed: tokens that are computed, rescanned ones and padding included.
+        levels: calls by level; the first level starts from states of the partition above.
+        source: int64 [N] index of each token's output in the concatenated outputs of all calls.
+        left: int64 [R] index of the state after each boundary token among the kept states of all calls.
+        num_computed: computed tokens, with rescanned ones and padding.
     """
 
     levels: tuple[tuple[RowCall, ...], ...]
@@ -67,7 +66,7 @@ class RecurrencePlan:
 
 
 def plan_of(layout: TreeLayout) -> RecurrencePlan:
-    """The plan of a layout, made on first use.
+    """The plan of a layout, built on first use.
 
     Example: for the branches 5, 6, 7 and 5, 6, 8 on a CPU one call computes the rows 5, 6, 7 and 5, 6, 8: two tokens
     are rescanned, which is cheaper than a second call.
@@ -76,12 +75,12 @@ def plan_of(layout: TreeLayout) -> RecurrencePlan:
 
 
 def make_plan(layout: TreeLayout, price: Price) -> RecurrencePlan:
-    """A plan at a price: where calls and rows cost nothing it keeps every fork's state, else it rescans some."""
+    """The cheapest plan at a price: free calls and rows keep every fork's state, otherwise some forks are rescanned."""
     runs = runs_of(layout)
     return plan_schedule(layout, runs, choose_schedule(runs, price))
 
 
-def runs_of(layout: TreeLayout) -> Runs:
+def runs_of(layout: TreeLayout) -> RecurrenceRuns:
     """The runs of a layout's forest, cut where partitions below need a state."""
     forest, boundary = layout.forest, layout.boundary
     nothing = np.empty(0, np.int64)
@@ -89,7 +88,7 @@ def runs_of(layout: TreeLayout) -> Runs:
     return find_runs(forest.parent, start, nothing if boundary is None else boundary.left)
 
 
-def plan_schedule(layout: TreeLayout, runs: Runs, schedule: Schedule) -> RecurrencePlan:
+def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedule) -> RecurrencePlan:
     """The index tensors of a schedule."""
     source = np.full(layout.forest.num_tokens, -1)
     place_in_level, place = _kept_places(schedule)
@@ -116,8 +115,8 @@ def plan_schedule(layout: TreeLayout, runs: Runs, schedule: Schedule) -> Recurre
     )
 
 
-def _kept_places(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
-    """Where a row's kept state stands among those of its level, and where the state behind a run among all of them."""
+def _kept_places(schedule: RowSchedule) -> tuple[dict[int, int], dict[int, int]]:
+    """Index of each row's kept state within its level, and of the state after each run among all kept states."""
     in_level: dict[int, int] = {}
     overall: dict[int, int] = {}
     for level in schedule.levels:
@@ -128,7 +127,7 @@ def _kept_places(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
     return in_level, overall
 
 
-def _tokens(row: Row, runs: Runs) -> NDArray[np.int64]:
+def _tokens(row: RecurrenceRow, runs: RecurrenceRuns) -> NDArray[np.int64]:
     return np.concatenate([np.arange(runs.first[run], runs.first[run + 1]) for run in row.runs])
 
 
@@ -142,9 +141,9 @@ def _padded(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _put_sources(source: NDArray[np.int64], tokens: NDArray[np.int64], offset: int) -> None:
-    """Tokens that no earlier row has computed take their outputs here; of rescanned ones the first place counts.
+    """Records where each token is first computed; rescanned tokens keep their first index.
 
-    That is never padding, which repeats a token behind its own place.
+    That is never padding, which repeats a token after its own position.
     """
     found, first = np.unique(tokens, return_index=True)
     is_new = source[found] < 0

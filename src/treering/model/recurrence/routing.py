@@ -20,7 +20,7 @@ from treering.attention import TreeLayout
 from treering.attention.states import Boundary, StateGateway, States
 from treering.errors import StateError
 from treering.model.recurrence.cache import CallCache
-from treering.model.recurrence.padding import closed, gates_of
+from treering.model.recurrence.padding import closed_gates, gates_of
 from treering.model.recurrence.plan import RowCall, plan_of
 
 Mixer = Callable[..., Tensor]
@@ -28,7 +28,7 @@ Mixer = Callable[..., Tensor]
 
 @contextmanager
 def routed(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block the mixers follow the forest that they are given as `attention_mask`; restored on exit.
+    """Context manager in which mixers follow the forest that is passed as `attention_mask`; restores them on exit.
 
     Example:
         >>> with routed([layer.linear_attn for layer in layers]):          # doctest: +SKIP
@@ -46,7 +46,7 @@ def routed(mixers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Routed(partial[Tensor]):
-    """A mixer's forward while it is patched: a layer that is recomputed inside the block is not patched twice."""
+    """A patched forward of a mixer; the type prevents patching twice when a layer is recomputed inside the block."""
 
 
 def _restore(mixer: nn.Module, own: object) -> None:
@@ -69,13 +69,15 @@ def _forward(
     if not isinstance(attention_mask, TreeLayout):
         raise StateError("a recurrent layer was called inside tree_attention without a forest: use treering.forward")
     layer: Any = mixer.layer_idx
-    return run_along(partial(original, **options), mixer, hidden_states[0], layout=attention_mask, layer=layer)[None]
+    return run_on_forest(partial(original, **options), mixer, hidden_states[0], layout=attention_mask, layer=layer)[
+        None
+    ]
 
 
-def run_along(
+def run_on_forest(
     original: Mixer, mixer: nn.Module, hidden: Float[Tensor, "N C"], *, layout: TreeLayout, layer: int
 ) -> Float[Tensor, "N C"]:
-    """What the mixer makes of every token given its own path; states at the forest's boundary come and go."""
+    """The mixer's output for every token given its own path; exchanges states at the forest's boundary."""
     plan, boundary = plan_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
@@ -85,7 +87,7 @@ def run_along(
         ends: list[States] = []
         for call in level:
             cache = CallCache(_started(above, call))
-            with closed(mixer, call.padding):
+            with closed_gates(mixer, call.padding):
                 rows = hidden.index_select(0, call.tokens.reshape(-1)).reshape(*call.tokens.shape, -1)
                 out = original(hidden_states=rows, cache_params=cache, attention_mask=None)
             outputs.append(out.reshape(-1, out.shape[-1]))
@@ -97,7 +99,7 @@ def run_along(
     result = torch.cat(outputs).index_select(0, plan.source)
     if gateway is None:
         return result
-    return _left(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
+    return _export_states(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
 
 
 def _joined(states: list[States]) -> States:
@@ -107,12 +109,12 @@ def _joined(states: list[States]) -> States:
 
 
 def _started(above: States | None, call: RowCall) -> States | None:
-    """The state of each row of a call; None where all are fresh: at the top of trees, and nowhere else."""
+    """The initial state of each row of a call; None if all rows start at the top of a tree."""
     return None if above is None else States(*(part.index_select(0, call.start) for part in above))
 
 
 def _received(boundary: Boundary, layer: int, device: torch.device) -> States | None:
-    """The states that a partition continues, as leaves whose gradients go back into the gateway above."""
+    """The states that a partition starts from, as leaves whose gradients are added to the gateway above."""
     if boundary.above is None or boundary.slots.size == 0:
         return None
     gateway, slots = boundary.above, torch.from_numpy(boundary.slots).to(device)
@@ -125,10 +127,10 @@ def _received(boundary: Boundary, layer: int, device: torch.device) -> States | 
     return states
 
 
-class _Left(torch.autograd.Function):
-    """A layer's output as it is; its backward hands the states' gradients on, which partitions below have left.
+class _ExportStates(torch.autograd.Function):
+    """A layer's output unchanged; its backward adds the state gradients that partitions below have left in the gateway.
 
-    The output carries it because it always has a gradient, where a state that only others continue has none.
+    It is attached to the output, which always gets a gradient; a state that only other partitions read gets none.
     """
 
     @staticmethod
@@ -148,6 +150,6 @@ class _Left(torch.autograd.Function):
         return (*grads, recurrent, context, None, None)
 
 
-def _left(output: Tensor, states: States, gateway: StateGateway, layer: int) -> Tensor:
+def _export_states(output: Tensor, states: States, gateway: StateGateway, layer: int) -> Tensor:
     gateway.export(layer, states)
-    return _Left.apply(output, *states, gateway, layer)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExportStates.apply(output, *states, gateway, layer)  # type: ignore[no-any-return, no-untyped-call]

@@ -14,24 +14,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.model.recurrence.cost import MAX_GROWTH, Price
-from treering.model.recurrence.runs import Runs
+from treering.model.recurrence.runs import RecurrenceRuns
 
 THRESHOLDS = (*(float(4**power) for power in range(13)), float("inf"))
-"""Tokens that decide whether a fork keeps its state, in the schedules that are compared: from every fork to none."""
+"""Thresholds in tokens above which a fork keeps its state, one per candidate schedule: from every fork to none."""
 
 MOST_PADDING = (1.0, 0.25, 0.0)
-"""Shares of a call's real tokens that its padding may reach; the first whose schedule is within its bound is taken."""
+"""Largest padding as a share of a call's real tokens; the first whose schedule fits the token bound is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A chain of runs that is computed in one go.
+class RecurrenceRow:
+    """A chain of runs that one row of a call computes.
 
     Attributes:
         runs: from the first to the last.
-        num_tokens: of all of them.
-        above: the row whose last state it starts from, -1 for none inside the forest.
-        keeps: whether its own last state is kept.
+        num_tokens: of all runs.
+        above: the row whose last state it starts from, -1 if none in the forest.
+        keeps: whether its last state is kept.
     """
 
     runs: tuple[int, ...]
@@ -45,10 +45,10 @@ Level = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Rows, and the calls that compute them: those of a level start from states of the level before."""
+class RowSchedule:
+    """Rows and the calls that compute them; a level starts from states of the level before."""
 
-    rows: list[Row]
+    rows: list[RecurrenceRow]
     levels: list[Level]
 
     @property
@@ -58,11 +58,11 @@ class Schedule:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that are computed, rescanned ones and padding included."""
+        """Computed tokens, with rescanned ones and padding."""
         return sum(len(call) * self.rows[call[0]].num_tokens for level in self.levels for call in level)
 
 
-def choose_schedule(runs: Runs, price: Price) -> Schedule:
+def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
     """The cheapest of a family of schedules, from "keep every fork" to "rescan everything".
 
     Cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the forest's
@@ -73,25 +73,25 @@ def choose_schedule(runs: Runs, price: Price) -> Schedule:
     """
     most = MAX_GROWTH * int(runs.first[-1])
 
-    def cost(schedule: Schedule) -> int:
+    def cost(schedule: RowSchedule) -> int:
         return schedule.num_computed + price.call * schedule.num_calls + price.row * len(schedule.rows)
 
     return min((_padded(make_rows(runs, kept), price.call, most) for kept in _candidates(runs, most)), key=cost)
 
 
-def _padded(rows: list[Row], call_tokens: int, most: float) -> Schedule:
-    """The schedule of some rows with as much padding as keeps it within `most` tokens."""
+def _padded(rows: list[RecurrenceRow], call_tokens: int, most: float) -> RowSchedule:
+    """The schedule of some rows with the most padding that stays within `most` tokens."""
     schedules = (make_schedule(rows, call_tokens, padding) for padding in MOST_PADDING)
     return next(schedule for schedule in schedules if schedule.num_computed <= most)
 
 
-def make_schedule(rows: list[Row], call_tokens: int, most_padding: float) -> Schedule:
+def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: float) -> RowSchedule:
     """The calls that compute some rows.
 
     Args:
-        rows: those that others start from before these.
-        call_tokens: padding that one call may cost before a second one is made.
-        most_padding: and its largest share of a call's real tokens.
+        rows: each after the row that it starts from.
+        call_tokens: padding that one call may cost before a second call is made.
+        most_padding: largest padding as a share of a call's real tokens.
     """
     level_of: list[int] = []
     for row in rows:
@@ -99,16 +99,16 @@ def make_schedule(rows: list[Row], call_tokens: int, most_padding: float) -> Sch
     by_level: list[list[int]] = [[] for _ in range(max(level_of) + 1)]
     for number, level in enumerate(level_of):
         by_level[level].append(number)
-    return Schedule(rows=rows, levels=[_calls(rows, numbers, call_tokens, most_padding) for numbers in by_level])
+    return RowSchedule(rows=rows, levels=[_calls(rows, numbers, call_tokens, most_padding) for numbers in by_level])
 
 
-def make_rows(runs: Runs, kept: NDArray[np.bool_]) -> list[Row]:
+def make_rows(runs: RecurrenceRuns, kept: NDArray[np.bool_]) -> list[RecurrenceRow]:
     """The rows for a choice of the runs whose last state is kept (bool [S]).
 
     One for each run that ends a branch or keeps its state, in packed order.
     """
     row_of: dict[int, int] = {}
-    rows: list[Row] = []
+    rows: list[RecurrenceRow] = []
     length, parent, keeps = runs.length.tolist(), runs.parent.tolist(), kept.tolist()
     for run in np.flatnonzero(kept | (runs.num_children == 0)).tolist():
         chain = [run]
@@ -117,7 +117,7 @@ def make_rows(runs: Runs, kept: NDArray[np.bool_]) -> list[Row]:
         above = parent[chain[-1]]
         row_of[run] = len(rows)
         rows.append(
-            Row(
+            RecurrenceRow(
                 runs=tuple(reversed(chain)),
                 num_tokens=sum(length[i] for i in chain),
                 above=row_of[above] if above >= 0 else -1,
@@ -127,11 +127,11 @@ def make_rows(runs: Runs, kept: NDArray[np.bool_]) -> list[Row]:
     return rows
 
 
-def _candidates(runs: Runs, most: float) -> Iterator[NDArray[np.bool_]]:
+def _candidates(runs: RecurrenceRuns, most: float) -> Iterator[NDArray[np.bool_]]:
     """Choices of kept runs, bool [S], from every fork on, as long as no more than `most` tokens are computed.
 
-    Two families: forks that save that many tokens, with all that hangs below them; and forks that are that many tokens
-    behind the last one that is kept, which thins out long chains of forks. Equal choices come once.
+    Two families: forks that save at least the threshold in tokens, over everything below them; and forks at least that
+    many tokens after the last kept one, which thins out long chains of forks. Equal choices are yielded once.
     """
     seen: set[bytes] = set()
     for weight in ([num_rows - 1 for num_rows in _num_rows_below(runs)], [1] * runs.num_runs):
@@ -144,7 +144,7 @@ def _candidates(runs: Runs, most: float) -> Iterator[NDArray[np.bool_]]:
                 yield kept
 
 
-def _num_rows_below(runs: Runs) -> list[int]:
+def _num_rows_below(runs: RecurrenceRuns) -> list[int]:
     """For each run, the rows that would compute it if no fork kept its state."""
     counts = np.where(runs.num_children == 0, 1, runs.is_left.astype(np.int64)).tolist()
     parent = runs.parent.tolist()
@@ -154,10 +154,10 @@ def _num_rows_below(runs: Runs) -> list[int]:
     return counts  # type: ignore[no-any-return]
 
 
-def _kept_at(runs: Runs, weight: list[int], threshold: float) -> tuple[NDArray[np.bool_], int]:
-    """From the roots down: a fork keeps its state where `weight` times the tokens since the last kept one reach that.
+def _kept_at(runs: RecurrenceRuns, weight: list[int], threshold: float) -> tuple[NDArray[np.bool_], int]:
+    """From the roots down: a fork keeps its state if `weight` times the tokens since the last kept one reach that.
 
-    Returns which runs do, and the tokens that all rows then have.
+    Returns which runs keep their state, and the tokens of all rows.
     """
     parent, length, num_children = runs.parent.tolist(), runs.length.tolist(), runs.num_children.tolist()
     kept, since = runs.is_left.tolist(), [0] * runs.num_runs
@@ -171,8 +171,8 @@ def _kept_at(runs: Runs, weight: list[int], threshold: float) -> tuple[NDArray[n
     return np.array(kept, bool), num_computed
 
 
-def _calls(rows: list[Row], numbers: list[int], call_tokens: int, most_padding: float) -> Level:
-    """Rows of one level together, longest first, as long as the padding is cheaper than one more call."""
+def _calls(rows: list[RecurrenceRow], numbers: list[int], call_tokens: int, most_padding: float) -> Level:
+    """Groups rows of one level into calls, longest first, while padding is cheaper than one more call."""
     calls: Level = []
     longest = wasted = real = 0
     for number in sorted(numbers, key=lambda i: -rows[i].num_tokens):

@@ -14,15 +14,15 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
+class RecurrenceRuns:
     """The runs of a forest in packed order.
 
     Attributes:
         first: int64 [S + 1] first token of each run, then N.
-        parent: int64 [S] the run that each one hangs off, -1 for none.
-        start: int64 [S] number of the state from a partition above that it continues, -1 for none.
+        parent: int64 [S] the parent run, -1 for none.
+        start: int64 [S] index of the state from the partition above that it starts from, -1 for none.
         num_children: int64 [S].
-        is_left: bool [S] whether the state behind its last token is needed below.
+        is_left: bool [S] whether a partition below needs the state after its last token.
     """
 
     first: Int64Array
@@ -42,16 +42,16 @@ class Runs:
         return self.parent.size
 
 
-def find_runs(parent: Int32Array, start: Int64Array, left: Int64Array) -> Runs:
+def find_runs(parent: Int32Array, start: Int64Array, left: Int64Array) -> RecurrenceRuns:
     """Cuts a forest into runs.
 
     Args:
         parent: int32 [N] of the forest.
-        start: int64 [N] number of the state from above that a token continues, -1 for none.
-        left: int64, ascending: tokens whose state is needed below.
+        start: int64 [N] index of the state from above that a token starts from, -1 for none.
+        left: int64, ascending: tokens whose state partitions below need.
 
-    Example: of the branches 5, 6, 7 and 5, 6, 8 the runs are 5, 6 and 7 and 8; with token 0 needed below there are
-    four, 5 and 6 apart.
+    Example: of the branches 5, 6, 7 and 5, 6, 8 the runs are [5, 6], [7] and [8]; if the state of token 0 is needed
+    below there are four: [5], [6], [7] and [8].
     """
     num_tokens = parent.size
     num_children = np.bincount(parent[parent >= 0], minlength=num_tokens)
@@ -65,7 +65,7 @@ def find_runs(parent: Int32Array, start: Int64Array, left: Int64Array) -> Runs:
     last = np.append(first[1:], num_tokens) - 1
     needed = np.zeros(num_tokens, bool)
     needed[left] = True
-    return Runs(
+    return RecurrenceRuns(
         first=np.append(first, num_tokens),
         parent=np.where(above < 0, -1, run_of[above]),
         start=start[first],

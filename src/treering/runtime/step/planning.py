@@ -153,7 +153,7 @@ class Planner:
             self._policy.learn(*self._observed[-1])
         self._timed.clear()
         self._measured = None
-        for timed in state.get("timed", []):
+        for timed in state["timed"]:
             self.note_times(PassTimes.from_state(timed))
         try:
             self._predictor.load_state(state["lengths"])

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from treering.schedule.plan.plans import Plan, place
+from treering.schedule.plan.plans import PlacementPlan, place
 from treering.schedule.policy import Assignment, PlanRequest, Policy, Stealing
 
 
 class Fifo(Policy):
-    """Random shards of equal size, each in the order of the prompts: no prediction has a part in it.
+    """Random shards of equal size, each in prompt order; predictions are not used.
 
-    Example: 6 rollouts on 2 workers: 3 each, drawn anew in every step from the seed.
+    Example: 6 rollouts on 2 workers: 3 each, drawn anew in every step.
     """
 
     def __init__(self, *, stealing: Stealing = "off", seed: int = 0) -> None:
-        """`stealing` "queued" makes it work stealing: whoever has nothing left takes from the longest queue."""
+        """`stealing` "queued" is work stealing: an idle worker takes from the longest queue."""
         self._stealing = stealing
         self._seed = seed
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Name in reports."""
         return "fifo" if self._stealing == "off" else "work_stealing"
 
     def assign(self, outlook: PlanRequest) -> Assignment:
@@ -34,21 +34,21 @@ class Fifo(Policy):
 
 
 class PlanPolicy(Policy):
-    """One plan for all steps, with forecasts taken as they are.
+    """One plan for all steps, with uncorrected forecasts.
 
-    Example: `PlanPolicy(Plan(name="halves", num_turns=2))` runs odd and even steps on different workers.
+    Example: `PlanPolicy(PlacementPlan(name="halves", num_turns=2))` runs odd and even steps on different workers.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Name in reports."""
         return self._plan.name
 
     def assign(self, outlook: PlanRequest) -> Assignment:
-        """The plan's share of the step, in no more turns than there are workers."""
+        """Places the step by the plan, with at most as many turns as workers."""
         forecast, cluster = outlook.forecasts[0], outlook.cluster
         plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))
         return place(plan, forecast.lengths, forecast.prompts, step=outlook.step, cluster=cluster)

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from treering.errors import ConfigError
 from treering.schedule.latency import Shape, is_among, shape_of
-from treering.schedule.plan.plans import Plan, place
-from treering.schedule.plan.search import ask, rescaled, search
+from treering.schedule.plan.plans import PlacementPlan, place
+from treering.schedule.plan.search import rescaled, search, search_problem
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, CalibratedLengths
 
 
 class HistoPipe(Policy):
-    """Plans by simulating: the family of plans is searched for the least predicted makespan of the next steps.
+    """Searches a family of plans for the least simulated makespan of the next steps.
 
-    The paper's alternating equal groups (RhymeRL, arXiv 2508.18588, section 6.2) are one member of the family; longest
-    first, turns of disjoint workers, and workers that only run the longest rollouts are others, and which one wins
-    depends on whether work or the longest rollout rules. Predictions are corrected by how earlier ones came out.
+    The paper's alternating equal groups (RhymeRL, arXiv 2508.18588, section 6.2) are one of them; others are
+    longest first, turns of disjoint workers, and workers that run only the longest rollouts. Which one wins depends
+    on whether total work or the longest rollout dominates. Predictions are corrected by the errors of earlier ones.
 
     Example:
         >>> policy = HistoPipe()
@@ -33,14 +33,14 @@ class HistoPipe(Policy):
     """
 
     def __init__(self, *, sigma: float = PRIOR_SIGMA, replan_every: int = 4, seed: int = 0) -> None:
-        """One planner for one run.
+        """One policy object serves one run.
 
         Args:
             sigma: spread of log(length / prediction) until the first step has ended.
-            replan_every: steps until the next search, twice as many after each search that leaves the plan as it is.
-                The first step that knows how one came out is planned anew, too, and one whose latency is neither like
-                one that the present plan was found for nor between such.
-            seed: of the lengths that could come true.
+            replan_every: steps until the next search; doubled after each search that keeps the plan.
+                A search also runs at the first step after a finished one, and when the latency lies outside the range
+                that the present plan was found for.
+            seed: of the sampled lengths.
 
         Raises:
             ConfigError: a spread below 0, or steps below 1.
@@ -53,48 +53,48 @@ class HistoPipe(Policy):
         self._beliefs = CalibratedLengths(sigma)
         self._replan_every = self._interval = replan_every
         self._seed = seed
-        self._plan: Plan | None = None
-        self._found: Plan | None = None
+        self._plan: PlacementPlan | None = None
+        self._found: PlacementPlan | None = None
         self._num_workers = 0
         self._planned_for = 0
         self._has_learnt = False
         self._shapes: list[Shape] = []
-        """Of the latencies that the present plan was found for."""
+        """Shapes of the latencies that the present plan was found for."""
         self._choices: list[str] = []
 
     @property
     def name(self) -> str:
-        """As configurations call it."""
+        """Name in configurations."""
         return "histopipe"
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The plan that was taken for each step so far."""
+        """The plan used for each step so far."""
         return tuple(self._choices)
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
-        """Corrects beliefs by how a step's predictions came out."""
+        """Updates the correction of predictions by a finished step."""
         self._beliefs.learn(predicted, lengths)
 
     def assign(self, outlook: PlanRequest) -> Assignment:
-        """The step's share of the present plan, after a search for a better one where that is due."""
+        """Places the step by the present plan, after a search for a better one if that is due."""
         plan = self._planned(outlook)
         self._choices.append(plan.name)
         forecast, cluster = outlook.forecasts[0], outlook.cluster
         lengths = self._beliefs.lengths(forecast.lengths, cluster.max_tokens)
         return place(plan, lengths, forecast.prompts, step=outlook.step, cluster=cluster)
 
-    def _planned(self, outlook: PlanRequest) -> Plan:
+    def _planned(self, outlook: PlanRequest) -> PlacementPlan:
         is_due = outlook.step >= self._planned_for + self._interval
         has_news = self._beliefs.has_seen and not self._has_learnt
         shape = shape_of(outlook.cluster.latency, outlook.cluster.num_slots)
         is_other = not is_among(shape, self._shapes)
         if self._plan is None or is_due or has_news or is_other:
-            question = ask(outlook, self._beliefs, seed=self._seed)
-            num_workers = question.cluster.num_workers
-            # A plan for a sample of another size, after a step with more or fewer rollouts, is none for this one.
+            problem = search_problem(outlook, self._beliefs, seed=self._seed)
+            num_workers = problem.cluster.num_workers
+            # A plan found for a sample of another size does not apply to this one.
             before = self._found if num_workers == self._num_workers else None
-            self._found = search(question, before)
+            self._found = search(problem, before)
             is_same = self._found == before
             if not is_same:
                 self._interval = self._replan_every
@@ -120,8 +120,10 @@ class HistoPipe(Policy):
         return {**known, **numbers, "has_learnt": self._has_learnt}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the plan of a `state`."""
-        self._plan, self._found = (Plan(**state[name]) if name in state else None for name in ("plan", "found"))
+        """Restores the plan of a `state`."""
+        self._plan, self._found = (
+            PlacementPlan(**state[name]) if name in state else None for name in ("plan", "found")
+        )
         self._planned_for, self._interval = state["planned_for"], state["interval"]
         self._num_workers, self._has_learnt = state["num_workers"], state["has_learnt"]
         self._shapes = [(shape[0], shape[1]) for shape in state.get("shapes", [])]

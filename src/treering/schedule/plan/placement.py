@@ -13,7 +13,7 @@ from treering.schedule.simulator.heaps import sink
 def longest_first(lengths: NDArray[np.float64], prompts: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """int64 [N]: rollouts by falling length.
 
-    Of equal lengths the first rollouts of all prompts come first, then the second ones: where nothing is known, each
+    Among equal lengths, the first rollouts of all prompts come first, then the second ones: without history, each
     prompt is probed before more of its group starts. Without prompts equal lengths keep their order.
 
     Example: lengths [5, 9, 5] give [1, 0, 2]; four equal ones of the prompts [0, 0, 1, 1] give [0, 2, 1, 3].
@@ -24,7 +24,7 @@ def longest_first(lengths: NDArray[np.float64], prompts: NDArray[np.int64] | Non
 
 
 def _numbers_in_groups(prompts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N]: how many rollouts of its prompt stand before each."""
+    """int64 [N]: how many rollouts of its prompt come before each."""
     order = np.argsort(prompts, kind="stable")
     starts = np.flatnonzero(np.diff(prompts[order], prepend=prompts[order[0]] - 1))
     numbers = np.empty(prompts.size, np.int64)
@@ -33,7 +33,7 @@ def _numbers_in_groups(prompts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def equal_counts(order: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
-    """int64 [N]: group of each rollout, groups as large as each other along an order of all rollouts.
+    """int64 [N]: group of each rollout, groups of equal size along an order of all rollouts.
 
     Example: the order [1, 0, 2, 3] in two groups is [0, 0, 1, 1] by rollout: 1 and 0 first, 2 and 3 then.
     """
@@ -43,7 +43,7 @@ def equal_counts(order: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]
 
 
 def equal_sums(order: NDArray[np.int64], lengths: NDArray[np.float64], num_groups: int) -> NDArray[np.int64]:
-    """int64 [N]: group of each rollout, groups with as many tokens as each other along an order of all rollouts.
+    """int64 [N]: group of each rollout, groups with equal token sums along an order of all rollouts.
 
     Example: lengths [6, 2, 2, 2] in their own order and two groups are [0, 1, 1, 1].
     """
@@ -55,7 +55,7 @@ def equal_sums(order: NDArray[np.int64], lengths: NDArray[np.float64], num_group
 
 @njit(cache=True)
 def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers: int) -> NDArray[np.int64]:
-    """int64 [N]: for each place in the order, the worker with the fewest tokens until then; the lowest where they tie.
+    """int64 [N]: for each position in the order, the worker with the fewest tokens so far; the lowest on ties.
 
     With the longest first this is the rule of Graham (1969), at most 4/3 - 1/(3 G) of the best split.
 

@@ -16,31 +16,31 @@ from treering.schedule.plan.tiers import share_out
 from treering.schedule.policy import Assignment, Moving, Stealing
 
 Placing = Literal["balanced", "equal_counts", "equal_sums", "two_tier"]
-"""How ranked rollouts become workers' shares. balanced: the longest first, each to the worker with the fewest predicted
+"""How rollouts are split among workers. balanced: the longest first, each to the worker with the fewest predicted
 tokens. equal_counts: ranges of ranks, as many rollouts each (RhymeRL's Tier 1). equal_sums: ranges of ranks, as many
 tokens each. two_tier: eight ranges of ranks with as many rollouts each, on as many workers as each needs (Tier 2)."""
 
 _NUM_GROUPS = 8
-"""Of two_tier, where there are as many workers."""
+"""Groups of two_tier, if there are as many workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One way to share out every step.
+class PlacementPlan:
+    """One way to place every step.
 
-    Example: `Plan(name="halves", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
+    Example: `PlacementPlan(name="halves", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
     """
 
     name: str
-    """As reports call it."""
+    """Name in reports."""
     num_turns: int = 1
-    """Workers w with w = step modulo num_turns run a step; the others leave it out. 1: all run every step."""
+    """A step runs on the workers w with w = step modulo num_turns. 1: all workers run every step."""
     placing: Placing = "balanced"
     """See `Placing`."""
     long_share: float = 0.0
-    """Share of the rollouts, the longest, that has workers of its own; 0 where all share all workers."""
+    """Share of the rollouts, the longest, that run on long-rollout workers; 0: no such workers."""
     num_long_workers: int = 0
-    """Workers of a step that run its longest rollouts, and nothing else; the others keep one at least."""
+    """Long-rollout workers of a step: they run only its longest rollouts. The others keep at least one worker."""
     stealing: Stealing = "off"
     """Passed on."""
     moving: Moving = "off"
@@ -56,7 +56,7 @@ class Plan:
 
 
 def place(
-    plan: Plan, lengths: NDArray[np.float64], prompts: NDArray[np.int64], *, step: int, cluster: Cluster
+    plan: PlacementPlan, lengths: NDArray[np.float64], prompts: NDArray[np.int64], *, step: int, cluster: Cluster
 ) -> Assignment:
     """A step's assignment.
 
@@ -64,8 +64,8 @@ def place(
     rollouts now has long ones next (RhymeRL section 6.2).
 
     Args:
-        plan: what to do.
-        lengths: float64 [R] > 0: believed lengths.
+        plan: how to place the step.
+        lengths: float64 [R] > 0: corrected predictions.
         prompts: int64 [R]: number of each one's prompt.
         step: from 1.
         cluster: W workers, all of them.
@@ -75,7 +75,7 @@ def place(
     order = longest_first(lengths, prompts)
     mine = np.arange(step % plan.num_turns, cluster.num_workers, plan.num_turns)
     if plan.placing == "balanced":
-        workers = _with_lanes(plan, order, lengths, mine)
+        workers = _with_long_workers(plan, order, lengths, mine)
     else:
         workers = _by_ranges(plan.placing, order[::-1], lengths, mine if step % 2 else mine[::-1], cluster)
     return Assignment(
@@ -87,14 +87,14 @@ def place(
     )
 
 
-def _with_lanes(
-    plan: Plan, order: NDArray[np.int64], lengths: NDArray[np.float64], mine: NDArray[np.int64]
+def _with_long_workers(
+    plan: PlacementPlan, order: NDArray[np.int64], lengths: NDArray[np.float64], mine: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     workers = np.empty(lengths.size, np.int64)
-    num_lanes = min(plan.num_long_workers, mine.size - 1)
-    num_long = round(plan.long_share * lengths.size) if num_lanes else 0
-    lanes, rest = mine[:num_lanes], mine[num_lanes:]
-    for part, own in ((order[:num_long], lanes), (order[num_long:], rest)):
+    num_long_workers = min(plan.num_long_workers, mine.size - 1)
+    num_long = round(plan.long_share * lengths.size) if num_long_workers else 0
+    parts = ((order[:num_long], mine[:num_long_workers]), (order[num_long:], mine[num_long_workers:]))
+    for part, own in parts:
         workers[part] = own[balanced(part, lengths, own.size)]
     return workers
 

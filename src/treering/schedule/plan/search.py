@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.baselines import PlanPolicy
-from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.policy import Forecast, PlanRequest
 from treering.schedule.predict.calibrated_lengths import CalibratedLengths
 from treering.schedule.simulator.bounds import bound_s, with_training
@@ -24,47 +24,47 @@ from treering.schedule.traces.trace import Trace, TraceStep
 _MAX_WORKERS = 32
 _MIN_WORKERS = 8
 _MAX_ROLLOUTS = 4096
-"""Larger clusters and steps are planned for by a sample: fewer workers, with their share of the rollouts."""
+"""Larger clusters and steps are simulated by a sample: fewer workers, with their share of the rollouts."""
 
 _STEPS_PER_TURN = 4
-"""Steps that candidates are judged on, for each that runs at one time: with fewer, start and end count too much."""
+"""Simulated steps for each step that runs at a time: with fewer, start and end count too much."""
 
 _NUM_DRAWS = 5
-"""Lengths that could come true are drawn so many times: once to choose among candidates, then to judge the best, which
-do too well on what they were chosen by."""
+"""Sampled traces: the first selects candidates, the others evaluate the best, whose results on the first are biased by
+the selection."""
 
 _NUM_FINALISTS = 5
 
 _USUAL_TRAINING = 0.07
-"""What an update is taken to last where no time of any is known, as a share of a step's work: about as in RhymeRL
-(section 3). With updates that take no time at all, steps that run side by side would seem to cost nothing."""
+"""Assumed update time if none is known, as a share of a step's work: about as in RhymeRL (section 3). With updates
+that take no time, running steps side by side would seem free."""
 
 _CLEARLY = 1.005
-"""A present plan stays where it is predicted to take no more than this many times the best, or less on any draw: a
-change costs a step, and predictions are not certain."""
+"""The present plan stays if its makespan is at most this many times the best one, or shorter on any sampled trace: a
+change costs a step, and predictions are uncertain."""
 
 _CLOSE = 0.98
-"""Share of the lower bound that is good enough to look no further."""
+"""Lower bound over makespan at which the search stops."""
 
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.45)
-"""Shares of long rollouts to begin with."""
+"""Initial shares of long rollouts."""
 
-_LANES = (0.3, 0.45, 0.55, 0.65, 0.8)
-"""Shares of workers for them to begin with."""
+_WORKER_SHARES = (0.3, 0.45, 0.55, 0.65, 0.8)
+"""Initial shares of workers for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Question:
-    """What candidates are judged on: a cluster, small enough, and lengths that could come true there."""
+class SearchProblem:
+    """What candidates are simulated on: a cluster, small enough, and traces with sampled lengths."""
 
     cluster: Cluster
     traces: tuple[Trace, ...]
 
 
-def ask(outlook: PlanRequest, beliefs: CalibratedLengths, *, seed: int) -> Question:
-    """The question of an outlook: its forecasts, repeated to some steps for each turn, believed and made uncertain.
+def search_problem(outlook: PlanRequest, beliefs: CalibratedLengths, *, seed: int) -> SearchProblem:
+    """The search problem of a request: its forecasts, corrected, repeated to enough steps, with sampled errors.
 
-    A latency whose updates take no time is taken not to know it.
+    An update time of 0 counts as unknown.
     """
     cluster = outlook.cluster
     num_workers = _num_planned(cluster.num_workers, outlook.forecasts[0].num_rollouts)
@@ -76,7 +76,7 @@ def ask(outlook: PlanRequest, beliefs: CalibratedLengths, *, seed: int) -> Quest
     traces = [_drawn(sampled, beliefs, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
     if small.latency.training_s == 0:
         small = with_training(small, traces[0], _USUAL_TRAINING)
-    return Question(cluster=small, traces=tuple(traces))
+    return SearchProblem(cluster=small, traces=tuple(traces))
 
 
 def _num_planned(num_workers: int, num_rollouts: int) -> int:
@@ -84,30 +84,30 @@ def _num_planned(num_workers: int, num_rollouts: int) -> int:
     return min(num_workers, enough, _MAX_WORKERS)
 
 
-def search(question: Question, present: Plan | None = None) -> Plan:
-    """The plan with the least predicted makespan; the present one, unless another is clearly better.
+def search(problem: SearchProblem, present: PlacementPlan | None = None) -> PlacementPlan:
+    """The plan with the least simulated makespan; the present one, unless another is clearly better.
 
-    First the plain ones and, unless one of these comes close to the lower bound, a coarse grid of workers for the
-    longest rollouts and what lies around the best of it, judged on one draw; then the best few on the others. Earlier
-    candidates win ties.
+    Simulates the plain plans on the first trace and, unless one comes close to the lower bound, a coarse grid of
+    long-rollout workers and the neighbours of its best; then the best few on the other traces. Earlier candidates win
+    ties.
     """
-    judge = _Judge(question)
-    judge.add([] if present is None else [present])
-    judge.add(plain_plans(question.cluster))
-    if judge.of_bound() < _CLOSE:
-        judge.add(_grid(question.cluster))
+    candidates = _Candidates(problem)
+    candidates.add([] if present is None else [present])
+    candidates.add(plain_plans(problem.cluster))
+    if candidates.of_bound() < _CLOSE:
+        candidates.add(_grid(problem.cluster))
         for width in (2, 1):
-            judge.add(_around(judge.best_with_lanes(), question.cluster, width))
-    return judge.winner(present)
+            candidates.add(_around(candidates.best_with_long_workers(), problem.cluster, width))
+    return candidates.winner(present)
 
 
-def plain_plans(cluster: Cluster) -> list[Plan]:
-    """The family without workers for the longest rollouts, simplest first."""
+def plain_plans(cluster: Cluster) -> list[PlacementPlan]:
+    """The plans without long-rollout workers, simplest first."""
     turns = range(1, min(cluster.staleness + 1, cluster.num_workers) + 1)
-    found = [Plan(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
+    found = [PlacementPlan(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
     if cluster.staleness == 0:
         return found
-    groups = Plan(name="equal groups", placing="equal_counts")
+    groups = PlacementPlan(name="equal groups", placing="equal_counts")
     found.append(groups)
     if cluster.rebalancing == "running":
         found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
@@ -115,27 +115,27 @@ def plain_plans(cluster: Cluster) -> list[Plan]:
     return found
 
 
-class _Judge:
-    """Candidates and their predicted makespans."""
+class _Candidates:
+    """Candidate plans and their simulated makespans."""
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._first: dict[Plan, float] = {}
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem = problem
+        self._first: dict[PlacementPlan, float] = {}
 
-    def add(self, plans: Iterable[Plan]) -> None:
+    def add(self, plans: Iterable[PlacementPlan]) -> None:
         for plan in plans:
             if plan not in self._first:
-                self._first[plan] = self._makespan(plan, self._question.traces[0])
+                self._first[plan] = self._makespan(plan, self._problem.traces[0])
 
     def of_bound(self) -> float:
-        """Lower bound over the least makespan so far, on the first draw."""
-        return bound_s(self._question.traces[0], self._question.cluster) / min(self._first.values())
+        """Lower bound over the least makespan so far, on the first trace."""
+        return bound_s(self._problem.traces[0], self._problem.cluster) / min(self._first.values())
 
-    def best_with_lanes(self) -> Plan | None:
-        lanes = [plan for plan in self._first if plan.num_long_workers]
-        return min(lanes, key=self._first.__getitem__, default=None)
+    def best_with_long_workers(self) -> PlacementPlan | None:
+        found = [plan for plan in self._first if plan.num_long_workers]
+        return min(found, key=self._first.__getitem__, default=None)
 
-    def winner(self, present: Plan | None) -> Plan:
+    def winner(self, present: PlacementPlan | None) -> PlacementPlan:
         finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
         finalists += [present] if present is not None and present not in finalists else []
         judged = {plan: self._judged(plan) for plan in finalists}
@@ -144,15 +144,15 @@ class _Judge:
             return best
         return present
 
-    def _judged(self, plan: Plan) -> list[float]:
-        return [self._makespan(plan, trace) for trace in self._question.traces[1:]]
+    def _judged(self, plan: PlacementPlan) -> list[float]:
+        return [self._makespan(plan, trace) for trace in self._problem.traces[1:]]
 
-    def _makespan(self, plan: Plan, trace: Trace) -> float:
-        return simulate(PlanPolicy(plan), trace, workers=self._question.cluster).makespan_s
+    def _makespan(self, plan: PlacementPlan, trace: Trace) -> float:
+        return simulate(PlanPolicy(plan), trace, workers=self._problem.cluster).makespan_s
 
 
 def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether makespans are shorter on every draw, and by more than a little together."""
+    """Whether makespans are shorter on every trace, and clearly shorter in sum."""
     return all(one < other for one, other in zip(some, others, strict=True)) and _CLEARLY * sum(some) < sum(others)
 
 
@@ -160,31 +160,31 @@ def _name(base: str, num_turns: int) -> str:
     return base if num_turns == 1 else f"{base}, {num_turns} turns"
 
 
-def _grid(cluster: Cluster) -> list[Plan]:
+def _grid(cluster: Cluster) -> list[PlacementPlan]:
     turns = min(cluster.staleness + 1, cluster.num_workers)
     return [
         plan
         for share in _SHARES
-        for lanes in _LANES
-        for plan in _with_lanes(cluster, turns, share, round(lanes * (cluster.num_workers // turns)))
+        for worker_share in _WORKER_SHARES
+        for plan in _with_long_workers(cluster, turns, share, round(worker_share * (cluster.num_workers // turns)))
     ]
 
 
-def _with_lanes(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[Plan]:
-    """The plan, or none where long or other rollouts would have no worker."""
+def _with_long_workers(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[PlacementPlan]:
+    """The plan, or none if the long or the other rollouts would have no worker."""
     num_workers = cluster.num_workers // num_turns
     if not (1 <= num_long < num_workers and 0 < share < 1):
         return []
     name = _name(f"{num_long / num_workers:.0%} of workers for the longest {share:.0%}", num_turns)
-    return [Plan(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
+    return [PlacementPlan(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
 
 
-def _around(best: Plan | None, cluster: Cluster, width: int) -> list[Plan]:
+def _around(best: PlacementPlan | None, cluster: Cluster, width: int) -> list[PlacementPlan]:
     if best is None:
         return []
     shares = [round(best.long_share * (1 + 0.15 * change), 4) for change in (-width, 0, width)]
     counts = [best.num_long_workers + change for change in (-width, 0, width)]
-    around = [_with_lanes(cluster, best.num_turns, share, count) for share in shares for count in counts]
+    around = [_with_long_workers(cluster, best.num_turns, share, count) for share in shares for count in counts]
     variants = []
     if best.stealing == "off":
         variants.append(replace(best, name=f"{best.name}, stealing", stealing="queued"))
@@ -193,8 +193,8 @@ def _around(best: Plan | None, cluster: Cluster, width: int) -> list[Plan]:
     return [*chain.from_iterable(around), *variants]
 
 
-def rescaled(plan: Plan, num_workers: int, planned_for: int) -> Plan:
-    """The plan for a cluster of another size: as large a share of the workers for the longest rollouts."""
+def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> PlacementPlan:
+    """The plan for a cluster of another size, with the same share of long-rollout workers."""
     if num_workers == planned_for or not plan.num_long_workers:
         return plan
     mine, planned = num_workers // plan.num_turns, planned_for // plan.num_turns

@@ -9,27 +9,27 @@ import numpy as np
 
 from treering.schedule.plan.baselines import PlanPolicy
 from treering.schedule.plan.placement import longest_first
-from treering.schedule.plan.plans import Plan
+from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.policy import Forecast
 from treering.schedule.traces.trace import Trace, TraceStep
 
 
 class TailBatching(PlanPolicy):
-    """Longest first, after the rollouts of every few steps were dealt out anew by predicted length.
+    """Longest first, after the rollouts of every few steps were regrouped by predicted length.
 
-    After RollPacker (arXiv 2509.21009), which starts more rollouts than it needs and defers those that do not end; here
-    the predictions say which those are, and every step keeps its size.
+    After RollPacker (arXiv 2509.21009), which starts more rollouts than it needs and defers the unfinished ones; here
+    predictions choose these, and every step keeps its size.
 
     Example: with a window of 2, steps with predictions [1, 9] and [2, 8] become steps of [1, 2] and [8, 9].
     """
 
     def __init__(self, window: int = 4) -> None:
         """`window`: steps that share one step of long rollouts."""
-        super().__init__(Plan(name="tail_batching", stealing="queued"))
+        super().__init__(PlacementPlan(name="tail_batching", stealing="queued"))
         self._window = window
 
     def rearranged(self, trace: Trace) -> Trace:
-        """The trace with every window dealt out anew; steps keep their sizes."""
+        """The trace with every window regrouped; steps keep their sizes."""
         steps = [
             step
             for first in range(0, len(trace.steps), self._window)

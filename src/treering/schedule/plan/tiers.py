@@ -19,12 +19,12 @@ _STEEPNESS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
     """int64 [N]: workers of each group, at least one each and W in all, for groups with rising lengths, N <= W.
 
-    As printed (section 6.4) group i ends by t0 + i d, with the least slope d that the workers suffice for. Faults of
-    the printed planner are mended: t0 is searched for instead of taken from the shortest group at its fastest, which
-    starves the others where training is short; steeper slopes are tried, because the least one spends most workers on
-    the longest group, whose longest rollout gains nothing by that; there is a plan always, one worker each to begin
-    with, and never one that is worse than as many workers for all; and workers that are left go where they help. What
-    decides is the longest that any worker runs in an odd and an even step together.
+    As printed (section 6.4) group i ends by t0 + i d, with the least slope d that the workers suffice for. This
+    differs from the printed planner. t0 is searched for instead of taken from the shortest group at its fastest, which
+    starves the others if training is short. Steeper slopes are tried, because the least one spends most workers on the
+    longest group, whose longest rollout gains nothing from them. There is always a plan, with one worker each at least,
+    and never one worse than equal counts. Left-over workers go where they help. The objective is the longest time that
+    any worker runs in an odd and an even step together.
 
     Example: groups of [100] * 8 and [400] * 8 on 5 workers with 8 slots, a step of 20 + 1 s a row, get 3 and 2: with 3
     of the longer ones, one worker would have them in both steps.
@@ -39,7 +39,7 @@ def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
 
 
 def _times(groups: Sequence[Float64Array], cluster: Cluster) -> Float64Array:
-    """float64 [N, K]: what each group takes on 1 to K = W - N + 1 workers, never more on more of them."""
+    """float64 [N, K]: time of each group on 1 to K = W - N + 1 workers; never rises with workers."""
     token_s = cluster.latency.token_s(cluster.num_slots)
     rows = np.arange(token_s.size)
     counts = np.arange(1, cluster.num_workers - len(groups) + 2)
@@ -52,7 +52,7 @@ def _times(groups: Sequence[Float64Array], cluster: Cluster) -> Float64Array:
 
 
 def _by_slopes(times: Float64Array, start: float) -> list[Int64Array]:
-    """The fewest workers that keep to the least slope that there are enough for, and to steeper ones."""
+    """The fewest workers for the least feasible slope, and for steeper ones."""
     least = _least_slope(times, start)
     most = 1 if least == times.max() else times.shape[1]
     return [np.minimum(_needed(times, start, steepness * least), most) for steepness in _STEEPNESS]
@@ -60,7 +60,7 @@ def _by_slopes(times: Float64Array, start: float) -> list[Int64Array]:
 
 @njit(cache=True)
 def _least_slope(times: Float64Array, start: float) -> float:
-    """The least slope that there are workers enough for, as near as halving finds it."""
+    """The least slope with enough workers, by bisection."""
     num_groups, num_counts = times.shape
     low, high = 0.0, times.max()
     for _ in range(_NUM_HALVINGS):
@@ -75,7 +75,7 @@ def _least_slope(times: Float64Array, start: float) -> float:
 
 @njit(cache=True)
 def _needed(times: Float64Array, start: float, slope: float) -> Int64Array:
-    """int64 [N]: workers with which each group ends in time; more than there are where none suffice."""
+    """int64 [N]: workers with which each group ends in time; more than there are if none suffice."""
     num_groups, num_counts = times.shape
     found = np.ones(num_groups, np.int64)
     for group in range(num_groups):
@@ -85,7 +85,7 @@ def _needed(times: Float64Array, start: float, slope: float) -> Int64Array:
 
 
 def _spend(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Array:
-    """Gives what is left, a worker at a time, to the group where two steps gain the most; the first where none does."""
+    """Gives left-over workers, one at a time, to the group that shortens two steps most; to the first if none does."""
     for _ in range(num_workers - int(counts.sum())):
         choices = counts + np.eye(counts.size, dtype=np.int64)
         counts = min(choices, key=lambda choice: _two_steps(times, choice))
@@ -94,7 +94,7 @@ def _spend(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Ar
 
 @njit(cache=True)
 def _two_steps(times: Float64Array, counts: Int64Array) -> float:
-    """The longest that a worker runs in an odd and an even step together, workers paired by rank."""
+    """The longest time of a worker in an odd and an even step together, workers paired by rank."""
     mine, place = np.empty(counts.sum()), 0
     for group in range(counts.size):
         mine[place : place + counts[group]] = times[group, counts[group] - 1]

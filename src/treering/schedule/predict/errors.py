@@ -16,22 +16,21 @@ _SIGMA_OF_MEDIAN = 1.4826
 """Standard deviations in the median distance from the median, for the normal law."""
 
 _UNUSUAL = 3.0
-"""An error that is so many spreads from the middle is none of the normal law."""
+"""An error this many spreads from the middle does not belong to the normal distribution."""
 
 
 class PredictionErrors:
-    """Errors by bins of alike predictions, in each a normal law, and those far from it as they were.
+    """Errors by bins of similar predictions: a normal distribution in each, plus the observed outliers.
 
-    Errors are seldom the same for long and short predictions, and seldom even on both sides: many of the longest end at
-    the limit, and rollouts that end early end far below. To draw nothing but errors that were seen would be no better:
-    plans would be made for the very rollouts that came out longest, of which there are few.
+    Errors differ between long and short predictions and are asymmetric: many of the longest rollouts end at the limit,
+    and early ends lie far below. Resampling only observed errors would overfit plans to the few longest rollouts.
 
     Example: of errors [0.1, -0.1] * 40 + [-2.0] * 20 a fifth of what is drawn is -2.0, the rest is normal around -0.1
     with a spread of 0.3.
     """
 
     def __init__(self, told: Float64Array, errors: Float64Array) -> None:
-        """`told` and `errors`: float64 [N], N >= 1, of each other; infinite errors are of rollouts at the limit."""
+        """`told` and `errors`: float64 [N], N >= 1, by rollout; errors at the length limit are infinite."""
         order = np.argsort(told, kind="stable")
         self._told, self._errors = told[order], errors[order]
         num_bins = min(max(told.size // _LEAST_IN_BIN, 1), _NUM_BINS)
@@ -48,7 +47,7 @@ class PredictionErrors:
         return np.where(np.abs(seen - middles) <= _UNUSUAL * spreads, usual, seen)
 
     def _bins_of(self, told: Float64Array, random: np.random.Generator) -> Int64Array:
-        """int64 [R]: where equal predictions fill several bins, any of these."""
+        """int64 [R]: if equal predictions fill several bins, a random one of these."""
         first = np.searchsorted(self._told, told, side="left")
         behind = np.searchsorted(self._told, told, side="right")
         places = random.integers(first, np.maximum(behind, first + 1))
@@ -57,7 +56,7 @@ class PredictionErrors:
 
 
 def _middle_and_spread(errors: Float64Array) -> tuple[float, float]:
-    """Of those below the limit: a median, and the standard deviation that their distances from it speak for."""
+    """Median of the finite errors, and the standard deviation estimated from their distances to it."""
     below = errors[np.isfinite(errors)]
     if below.size == 0:
         return 0.0, 0.0

@@ -17,17 +17,17 @@ from treering.schedule.predict.seen_lengths import SeenLengths
 from treering.types import PromptId, is_count
 
 PredictorName: TypeAlias = Literal["median", "ema", "quantile"]
-"""The predictors that there are."""
+"""The available predictors."""
 
 Memory: TypeAlias = list[Any]
-"""What a predictor keeps of a prompt: a list that JSON could hold."""
+"""What a predictor stores for a prompt: a JSON-compatible list."""
 
 
 class LengthPredictor(ABC):
-    """Predicts rollout lengths; told of every step's rollouts in the order of steps.
+    """Predicts rollout lengths; observes every step's rollouts in order.
 
-    A prompt without history gets the median of all lengths seen so far, and `guess` before there are any. All that is
-    known comes from `observe`, so equal calls give equal predictions, and a loaded state goes on as the saved one.
+    A prompt without history gets the median of all lengths seen so far, and `guess` before there are any. Equal
+    `observe` calls give equal predictions, and a loaded state continues as the saved one.
     """
 
     def __init__(self, *, guess: float) -> None:
@@ -41,15 +41,15 @@ class LengthPredictor(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As configurations call it."""
+        """Name in configurations."""
 
     @abstractmethod
     def _remember(self, memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
-        """What is kept of a prompt once G more rollouts are there; a memory of None is a prompt's first time."""
+        """The memory of a prompt after G more rollouts; None is a prompt's first time."""
 
     @abstractmethod
     def _length_of(self, memory: Memory) -> float:
-        """The prediction for a prompt of which this is kept."""
+        """The prediction for a prompt with this memory."""
 
     def predict(self, prompts: Sequence[PromptId], group_size: int) -> NDArray[np.float64]:
         """Predicted lengths of a step: float64 [R], a group of `group_size` equal ones for each prompt in order.
@@ -63,7 +63,7 @@ class LengthPredictor(ABC):
         return np.repeat(np.asarray(lengths, np.float64), group_size)
 
     def observe(self, prompt: PromptId, lengths: ArrayLike) -> None:
-        """Takes what the rollouts of a prompt came to be in one step: int64 [G] >= 1.
+        """Takes the lengths of a prompt's rollouts in one step: int64 [G] >= 1.
 
         Raises:
             InputError: no lengths, or one below 1.
@@ -78,15 +78,15 @@ class LengthPredictor(ABC):
         self._seen.add(taken)
 
     def state(self) -> dict[str, Any]:
-        """All that was learnt, as lists, numbers and strings, for a checkpoint."""
+        """Checkpoint state, as lists, numbers and strings."""
         memories = [[prompt, list(memory)] for prompt, memory in self._memories.items()]
         return {"name": self.name, "seen": self._seen.state(), "prompts": memories}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` of a predictor of the same name.
+        """Restores a `state` of a predictor of the same name.
 
         Raises:
-            InputError: another predictor's.
+            InputError: a state of another predictor.
         """
         if state.get("name") != self.name:
             raise InputError(
@@ -120,7 +120,7 @@ class MedianLengths(LengthPredictor):
 
 
 class EmaLengths(LengthPredictor):
-    """A moving mean of a prompt's medians, which forgets slowly: steadier than the latest one where rollouts vary.
+    """An exponential moving average of a prompt's medians: steadier than the latest median if rollouts vary.
 
     >>> lengths = EmaLengths(guess=8192, alpha=0.5)
     >>> lengths.observe("a", [100])
@@ -150,7 +150,7 @@ class EmaLengths(LengthPredictor):
 
 
 class QuantileLengths(LengthPredictor):
-    """A quantile of a prompt's rollouts of the latest epochs: above one half it looks ahead to the longest ones.
+    """A quantile of a prompt's rollouts of the latest epochs: above one half it favours the longest ones.
 
     >>> lengths = QuantileLengths(guess=8192, quantile=0.75, num_epochs=2)
     >>> for rollouts in ([900, 950], [100, 200], [300, 400, 500]):
@@ -190,7 +190,7 @@ def make_predictor(name: str, *, max_tokens: int, guess: float | None = None) ->
         guess: predicted before any length is seen; None is half of `max_tokens`.
 
     Raises:
-        ConfigError: another name.
+        ConfigError: an unknown name.
 
     >>> make_predictor("median", max_tokens=16384).predict(["a"], 1).tolist()
     [8192.0]

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 from treering.errors import InputError
 
 PRIOR_ROLLOUTS = 2.0
-"""Finished siblings that the prediction counts as much as."""
+"""Weight of the prediction, in finished siblings."""
 
 
 def expected_lengths(
@@ -21,9 +21,9 @@ def expected_lengths(
     """Expected lengths of a group's running rollouts, given that each is longer than it is now.
 
     A survival estimate (Kaplan and Meier's): finished siblings are lengths seen, running ones are lengths only known to
-    be greater than what they have, and the prediction times ratios from history stands beside them as lengths of a
-    smaller weight. A rollout's expectation is the mean of what lies beyond it. Where nothing does, or where the longest
-    is still running, a rollout is expected to have as many tokens before it as behind it.
+    be greater than what they have, and the prediction times ratios from history are added as lengths of a
+    smaller weight. A rollout's expectation is the mean of the longer lengths. If there are none, or if the longest is
+    still running, its expected length is twice its current one.
 
     Args:
         running: [U] >= 0: tokens that the running rollouts have.
@@ -48,7 +48,7 @@ def expected_lengths(
     seen = np.concatenate([ended, np.clip(predicted * known, 1.0, max_tokens)])
     weights = np.concatenate([np.ones(ended.size), np.full(known.size, prior / known.size)])
     lengths, shares, rest = _survival(seen, weights, so_far)
-    # What the survivors of all that was seen come to: the same for each, since they are the longest.
+    # Expected length of those that outlive all seen lengths: the same for each, since they are the longest.
     longest = max(float(lengths[-1]), float(so_far.max(initial=0.0)))
     lengths, shares = np.append(lengths, min(2.0 * longest, max_tokens)), np.append(shares, rest)
     beyond = (lengths > so_far[:, None]) * shares
@@ -61,7 +61,7 @@ def expected_lengths(
 def _survival(
     seen: NDArray[np.float64], weights: NDArray[np.float64], so_far: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Lengths in order, the share of rollouts that ends at each, and the share that ends at none."""
+    """Sorted lengths, the share of rollouts that ends at each, and the share beyond all."""
     lengths, places = np.unique(seen, return_inverse=True)
     ending = np.bincount(places, weights=weights)
     at_risk = np.cumsum(ending[::-1])[::-1] + (so_far[:, None] >= lengths).sum(axis=0)

@@ -18,22 +18,22 @@ STAYS, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
 
 
 class Loads(NamedTuple):
-    """What workers have of one step."""
+    """Load of the workers in one step."""
 
     running: NDArray[np.int64]
-    """int64 [W]: rollouts that run."""
+    """int64 [W]: running rollouts."""
     reach: NDArray[np.float64]
-    """float64 [W]: longest believed length of the share."""
+    """float64 [W]: longest predicted length of the share."""
     firsts: NDArray[np.int64]
     """int64 [W]: number of the share's first rollout."""
     heads: NDArray[np.int64]
     """int64 [W]: number of the first one that has not started."""
     ends: NDArray[np.int64]
-    """int64 [W]: number behind the last one."""
+    """int64 [W]: number after the last one."""
 
 
 class Prices(NamedTuple):
-    """What rollouts take."""
+    """Times and limits."""
 
     token_s: NDArray[np.float64]
     """float64 [S + 1]: seconds a token by running rollouts."""
@@ -45,14 +45,14 @@ class Prices(NamedTuple):
 
 @njit(cache=True)
 def has_tail(loads: Loads, worker: int) -> bool:
-    """Whether a worker runs the last tenth of its share, or one rollout, and nothing of it waits."""
+    """Whether a worker runs at most the last tenth of its share, or one rollout, and has no queue."""
     share = loads.ends[worker] - loads.firsts[worker]
     return bool(loads.heads[worker] == loads.ends[worker] and 0 < loads.running[worker] <= max(1.0, FEW * share))
 
 
 @njit(cache=True)
 def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
-    """The other worker without a queue that runs the most rollouts, no fewer, and has slots for these; -1 for none."""
+    """The other worker without a queue that runs the most rollouts, at least as many, and has slots; -1 for none."""
     num_running, found = loads.running[worker], -1
     for other in range(loads.running.size):
         fits = num_running <= loads.running[other] <= num_slots - num_running
@@ -66,15 +66,15 @@ def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
 def outlier_goes_to(
     loads: Loads, prices: Prices, moving: int, worker: int, num_generated: float, num_context: float
 ) -> int:
-    """Where a running rollout with so many tokens should go; -1 where it should stay.
+    """The worker that a running rollout should move to; -1 if it should stay.
 
     Args:
         loads: of all workers.
         prices: of tokens.
         moving: `FASTER` or `DRAIN`.
-        worker: that runs it.
+        worker: its current worker.
         num_generated: its tokens so far, `migration.LATE` times the worker's reach or more.
-        num_context: tokens to prefill where it goes.
+        num_context: tokens to prefill at the new worker.
     """
     num_slots = prices.token_s.size - 1
     emptiest: int = _of_longer_share(loads, worker, num_slots, -1)

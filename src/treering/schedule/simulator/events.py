@@ -16,8 +16,8 @@ from treering.schedule.simulator.step import (
     STOLEN,
     Outcome,
     Rules,
+    StepRollouts,
     StepState,
-    Work,
     add,
     announce,
     begin,
@@ -25,8 +25,8 @@ from treering.schedule.simulator.step import (
 
 
 @njit(cache=True)
-def run_step(starts: Float64Array, work: Work, rules: Rules) -> Outcome:
-    """Runs a step's rollouts to their ends; worker w can start at `starts[w]`, float64 [W].
+def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
+    """Simulates a step's rollouts to their ends; worker w can start at `starts[w]`, float64 [W].
 
     Example: lengths [4, 2] in the queue of one worker with two slots, 1.0 s a token alone and 1.5 s for two: the second
     ends after 3.0 s, the first after 5.0 s.
@@ -37,7 +37,7 @@ def run_step(starts: Float64Array, work: Work, rules: Rules) -> Outcome:
         pop(state.event_keys, state.event_workers, 0, state.totals[EVENTS])
         state.totals[EVENTS] -= 1
         if time != state.due[worker]:
-            # The worker got or gave a rollout since, and has another event.
+            # Stale: the worker gained or lost a rollout since, and has another event.
             continue
         _end_rollouts(state, rules, worker, time)
         _start_rollouts(state, work, rules, worker)
@@ -64,7 +64,7 @@ def _end_rollouts(state: StepState, rules: Rules, worker: int, time: float) -> N
 
 
 @njit(cache=True)
-def _start_rollouts(state: StepState, work: Work, rules: Rules, worker: int) -> None:
+def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: int) -> None:
     while state.totals[QUEUED] > 0 and state.running[worker] < rules.token_s.size - 1:
         victim = worker
         if state.heads[worker] == work.offsets[worker + 1]:
@@ -81,8 +81,8 @@ def _start_rollouts(state: StepState, work: Work, rules: Rules, worker: int) -> 
 
 
 @njit(cache=True)
-def _longest_queue(state: StepState, work: Work) -> int:
-    """The worker whose queue has the most predicted tokens; there is one with a queue."""
+def _longest_queue(state: StepState, work: StepRollouts) -> int:
+    """The worker whose queue has the most predicted tokens; at least one has a queue."""
     found = -1
     for worker in range(state.heads.size):
         has_queue = state.heads[worker] < work.offsets[worker + 1]

@@ -7,7 +7,7 @@ from treering.arrays import Float64Array, Int64Array
 
 @njit(cache=True)
 def push(keys: Float64Array, numbers: Int64Array, base: int, size: int, key: float, number: int) -> None:
-    """Adds an entry to the heap of `size` entries that starts at `base`; it has one more afterwards."""
+    """Adds an entry to the heap of `size` entries that starts at `base`; it then has one more."""
     at = size
     while at > 0:
         above = (at - 1) >> 1
@@ -22,14 +22,14 @@ def push(keys: Float64Array, numbers: Int64Array, base: int, size: int, key: flo
 
 @njit(cache=True)
 def pop(keys: Float64Array, numbers: Int64Array, base: int, size: int) -> None:
-    """Takes the first entry, the one at `base`, out of a heap of `size` >= 1; it has one less afterwards."""
+    """Removes the first entry, at `base`, from a heap of `size` >= 1; it then has one less."""
     keys[base], numbers[base] = keys[base + size - 1], numbers[base + size - 1]
     sink(keys, numbers, base, size - 1, 0)
 
 
 @njit(cache=True)
 def remove(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
-    """Takes the entry at `base + place` out of a heap of `size`; it has one less afterwards."""
+    """Removes the entry at `base + place` from a heap of `size`; it then has one less."""
     key, number = keys[base + size - 1], numbers[base + size - 1]
     if place == size - 1:
         return
@@ -42,7 +42,7 @@ def remove(keys: Float64Array, numbers: Int64Array, base: int, size: int, place:
 
 @njit(cache=True)
 def sink(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
-    """Moves the entry at `base + place` down to where those below it come later."""
+    """Moves the entry at `base + place` down until its children come after it."""
     if place >= size:
         return
     key, number = keys[base + place], numbers[base + place]

@@ -8,16 +8,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 LATE = 1.1
-"""A rollout is an outlier from this many times its predicted length on (the floor of the paper's beta, section 6.3)."""
+"""A rollout is an outlier at this many times its predicted length (the floor of the paper's beta, section 6.3)."""
 
 FEW = 0.1
-"""Moves that free a worker are of the last tenth of its share (the paper's alpha, section 6.3)."""
+"""A worker is freed only by moving the last tenth of its share (the paper's alpha, section 6.3)."""
 
 HYSTERESIS = 1.25
-"""A move has to save this many times what it costs."""
+"""A move must save this many times its cost."""
 
 MAX_MOVES = 4
-"""Moves of one rollout at most."""
+"""Maximum moves of one rollout."""
 
 
 @njit(cache=True)
@@ -31,23 +31,23 @@ def saved_s(
     prefill_s: float,
     num_context: float,
 ) -> float:
-    """Seconds by which a rollout ends sooner on another worker, what its prefill takes there included.
+    """Seconds by which a rollout ends sooner on another worker, including its prefill there.
 
-    How long an outlier still runs is not known: it is taken to go on for as long as it has outgrown its prediction by,
-    and a quarter of its length at least, up to `max_tokens`. Where that is little, nothing is saved by moving it.
+    The rest of an outlier is unknown. It is assumed to equal the excess over the prediction so far, at least a quarter
+    of its length, and at most what `max_tokens` leaves.
 
     Args:
         num_generated: its tokens so far.
-        belief: the longest length predicted of its worker's share.
+        belief: the longest predicted length of its worker's share.
         max_tokens: no rollout is longer.
-        rows_here: running rollouts where it is, itself included.
-        rows_there: running rollouts where it would go.
+        rows_here: running rollouts on its worker, itself included.
+        rows_there: running rollouts on the other worker.
         token_s: float64 [S + 1]: seconds a token by running rollouts.
         prefill_s: seconds per prefilled token.
-        num_context: tokens to prefill there: its prompt and what it has.
+        num_context: tokens to prefill there: its prompt and its tokens so far.
 
     Returns:
-        Positive where it pays, `HYSTERESIS` included; 0 or less where it does not, and for what is no outlier.
+        Positive if moving pays, with `HYSTERESIS`; 0 or less if not, and for rollouts that are no outliers.
 
     Example: with steps of 20 + 0.05 s a row, 10,000 tokens where 8,000 were predicted, and prefill for 0.1 s a token:
     from 128 to 39 other rows it saves 2,500 x 4.4 s = 11,000 s and costs 1.25 x 1,000 s.
@@ -61,9 +61,9 @@ def saved_s(
 
 @njit(cache=True)
 def likely_left(num_generated: float, belief: float, max_tokens: float) -> float:
-    """Tokens that a running rollout is taken to gain yet: what it was believed to have left, and a quarter at least.
+    """Assumed remaining tokens of a running rollout: what its prediction leaves, at least a quarter of its length.
 
-    Example: with 900 of 1,000 believed tokens 225, with 100 of them 900, with 900 of at most 1,000 no more than 100.
+    Example: with 900 of 1,000 predicted tokens 225, with 100 of them 900, with 900 of at most 1,000 no more than 100.
     """
     return min(max(belief - num_generated, 0.25 * num_generated), max_tokens - num_generated)
 
@@ -77,21 +77,21 @@ def freed_s(
     prefill_s: float,
     num_context: float,
 ) -> float:
-    """Seconds that a worker gets free by giving all that it runs, less what it costs where they go.
+    """Seconds that a worker is freed by moving all its rollouts away, minus the cost at their new worker.
 
     Args:
-        num_left: tokens that the longest of them is taken to gain yet.
-        num_given: how many they are.
-        rows_there: running rollouts where they go.
+        num_left: assumed remaining tokens of the longest of them.
+        num_given: number of rollouts.
+        rows_there: running rollouts on the new worker.
         token_s: float64 [S + 1]: seconds a token by running rollouts.
         prefill_s: seconds per prefilled token.
         num_context: tokens to prefill there, of all together.
 
     Returns:
-        Positive where it pays, `HYSTERESIS` included.
+        Positive if moving pays, with `HYSTERESIS`.
 
-    Example: with steps of 20 + 0.05 s a row, 2 rollouts with 1,000 tokens to go beside 30 others: 1,000 x 20.1 s get
-    free, and cost 1.25 x 1,000 x 0.1 s; prefilling 100,000 tokens for 0.1 s each would cost 12,500 s more.
+    Example: with steps of 20 + 0.05 s a row, 2 rollouts with 1,000 tokens to go moved to 30 others: 1,000 x 20.1 s
+    are freed, and cost 1.25 x 1,000 x 0.1 s; prefilling 100,000 tokens for 0.1 s each would cost 12,500 s more.
     """
     slower_s = num_left * (token_s[rows_there + num_given] - token_s[rows_there])
     freed: float = num_left * token_s[num_given] - HYSTERESIS * (prefill_s * num_context + slower_s)

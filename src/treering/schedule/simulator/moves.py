@@ -8,15 +8,15 @@ from numba import njit
 from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, outlier_goes_to
 from treering.schedule.simulator.heaps import remove
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
-from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepState, Work, add, announce
+from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepRollouts, StepState, add, announce
 
 _NUM_CHECKS = 32
-"""How many times a worker looks for outliers while a rollout of the greatest length runs."""
+"""Checks for outliers per `max_tokens` decoded."""
 
 
 @njit(cache=True)
 def is_check_due(state: StepState, rules: Rules, worker: int) -> bool:
-    """Whether a worker has come far enough to look for outliers again; it counts as having done so."""
+    """Whether a worker should check for outliers again; records the check."""
     if state.running[worker] == 0 or state.clock[worker] < state.checked[worker] + rules.max_tokens / _NUM_CHECKS:
         return False
     state.checked[worker] = state.clock[worker]
@@ -24,8 +24,8 @@ def is_check_due(state: StepState, rules: Rules, worker: int) -> bool:
 
 
 @njit(cache=True)
-def move_outliers(state: StepState, work: Work, rules: Rules, worker: int, time: float) -> None:
-    """Moves what has outgrown its worker's share to workers of longer ones, as far as that pays."""
+def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
+    """Moves outliers to workers with longer shares, if that pays."""
     base = worker * (rules.token_s.size - 1)
     at = 0
     while at < state.running[worker]:
@@ -41,13 +41,13 @@ def move_outliers(state: StepState, work: Work, rules: Rules, worker: int, time:
             continue
         _move(state, work, rules, worker, at, other, time)
         announce(state, rules, other)
-        # Another entry has taken a place that was seen already.
+        # Removing an entry reorders the heap, so start again.
         at = 0
 
 
 @njit(cache=True)
-def give_tail(state: StepState, work: Work, rules: Rules, worker: int, time: float) -> None:
-    """Moves all that a worker has left, once that is little, to the worker that runs the most of what is left."""
+def give_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
+    """Moves a worker's tail to the other worker that runs the most rollouts, if that pays."""
     can_steal = rules.stealing and state.totals[QUEUED] > 0
     if can_steal or not has_tail(_loads(state, work), worker):
         return
@@ -60,7 +60,7 @@ def give_tail(state: StepState, work: Work, rules: Rules, worker: int, time: flo
 
 
 @njit(cache=True)
-def _loads(state: StepState, work: Work) -> Loads:
+def _loads(state: StepState, work: StepRollouts) -> Loads:
     return Loads(state.running, state.reach, work.offsets[:-1], state.heads, work.offsets[1:])
 
 
@@ -70,8 +70,8 @@ def _prices(rules: Rules) -> Prices:
 
 
 @njit(cache=True)
-def _pays_to_give(state: StepState, work: Work, rules: Rules, worker: int, other: int) -> bool:
-    """Whether the time that a worker gets free is worth prefill and slower steps where its rollouts go."""
+def _pays_to_give(state: StepState, work: StepRollouts, rules: Rules, worker: int, other: int) -> bool:
+    """Whether the freed time exceeds the prefill and the slower steps at the new worker."""
     base, num_running = worker * (rules.token_s.size - 1), state.running[worker]
     num_context, longest = 0.0, 0.0
     for at in range(num_running):
@@ -86,8 +86,8 @@ def _pays_to_give(state: StepState, work: Work, rules: Rules, worker: int, other
 
 
 @njit(cache=True)
-def _move(state: StepState, work: Work, rules: Rules, worker: int, at: int, other: int, time: float) -> None:
-    """Moves the rollout at a place of a worker's heap; the other worker's next event is the caller's to announce."""
+def _move(state: StepState, work: StepRollouts, rules: Rules, worker: int, at: int, other: int, time: float) -> None:
+    """Moves the rollout at a heap position of a worker; the caller announces the other worker's next event."""
     base = worker * (rules.token_s.size - 1)
     rollout, num_left = state.numbers[base + at], state.keys[base + at] - state.clock[worker]
     remove(state.keys, state.numbers, base, state.running[worker], at)
@@ -102,7 +102,7 @@ def _move(state: StepState, work: Work, rules: Rules, worker: int, at: int, othe
 
 @njit(cache=True)
 def _advance(state: StepState, rules: Rules, worker: int, time: float) -> None:
-    """Lets a worker gain tokens until now; one that prefills is ahead of the time, and stays there."""
+    """Advances a worker to a time; one that prefills is already ahead and stays there."""
     if time > state.now[worker]:
         state.clock[worker] += (time - state.now[worker]) / rules.token_s[state.running[worker]]
         state.now[worker] = time

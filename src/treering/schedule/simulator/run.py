@@ -17,30 +17,30 @@ from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
 from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
 from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.step import Rules, Work
+from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
 
 _MOVING = MappingProxyType({"off": STAYS, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
 
 NUM_FORECASTS = 4
-"""Steps that a policy sees ahead, the present one included."""
+"""Steps in a request, including the present one."""
 
 
 def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: Cluster | None = None) -> Timeline:
-    """What a policy's run takes.
+    """Simulates a run with a policy.
 
-    Step k waits for the weights after step k - 1 - staleness, on every worker until that has ended its share of the
-    step before. A step is trained when its last rollout has ended and the step before is trained.
+    Step k waits for the weights after step k - 1 - staleness, and each worker for its share of the previous step. A
+    step is trained when its last rollout has ended and the previous step is trained.
 
     Args:
-        policy: a new one; it is asked for every step in order.
-        trace: lengths, and what is predicted of them.
-        workers: what the rollouts run on; a number stands for so many workers of `standard_cluster`.
-        believed: what the policy is told; None is the truth.
+        policy: a new one; it assigns every step in order.
+        trace: lengths and predictions.
+        workers: the cluster, or a number of workers of `standard_cluster`.
+        believed: the cluster that the policy is told; None is the real one.
 
     Raises:
-        InputError: an assignment to workers that are not there, or of another number of rollouts.
+        InputError: an assignment to absent workers, or of another number of rollouts.
 
     Example:
         >>> simulate(HistoPipe(), trace, workers=cluster).throughput_of_bound                       # doctest: +SKIP
@@ -49,7 +49,7 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
     cluster = workers if isinstance(workers, Cluster) else standard_cluster(trace, workers)
     if isinstance(policy, RearrangesTrace):
         trace = policy.rearranged(trace)
-    run = _Run(trace, cluster)
+    run = _Simulation(trace, cluster)
     for number, step in enumerate(trace.steps, 1):
         known = number - 1 - cluster.staleness
         if known >= 1:
@@ -66,7 +66,7 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
 def standard_cluster(trace: Trace, num_workers: int) -> Cluster:
     """Workers of 128 slots at staleness 1, whose decode steps take 20 s and 0.05 s more a row.
 
-    An update takes 7 % of what the work of a mean step takes at the best batch: about as in RhymeRL (section 3).
+    An update takes 7 % of the work of a mean step at the best batch size: about as in RhymeRL (section 3).
 
     Example: `simulate(HistoPipe(), trace, workers=32)` runs a trace on 32 of them.
     """
@@ -81,7 +81,7 @@ def standard_cluster(trace: Trace, num_workers: int) -> Cluster:
 
 
 def checked(assignment: Assignment, num_rollouts: int, num_workers: int) -> Assignment:
-    """The assignment, if it has a worker for every rollout."""
+    """The assignment, after checking that every rollout has an existing worker."""
     workers = assignment.workers
     absent = workers[(workers < 0) | (workers >= num_workers)]
     if workers.size != num_rollouts or absent.size:
@@ -103,7 +103,7 @@ class RearrangesTrace(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Share:
-    """What a step took: when workers started and ended, and what ran there."""
+    """One simulated step: start, end and rollouts of each worker."""
 
     workers: NDArray[np.int64]
     started_s: NDArray[np.float64]
@@ -113,8 +113,8 @@ class _Share:
     num_moved: int
 
 
-class _Run:
-    """Virtual time so far."""
+class _Simulation:
+    """The simulated steps so far."""
 
     def __init__(self, trace: Trace, cluster: Cluster) -> None:
         self._trace = trace
@@ -126,7 +126,7 @@ class _Run:
         self._shares: list[_Share] = []
 
     def add(self, number: int, step: TraceStep, assignment: Assignment) -> None:
-        """Runs one more step."""
+        """Simulates one more step."""
         cluster, latency = self._cluster, self._cluster.latency
         version = cluster.version_of(number)
         opened = self._trained[version - 1] if version else 0.0
@@ -136,7 +136,7 @@ class _Run:
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         prompts = np.zeros_like(step.lengths) if step.num_prompt_tokens is None else step.num_prompt_tokens
         beliefs = step.forecast.lengths if assignment.beliefs is None else assignment.beliefs
-        work = Work(offsets, queued, step.lengths, beliefs, prompts)
+        work = StepRollouts(offsets, queued, step.lengths, beliefs, prompts)
         stealing, moving = assignment.stealing == "queued", _MOVING[assignment.moving]
         rules = Rules(self._token_s, latency.prefill_s, float(cluster.max_tokens), stealing, moving)
         outcome = run_step(starts, work, rules)
@@ -157,7 +157,7 @@ class _Run:
         self._trained.append(max(self._sampled[-1], before) + latency.training_s)
 
     def timeline(self, policy: Policy) -> Timeline:
-        """What it took."""
+        """The result."""
         shares, sizes = self._shares, [share.workers.size for share in self._shares]
         return Timeline(
             policy=policy.name,

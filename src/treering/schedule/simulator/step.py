@@ -17,26 +17,26 @@ from treering.schedule.simulator.heaps import push
 from treering.schedule.simulator.migration import MAX_MOVES
 
 EVENTS, QUEUED, STOLEN, MOVED = 0, 1, 2, 3
-"""Places of `StepState.totals`: expected events, queued rollouts, stolen ones, moves."""
+"""Indices of `StepState.totals`: pending events, queued rollouts, stolen ones, moves."""
 
 
-class Work(NamedTuple):
-    """A step's rollouts, and whose they are."""
+class StepRollouts(NamedTuple):
+    """A step's rollouts and their queues."""
 
     offsets: Int64Array
-    """int64 [W + 1]: worker w has the queue `queued[offsets[w]:offsets[w + 1]]`; one without never starts."""
+    """int64 [W + 1]: worker w has the queue `queued[offsets[w]:offsets[w + 1]]`; if empty, w never starts."""
     queued: Int64Array
     """int64 [R]: rollouts."""
     lengths: Int64Array
     """int64 [R]."""
     beliefs: Float64Array
-    """float64 [R]: predicted lengths, by which the longest queue and outliers are found."""
+    """float64 [R]: predicted lengths, used to find the longest queue and outliers."""
     num_prompt_tokens: Int64Array
     """int64 [R]: tokens to prefill; a worker decodes nothing meanwhile."""
 
 
 class Rules(NamedTuple):
-    """Times, and what may happen."""
+    """Times, stealing and moving."""
 
     token_s: Float64Array
     """float64 [S + 1]: seconds a token by running rollouts."""
@@ -45,41 +45,41 @@ class Rules(NamedTuple):
     max_tokens: float
     """No rollout is longer."""
     stealing: bool
-    """Whether a worker without a queue takes from the longest one."""
+    """Whether a worker with an empty queue takes from the longest one."""
     moving: int
     """`destinations.STAYS`, `FASTER`, `DRAIN` or `CONSOLIDATE`."""
 
 
 class Outcome(NamedTuple):
-    """How a step went."""
+    """Result of a step."""
 
     ends: Float64Array
-    """float64 [W]: when a worker ended its last rollout; its start where it had none."""
+    """float64 [W]: when a worker ended its last rollout; its start if it had none."""
     counts: Int64Array
     """int64 [W]: rollouts that ended there."""
     finished: Float64Array
     """float64 [R]: when each one ended."""
     num_stolen: int
-    """Rollouts that started elsewhere than queued."""
+    """Rollouts that started on another worker than queued."""
     num_moved: int
     """Moves of running ones."""
 
 
 class StepState(NamedTuple):
-    """Everything that changes."""
+    """Mutable state of a step."""
 
     now: Float64Array
-    """float64 [W]: time that a worker has come to."""
+    """float64 [W]: time that a worker has reached."""
     clock: Float64Array
-    """float64 [W]: tokens that a rollout would have that ran there from the beginning."""
+    """float64 [W]: tokens of a rollout running there from the start."""
     running: Int64Array
-    """int64 [W]: rollouts that run."""
+    """int64 [W]: running rollouts."""
     heads: Int64Array
-    """int64 [W]: place of the next rollout in `Work.queued`."""
+    """int64 [W]: index of the next rollout in `StepRollouts.queued`."""
     left: Float64Array
-    """float64 [W]: believed tokens of the queue."""
+    """float64 [W]: predicted tokens of the queue."""
     reach: Float64Array
-    """float64 [W]: longest believed length of the share."""
+    """float64 [W]: longest predicted length of the share."""
     keys: Float64Array
     """float64 [W S]: a heap for each worker: clocks at which its rollouts end."""
     numbers: Int64Array
@@ -89,7 +89,7 @@ class StepState(NamedTuple):
     finished: Float64Array
     """float64 [R]: when each one ended."""
     due: Float64Array
-    """float64 [W]: time of a worker's next event; infinite where it has none."""
+    """float64 [W]: time of a worker's next event; infinite if it has none."""
     checked: Float64Array
     """float64 [W]: clock at which it last looked for outliers."""
     moves: Int64Array
@@ -97,14 +97,14 @@ class StepState(NamedTuple):
     event_keys: Float64Array
     """float64: a heap of events: their times."""
     event_workers: Int64Array
-    """int64: whose they are."""
+    """int64: their workers."""
     totals: Int64Array
     """int64 [4]: see `EVENTS`."""
 
 
 @njit(cache=True)
-def begin(starts: Float64Array, work: Work, rules: Rules) -> StepState:
-    """Nothing has happened: worker w has its queue, and an event at `starts[w]` where that is not empty."""
+def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
+    """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
     num_entries = num_workers * (rules.token_s.size - 1)
     num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != STAYS else 0)
@@ -139,7 +139,7 @@ def begin(starts: Float64Array, work: Work, rules: Rules) -> StepState:
 
 @njit(cache=True)
 def expect(state: StepState, worker: int, time: float) -> None:
-    """Puts a worker's next event into the queue; one that is there already is void from now on."""
+    """Queues a worker's next event; an earlier one of this worker becomes stale."""
     state.due[worker] = time
     push(state.event_keys, state.event_workers, 0, state.totals[EVENTS], time, worker)
     state.totals[EVENTS] += 1
@@ -147,7 +147,7 @@ def expect(state: StepState, worker: int, time: float) -> None:
 
 @njit(cache=True)
 def announce(state: StepState, rules: Rules, worker: int) -> None:
-    """Expects the end of the worker's next rollout."""
+    """Queues the end of the worker's next rollout as an event."""
     num_running = state.running[worker]
     if num_running == 0:
         state.due[worker] = np.inf
@@ -158,7 +158,7 @@ def announce(state: StepState, rules: Rules, worker: int) -> None:
 
 @njit(cache=True)
 def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: float) -> None:
-    """Starts a rollout that has so many tokens to go."""
+    """Starts a rollout with `num_left` tokens to go."""
     base = worker * (rules.token_s.size - 1)
     push(state.keys, state.numbers, base, state.running[worker], state.clock[worker] + num_left, rollout)
     state.running[worker] += 1

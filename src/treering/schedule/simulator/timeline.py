@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """One policy on one trace.
+    """The timeline of one policy on one trace.
 
     Example: two workers that run [0, 4] and [0, 2] of one step, then train for 1, have a makespan of 5 and a bubble of
     2 / 8: of the 8 seconds until the last rollout ended, a worker stood idle for 2.
@@ -42,20 +42,20 @@ class Timeline:
     staleness_max: int
     """The largest number of updates between the weights that sampled a token and those that it trained."""
     num_stolen: int
-    """Rollouts that started on another worker than the one that they were assigned to."""
+    """Rollouts that started on another worker than assigned."""
     num_moved: int
     """Moves of running rollouts."""
     choices: tuple[str, ...] = ()
-    """The plan that the policy took for each step, where it chooses among plans."""
+    """The plan used for each step, if the policy chooses among plans."""
 
     @property
     def makespan_s(self) -> float:
-        """Until the last update ended."""
+        """Time until the end of the last update."""
         return float(self.trained_s[-1])
 
     @property
     def bubble(self) -> float:
-        """Share of all workers' time, until the last rollout ended, in which a worker decoded nothing."""
+        """Share of all workers' time, until the last rollout ended, without decoding."""
         total = self.num_workers * float(self.sampled_s.max())
         # The sum may round to a little more than the whole.
         return max(0.0, 1.0 - float((self.ended_s - self.started_s).sum()) / total)

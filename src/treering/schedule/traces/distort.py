@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from treering.schedule.traces.trace import Trace
 
 Distortion: TypeAlias = Literal["reversed", "constant", "random"]
-"""The longest predicted as the shortest and so on, all predicted alike, or predictions dealt out by chance."""
+"""Reversed ranks, the same prediction for all, or randomly permuted predictions."""
 
 
 def distort(trace: Trace, how: Distortion, seed: int) -> Trace:
     """The same rollouts with other predictions: each step has its own in another order, or their median for all.
 
     Args:
-        trace: left as it is.
+        trace: not modified.
         how: see `Distortion`.
         seed: of the order that is "random"; the others need none.
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 
 FORMS = "lognormal:MU,SIGMA[,MAX]; exponential:MEAN[,MAX]; bimodal:SHORT,LONG,SHARE[,SPREAD[,MAX]]; constant:N"
-"""How laws are written. exp(MU) is the median: MU 8.2 is 3,641 tokens."""
+"""The text forms of length laws. exp(MU) is the median: MU 8.2 is 3,641 tokens."""
 
 DEFAULT_SPREAD = 0.3
 """Sigma of the logarithm around either length of a bimodal law."""
@@ -19,19 +19,19 @@ Sampler = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LengthLaw:
-    """Where lengths come from.
+    """A distribution of lengths.
 
     Example: `parse_law("lognormal:8.2,0.8,16384")` has half of its lengths below 3,641, and none above 16,384.
     """
 
     sample: Sampler
-    """Draws so many lengths with a generator: float64, not rounded and not cut."""
+    """Samples a number of lengths with a generator: float64, not rounded and not clipped."""
     max_tokens: int | None
-    """Longer ones are cut here; None cuts none."""
+    """Longer ones are clipped to this; None clips none."""
 
 
 def parse_law(text: str) -> LengthLaw:
-    """The law that a text names.
+    """Parses a length law.
 
     - `lognormal:MU,SIGMA[,MAX]`: exp of a normal number; exp(MU) is the median.
     - `exponential:MEAN[,MAX]`.
@@ -100,7 +100,7 @@ def _constant(numbers: list[float]) -> LengthLaw | None:
 
 
 def _has_limit(numbers: list[float], at: int) -> bool:
-    """Whether the number at that place, if there is one, is a count of tokens."""
+    """Whether the number at this index, if present, is a token count."""
     return len(numbers) <= at or (numbers[at] >= 1 and numbers[at].is_integer())
 
 

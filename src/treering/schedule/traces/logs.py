@@ -20,33 +20,33 @@ from treering.errors import InputError
 from treering.types import PromptId, is_count
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
-"""A line of the shorter form."""
+"""An example line of the shorter form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedStep:
-    """What a step's rollouts were."""
+    """The rollouts of a logged step."""
 
     prompts: tuple[PromptId, ...]
-    """Of each rollout: R; those of one prompt stand together."""
+    """Prompt of each rollout: R; rollouts of one prompt are adjacent."""
     lengths: NDArray[np.int64]
     """int64 [R] >= 1: sampled tokens."""
     num_prompt_tokens: NDArray[np.int64]
-    """int64 [R] >= 0: tokens before the first sampled one; 0 where the log does not say."""
+    """int64 [R] >= 0: tokens before the first sampled one; 0 if not logged."""
 
 
 def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -> list[LoggedStep]:
     """The steps of a log, earliest first.
 
-    A line, plain or in a .gz, is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` where they are known,
+    A line, plain or in a .gz, is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known,
     or a trajectory of a Treering run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are
     where the mask is true. Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
     steps in file order, and a prompt's rollouts stay together.
 
     Args:
         path: a file, a folder with files `epoch-*.jsonl`, or a run's folder with such files in `rollouts`.
-        num_rollouts: rollouts of a step where lines name none: as many prompts as have at least so many; None takes an
-            epoch as one step.
+        num_rollouts: rollouts of a step if lines have no `step`: prompts are added until there are this many; None
+            makes each epoch one step.
 
     Raises:
         InputError: as "FILE:LINE: rule, value, fix" for a bad line, and for a path without rollouts.
@@ -136,7 +136,7 @@ def _sampled(record: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _cut(rows: list[_Row], num_rollouts: int | None) -> Iterator[list[list[_Row]]]:
-    """Groups of rows of one prompt, in steps that are closed once they have enough rollouts."""
+    """Steps of groups of one prompt each; a step ends when it has enough rollouts."""
     groups: dict[PromptId, list[_Row]] = {}
     for row in rows:
         groups.setdefault(row.prompt, []).append(row)

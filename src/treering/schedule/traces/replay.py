@@ -26,11 +26,11 @@ def read_trace(
     Args:
         path: as `treering.schedule.traces.logs.read_log` reads it.
         predictor: makes a new predictor, given the most tokens of a rollout.
-        num_rollouts: of a step, where the log names no steps; see `read_log`.
+        num_rollouts: of a step, if the log has no `step`; see `read_log`.
         staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is planned.
 
     Raises:
-        InputError: what `read_log` refuses.
+        InputError: see `read_log`.
 
     Example: `read_trace("runs/a", lambda limit: make_predictor("median", max_tokens=limit), staleness=1)` is the trace
     of a run's own rollouts.
@@ -43,7 +43,7 @@ def read_trace(
 def predicted_steps(
     steps: Sequence[LoggedStep], predictor: LengthPredictor, *, staleness: int = 0
 ) -> tuple[TraceStep, ...]:
-    """The steps with what a predictor says of each before it has seen it; it has seen all but the latest afterwards.
+    """The steps with predictions made before the predictor has seen them; afterwards it has seen all but the latest.
 
     Example: a prompt with lengths 100, 200 and 300 in three steps is predicted by the median at `guess`, 100 and 200,
     and with a staleness of 1 at `guess`, `guess` and 100.
@@ -66,7 +66,7 @@ def predicted_steps(
 
 
 def _groups(step: LoggedStep) -> list[tuple[PromptId, slice]]:
-    """Each prompt of a step with the place of its rollouts."""
+    """Each prompt of a step with the slice of its rollouts."""
     groups, start = [], 0
     for prompt, members in groupby(step.prompts):
         stop = start + sum(1 for _ in members)

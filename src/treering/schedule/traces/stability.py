@@ -15,13 +15,13 @@ from treering.schedule.traces.synthetic import as_trace, check_counts
 from treering.schedule.traces.trace import Trace
 
 NUM_GROUPS = 8
-"""Rank groups that moves are counted among."""
+"""Number of rank groups."""
 MATH_SHARE = 0.16
 CODE_SHARE = 0.28
 """Shares of rollouts that move to a longer group, as RhymeRL reports them for mathematics and for code."""
 MATH_CROSSED = 0.13
 CODE_CROSSED = 0.24
-"""Of all rollouts, those of them that move up by one group and only into its shorter half."""
+"""Shares of rollouts that move up by one group, into its shorter half."""
 
 _MAX_SPREAD = 8.0
 _NUM_HALVINGS = 24
@@ -38,7 +38,7 @@ def stable_trace(
     early: float = 0.0,
     seed: int,
 ) -> Trace:
-    """Steps of prompts that were sampled in an epoch before, and are predicted by the median of that.
+    """Steps of prompts, each predicted by the median of its rollouts in an earlier epoch.
 
     A prompt's length follows the law, and each of its rollouts, in either epoch, has that length times exp(spread z).
     Some end early, anywhere before that.
@@ -77,7 +77,7 @@ def sigma_for_stability(
 ) -> float:
     """The spread within prompts at which a share of rollouts moves to a longer one of eight groups.
 
-    It is found by bisection over the same random numbers, so equal calls give equal results.
+    Found by bisection over fixed random numbers, so equal calls give equal results.
 
     Args:
         spec: a law, or its text.
@@ -143,7 +143,7 @@ def noise_for_stability(
     epochs = _Epochs(law, np.random.default_rng(seed), num_rollouts // group_size, group_size)
     if epochs.crossed(spread, 0.0) >= crossed:
         return spread, 0.0
-    # With no spread at all, the most that may end early.
+    # The largest share of early ends, at spread 0.
     most = _bisected(lambda early: epochs.moved_up(0.0, early) >= share, 0.0, 1.0)
 
     def spread_with(early: float) -> float:
@@ -160,7 +160,7 @@ def noise_for_stability(
 
 
 def _bisected(is_enough: Callable[[float], bool], least: float, most: float) -> float:
-    """About the least value that is enough, where more is enough too; `most` where none below is."""
+    """The least value that is enough, by bisection; `most` if no smaller one is."""
     for _ in range(_NUM_COARSE_HALVINGS):
         middle = (least + most) / 2
         least, most = (least, middle) if is_enough(middle) else (middle, most)
@@ -174,7 +174,7 @@ class _Epochs:
         self._law = law
         self._middles = law.sample(random, num_prompts)[:, None]
         self._errors = random.standard_normal((2, num_prompts, group_size))
-        # Of their own, so that lengths without rollouts that end early are drawn as if there were none.
+        # A separate generator, so that lengths are unchanged if no rollout ends early.
         (ends,) = random.spawn(1)
         self._luck, self._ends = ends.random((2, num_prompts, group_size)), ends.random((2, num_prompts, group_size))
 
@@ -193,7 +193,7 @@ class _Epochs:
         return 1.0 - self._ranks(spread, early).accurate
 
     def crossed(self, spread: float, early: float) -> float:
-        """Share of them that only crossed a boundary."""
+        """Share that moved up one group, into its shorter half."""
         return self._ranks(spread, early).crossed_boundary
 
     def _ranks(self, spread: float, early: float) -> RankGroups:

@@ -17,7 +17,7 @@ def synthetic_trace(
 ) -> Trace:
     """Lengths by a law, each rollout predicted on its own: its length times exp(noise z), z standard normal.
 
-    The model in which schedules are compared most easily. Groups name who belongs together, no more: for rollouts that
+    The simplest model for comparing schedules. Groups only name which rollouts belong together: for rollouts that
     share their prompt's prediction see `treering.schedule.traces.stability.stable_trace`.
 
     Args:
@@ -48,7 +48,7 @@ def synthetic_trace(
 
 
 def check_counts(num_steps: int, num_rollouts: int, group_size: int) -> None:
-    """Refuses a trace without steps, and steps that are no whole groups."""
+    """Rejects a trace without steps, and steps that are not whole groups."""
     if min(num_steps, num_rollouts, group_size) < 1 or num_rollouts % group_size:
         raise InputError(
             f"a trace has one step or more, each of whole groups, got {num_steps} steps of {num_rollouts} rollouts in "

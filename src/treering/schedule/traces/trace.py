@@ -14,17 +14,17 @@ from treering.schedule.policy import Forecast
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceStep:
-    """One step's rollouts.
+    """The rollouts of one step.
 
     Example: a group of two is `TraceStep(lengths=[120, 80], forecast=Forecast(lengths=[100, 100], prompts=[0, 0]))`.
     """
 
     lengths: NDArray[np.int64]
-    """int64 [R] >= 1: tokens that they came to have."""
+    """int64 [R] >= 1: actual lengths in tokens."""
     forecast: Forecast
-    """What was known before."""
+    """The predictions."""
     num_prompt_tokens: NDArray[np.int64] | None = None
-    """int64 [R] >= 0: tokens to prefill; None is none."""
+    """int64 [R] >= 0: tokens to prefill; None means no prefill."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.asarray(self.lengths, np.int64))
@@ -50,7 +50,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """Steps in order, and the longest that a rollout can be."""
+    """Steps in order, and the length limit."""
 
     steps: tuple[TraceStep, ...]
     """At least one."""

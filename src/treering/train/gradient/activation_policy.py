@@ -15,24 +15,24 @@ from treering.errors import ConfigError
 from treering.types import is_count
 
 Parents = Literal["keep", "recompute", "offload"]
-"""keep: they stay, and nothing is computed twice. recompute: they are dropped and computed again before the backward;
-keys and values stay. offload: they wait in host memory."""
+"""keep: activations stay, and nothing is computed twice. recompute: they are dropped and computed again before the
+backward; keys and values stay. offload: they move to host memory."""
 
 ParentsOption = Literal["auto", "keep", "recompute", "offload"]
 
 USABLE_SHARE = 0.8
-"""Of the memory that is free; the rest is for gradients of gateways, temporaries and fragmentation."""
+"""Share of free memory to use; the rest is for gateway gradients, temporaries and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What a choice depends on.
+class ActivationMemory:
+    """The sizes that a choice depends on.
 
     Attributes:
         chain_tokens: tokens of the longest chain of partitions.
-        bytes_per_token: what a forward saves for its backward.
-        free_bytes: room for activations where the model is.
-        free_host_bytes: room in host memory; None where the model is on the host itself.
+        bytes_per_token: bytes that a forward saves for its backward.
+        free_bytes: free memory on the model's device.
+        free_host_bytes: free host memory; None if the model is on the host.
     """
 
     chain_tokens: int
@@ -43,17 +43,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParentsChoice:
-    """What was chosen, and why, in words for a log."""
+    """The choice and its reason, in words for a log."""
 
     parents: Parents
     reason: str
 
 
 def check_parents(requested: str, device: torch.device, max_bytes: int | None) -> None:
-    """Refuses an unknown option, an offload that would move nothing, and a room of no bytes.
+    """Checks the options `parents` and `max_bytes`.
 
     Raises:
-        ConfigError: with the fix.
+        ConfigError: an unknown option, an offload of a model on the host, or no bytes.
     """
     if requested not in get_args(ParentsOption):
         raise ConfigError(f"parents is one of {', '.join(get_args(ParentsOption))}, got {requested!r}; choose one")
@@ -66,10 +66,10 @@ def check_parents(requested: str, device: torch.device, max_bytes: int | None) -
         raise ConfigError(f"max_bytes is a positive number of bytes, or None for what is free, got {max_bytes!r}")
 
 
-def choose_parents(requested: ParentsOption, measure: Callable[[], Memory]) -> ParentsChoice:
-    """The option that was asked for, or for "auto" the fastest that fits: keep, then offload, then recompute.
+def choose_parents(requested: ParentsOption, measure: Callable[[], ActivationMemory]) -> ParentsChoice:
+    """The requested option, or for "auto" the fastest that fits: keep, then offload, then recompute.
 
-    All three give the same gradients, bit for bit where the device computes deterministically.
+    All three give the same gradients, bitwise if the device computes deterministically.
 
     Example: a chain of 10,000 tokens at 1 MB each is kept in 20 GB of free memory, offloaded with 5 GB free on the
     device and 20 GB on the host, and recomputed with 5 GB on both.
@@ -90,7 +90,7 @@ def choose_parents(requested: ParentsOption, measure: Callable[[], Memory]) -> P
 
 
 def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, float | None]:
-    """Bytes free for activations where the model is, or `max_bytes`; and on the host, where that is elsewhere."""
+    """Bytes free for activations on the model's device, or `max_bytes`; and on the host, None if it is that device."""
     host = _free_host_bytes() * USABLE_SHARE
     if device.type == "cpu":
         return (host if max_bytes is None else float(max_bytes)), None
@@ -102,7 +102,7 @@ def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, flo
 
 
 def _free_host_bytes() -> int:
-    """Linux says what could be had without swapping; elsewhere all physical memory stands in."""
+    """On Linux the memory available without swapping; elsewhere all physical memory."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -18,7 +18,7 @@ from treering.arrays import Float64Array
 from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.families import find_parts
-from treering.model.routers import listening
+from treering.model.routers import router_hooks
 from treering.train.gradient.activation_policy import ParentsChoice, ParentsOption, check_parents
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch
@@ -32,23 +32,23 @@ from treering.tree.plan.costs import CostModel
 from treering.tree.plan.plan import Plan, plan_batch
 
 FILL_TOKENS = MappingProxyType({"cpu": 2048})
-"""Tokens that are computed at one time under a larger `max_tokens`, by device: small trees are put together up to it,
-and larger ones cut into partitions where that costs nothing. A CPU is busy long before, and larger tensors come from
-fresh pages each time: 8,192 tokens took 6 to 25 % longer each than 2,048 (8 layers of 512)."""
+"""Tokens per micro-batch under a larger `max_tokens`, by device: small trees are combined up to it, and larger ones are
+cut into partitions if that costs nothing. A CPU is busy with fewer tokens, and larger tensors are allocated on fresh
+pages each time: with 8,192 tokens each took 6 to 25 % longer than with 2,048 (8 layers of 512)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackwardResult:
-    """What a tree step computed.
+    """The result of a tree step.
 
     Attributes:
         loss: the objective over the whole batch (this rank's share, if ranks share denominators), router losses added.
-        num_trained_tokens: entries that were trained, counted by branches; under `once` a shared one counts once.
+        num_trained_tokens: trained entries, counted per branch; under `once` a shared one counts once.
         averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo); with router losses
             also `router_balance`, `router_z` and `expert_load_max`, of all ranks (see `Routing.metrics`).
-        plan: the micro-batches and partitioned trees that were run.
-        parents: what became of partitions' activations while others ran, and why; None if no tree was partitioned.
-        num_recomputed_tokens: tokens that went through the model a second time for that.
+        plan: the micro-batches and partitioned trees of the step.
+        parents: what was done with partitions' activations, and why; None if no tree was partitioned.
+        num_recomputed_tokens: tokens whose forward ran twice for that.
         num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives and balance losses may
             need.
         scoring_s: seconds of that pass.
@@ -65,7 +65,7 @@ class BackwardResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All figures for a log: the averages, token counts, `sharing` as achieved, `num_micro_batches`."""
+        """All metrics for a log: the averages, token counts, achieved `sharing`, `num_micro_batches`."""
         flat = self.plan.num_branch_tokens
         computed = self.plan.num_tokens + self.num_recomputed_tokens
         return {
@@ -101,17 +101,17 @@ def backward(
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
-        forests: the optimizer batch. Per-branch values of the objective follow their order: forests, then sequences.
+        forests: the optimizer batch; per-branch values of the objective are in the order of forests, then sequences.
         objective: from `treering.objectives`.
-        max_tokens: distinct tokens per micro-batch and per partition, at most; fewer where that is faster
-            (`FILL_TOKENS`). None runs everything at one time.
+        max_tokens: most distinct tokens per micro-batch and partition; fewer are used where that is faster
+            (`FILL_TOKENS`). None runs everything at once.
         temperature: divides the logits, as at sampling time.
         value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
-        parents: of partitions below others: "keep" their activations (nothing is computed twice), "recompute" or
-            "offload" them, or "auto": the first of keep, offload, recompute that fits. See `result.parents`.
-        max_bytes: room for activations that "auto" may fill; None for most of what is free.
-        costs: skips sharing in trees that it would slow down; None shares wherever it can.
-        min_micro_batches: run at least that many, empty ones if need be, so that ranks of a sharded model keep step.
+        parents: "keep" the activations of partitions that others descend from (nothing is computed twice), "recompute"
+            or "offload" them, or "auto": the first of keep, offload, recompute that fits. See `result.parents`.
+        max_bytes: memory for activations that "auto" may use; None for most of the free memory.
+        costs: skips sharing in trees where it would be slower; None always shares.
+        min_micro_batches: run at least that many, empty ones if needed, so that ranks of a sharded model stay in step.
         backend: attention backend; ignored inside `tree_attention`.
         sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; gradients
             are then to be summed, not averaged, over ranks. None on one rank.
@@ -121,8 +121,8 @@ def backward(
         InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
             the objective trains none, or none where it does. No gradient has been added then.
         ConfigError: options that contradict each other.
-        StateError: gradients are switched off, or no parameter takes any.
-        UnsupportedError: a model that would not be exact, by name; router losses of a model without routers, or under
+        StateError: gradients are switched off, or no parameter requires one.
+        UnsupportedError: a model that would not be exact; router losses of a model without routers, or under
             reentrant gradient checkpointing.
 
     An error from elsewhere, such as a lack of memory, may leave part of the gradients: clear them before going on.
@@ -136,7 +136,7 @@ def backward(
     if not isinstance(forests, Iterable | Forest):
         raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
-    # Everything that can be refused is refused before the first gradient is added, and before ranks meet.
+    # All checks come before the first gradient is added and before ranks communicate.
     parts = find_parts(model)
     check_inputs(model, parts, forests, objective, temperature, value_head)
     scorer = Scorer(
@@ -157,7 +157,7 @@ def backward(
         router_losses=router_losses,
     )
     sum_over_ranks = sum_over_ranks or _on_one_rank
-    with nullcontext() if is_active(parts) else tree_attention(model, backend), listening(routers):
+    with nullcontext() if is_active(parts) else tree_attention(model, backend), router_hooks(routers):
         batch = flatten_batch(forests, objective, sum_over_ranks)
         routing = None
         if router_losses is not None and routers is not None:
@@ -196,16 +196,16 @@ def plan_step(
     min_micro_batches: int = 0,
     router_losses: RouterLosses | None = None,
 ) -> Plan:
-    """The plan that `backward` follows: `plan_batch` with the number of tokens that the device likes best.
+    """The plan that `backward` follows: `plan_batch` with the fastest number of tokens for the device.
 
-    Ranks that keep step plan by `max_tokens` alone, as `share_among_ranks` does for them. So is a batch with a balance
-    loss planned that fits into one forward, where it needs no pass before.
+    With `min_micro_batches`, only `max_tokens` counts, as in `share_among_ranks`. The same holds for a batch with a
+    balance loss that fits into one forward, because one forward needs no counting pass.
 
     Raises:
         InputError: see `plan_batch`.
 
-    Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, and whole for gspo, whose
-    partitions would take a pass without gradients.
+    Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, but whole for gspo, whose
+    partitions would need a pass without gradients.
     """
     fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(device.type)
     num_tokens = sum(forest.num_tokens for forest in forests)

@@ -20,13 +20,13 @@ def boundary_of(
 
     Args:
         forest: the whole tree.
-        partitions: all of them.
-        number: of the partition.
-        children: numbers of those below it that will run.
-        above: boundary of the partition that it hangs off; None for the top one.
+        partitions: of the tree.
+        number: index of the partition.
+        children: indices of its child partitions that will run.
+        above: boundary of its parent partition; None for the top one.
 
-    Example: the chain 5, 6, 7 cut after 6: the first partition leaves the state behind its token 1, the second starts
-    its token 0 from it.
+    Example: the chain 5, 6, 7 cut after 6: the first partition exports the state after its token 1, and token 0 of the
+    second starts from it.
     """
     tokens = partitions[number].tokens
     parent = forest.parent[tokens]
@@ -49,7 +49,7 @@ def boundary_of(
 
 
 def _places(tokens: NDArray[np.int32], wanted: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Where each of some tokens stands among others, ascending both."""
+    """Index of each wanted token in `tokens`; both are ascending."""
     places = np.searchsorted(tokens, wanted).astype(np.int64)
     assert (tokens[places] == wanted).all(), "a partition hangs off tokens that its parent does not leave"
     return places

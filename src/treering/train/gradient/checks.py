@@ -22,11 +22,11 @@ def check_inputs(
     temperature: float,
     value_head: nn.Module | None,
 ) -> None:
-    """Refuses what a step cannot train exactly, or not at all.
+    """Refuses inputs that a step cannot train, or not exactly.
 
     Raises:
         InputError: a forest, objective, temperature or value head that does not fit.
-        StateError: gradients are switched off, or no parameter takes any.
+        StateError: gradients are switched off, or no parameter requires one.
     """
     check_temperature(temperature)
     if value_head is not None and not isinstance(value_head, nn.Module):
@@ -54,10 +54,10 @@ def check_inputs(
 
 
 def routers_of(router_losses: RouterLosses | None, parts: ModelParts) -> Routers | None:
-    """The routers that the losses are for; None without losses.
+    """The routers that the losses apply to; None without losses.
 
     Raises:
-        InputError: something else than `RouterLosses`.
+        InputError: not a `RouterLosses`.
         UnsupportedError: a model without routers.
     """
     if router_losses is not None and not isinstance(router_losses, RouterLosses):

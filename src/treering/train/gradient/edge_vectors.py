@@ -41,7 +41,7 @@ def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
 
 
 def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
-    """The leaves' gradients, cut into forests of these numbers of tokens; zeros where there is none."""
+    """The leaves' gradients split into forests of these sizes; zeros if a leaf has no gradient."""
 
     def parts(leaf: Tensor) -> tuple[Tensor, ...]:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -55,7 +55,7 @@ def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores
 
 
 def vector_product(scores: EdgeScores, vectors: EdgeScores, table: EdgeTable) -> Tensor:
-    """A scalar whose gradient with respect to the scores are the vectors at the table's edges."""
+    """A scalar whose gradient with respect to the scores is the vectors at the table's edges."""
     at = torch.from_numpy(table.edges).to(scores.logprobs.device)
     product = (scores.logprobs * vectors.logprobs[at]).sum()
     if scores.entropy.requires_grad:

@@ -14,7 +14,7 @@ from treering.train.objectives import Entries, Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """What some entries add.
+    """The loss and metrics of some entries.
 
     Attributes:
         loss: scalar, differentiable.
@@ -26,8 +26,8 @@ class Evaluation:
 
 
 @dataclass(slots=True, kw_only=True)
-class Totals:
-    """Sums over everything that has been evaluated so far."""
+class LossTotals:
+    """Sums over all evaluations so far."""
 
     loss: float = 0.0
     metric_sums: dict[str, float] = field(default_factory=dict)
@@ -46,15 +46,14 @@ class Totals:
 def evaluate(
     objective: Objective, batch: FlatBatch, scores: EdgeScores, places: Int64Array, selected: Selection
 ) -> Evaluation:
-    """The loss and the metrics that some entries add.
+    """The loss and metrics of some entries.
 
     Args:
         objective: the objective.
         batch: of the whole step.
         scores: of some edges.
-        places: int64 [E], where in `scores` each selected entry's edge is.
-        selected: E entries; all of their branches, if the objective's scope is the branch, and of their pairs, if it is
-            the pair.
+        places: int64 [E], index in `scores` of each selected entry's edge.
+        selected: E entries: whole branches if the objective's scope is "branch", whole pairs if it is "pair".
     """
     at = torch.from_numpy(places).to(scores.logprobs.device)
     logprobs = scores.logprobs[at]
@@ -85,7 +84,7 @@ def evaluate(
 
 
 def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -> Tensor | None:
-    """Pairs of which both branches are there, by their places in `branches`."""
+    """Pairs whose branches are both in `branches`, as indices into it."""
     if batch.pairs is None:
         return None
     place = np.full(batch.offsets.size - 1, -1, np.int64)

@@ -23,10 +23,10 @@ class FlatBatch:
 
     Attributes:
         offsets: int64 [K + 1].
-        counts: [F] what an entry counts for in averages, 0 where it is not trained.
+        counts: [F] weight of an entry in averages, 0 if it is not trained.
         weights: [F] factor of an entry's term in the loss.
         values: [F] each, the objective's own data.
-        pairs: int64 [P, 2] branches that are compared, None for objectives without pairs.
+        pairs: int64 [P, 2] compared branches, None for objectives without pairs.
         pair_weight: factor of a pair's term in the loss: 1 / pairs of all ranks.
     """
 
@@ -39,11 +39,11 @@ class FlatBatch:
 
     @property
     def num_trained(self) -> float:
-        """What all entries count for."""
+        """Sum of the counts."""
         return float(self.counts.sum())
 
     def select(self, forest: Forest, branches: Int64Array) -> "Selection":
-        """The trained entries of some branches, which are all those of `forest`, in its order."""
+        """The trained entries of `branches`, which are the branches of `forest` in its order."""
         edges, _ = forest.paths()
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in branches]
         entries = np.concatenate([np.zeros(0, np.int64), *spans])
@@ -59,10 +59,10 @@ class Selection:
     """Trained entries of some branches.
 
     Attributes:
-        branches: int64 [B] their numbers in the batch.
+        branches: int64 [B] their indices in the batch.
         edges: int64 [E] packed index of each entry's token in the forest of these branches.
-        entries: int64 [E] numbers of the entries in the batch.
-        branch: int64 [E] place of each entry's branch in `branches`, ascending.
+        entries: int64 [E] indices of the entries in the batch.
+        branch: int64 [E] index of each entry's branch in `branches`, ascending.
     """
 
     branches: Int64Array
@@ -80,7 +80,7 @@ class Selection:
         )
 
     def split(self, owner: Int64Array, num_owners: int) -> "list[Selection]":
-        """The entries by owner, int64 [E]: a partition, say."""
+        """The entries by owner, int64 [E], such as a partition."""
         order = np.argsort(owner, kind="stable")
         bounds = np.searchsorted(owner[order], np.arange(1, num_owners))
         return [self.only(chosen) for chosen in np.split(order, bounds)]

@@ -36,12 +36,12 @@ from treering.tree.plan.partition import PartitionedTree
 Event = tuple[Literal["enter", "leave"], int]
 
 LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
-"""The loss that a partition's edges add, a scalar: given its number, its edges and their scores."""
+"""(partition number, its edges, their scores) -> their loss, a scalar."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Live:
-    """A partition between its two events."""
+class _OpenPartition:
+    """A partition between its "enter" and "leave" events."""
 
     fragment: Forest
     layout: TreeLayout
@@ -55,8 +55,8 @@ class PartitionedStep:
 
     Attributes:
         tables: the scored edges of each partition.
-        num_passes: forwards with a backward so far.
-        num_recomputed: tokens that were computed a second time so far.
+        num_passes: number of forwards with a backward so far.
+        num_recomputed: number of tokens recomputed so far.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class PartitionedStep:
         parents: Parents,
         routing: Routing | None = None,
     ) -> None:
-        """`wanted`: bool [N], the tokens whose edges are scored; partitions above none of these are left out.
+        """`wanted`: bool [N], the tokens whose edges are scored; partitions without any in or below them are skipped.
 
-        With `routing`, whose losses every token has, none is left out.
+        With `routing`, whose losses cover every token, no partition is skipped.
         """
         self._tree = tree
         self._scorer = scorer
@@ -88,7 +88,7 @@ class PartitionedStep:
         self._routing = routing
         self._branches = branches_through(tree.forest)
         self._children = self._needed_children()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _OpenPartition] = {}
 
     def backward(self, loss_of: LossOf) -> None:
         """Adds the gradients of the losses of all partitions to `.grad`."""
@@ -101,7 +101,7 @@ class PartitionedStep:
     def score(self) -> EdgeScores:
         """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
 
-        On the way, the routing counts all tokens' routes.
+        The routing counts all tokens' routes in the same pass.
         """
         everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
         with torch.no_grad():
@@ -148,18 +148,18 @@ class PartitionedStep:
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _compute(self, live: _Live) -> None:
-        """The forward that the backward will follow, with what its routers add to the loss."""
+    def _compute(self, live: _OpenPartition) -> None:
+        """The forward with gradients, and its router losses."""
         with recorded_by(self._routing) as routes:
             live.hidden = self._hidden(live)
         if self._routing is not None:
             live.router_loss = self._routing.loss(routes, live.branches)
 
-    def _hidden(self, live: _Live) -> Tensor:
+    def _hidden(self, live: _OpenPartition) -> Tensor:
         return hidden_states(self._scorer.parts, live.fragment, live.layout)
 
-    def _open(self, number: int) -> _Live:
-        """A partition's tokens, with the gateways of its ancestors that they look through."""
+    def _open(self, number: int) -> _OpenPartition:
+        """Prepares a partition: its tokens, and the gateways of the ancestors that they see."""
         partitions, forest = self._tree.partitions, self._tree.forest
         tokens = partitions[number].tokens
         fragment = take_fragment(forest, tokens)
@@ -170,7 +170,7 @@ class PartitionedStep:
             gateway = self._live[above].layout.gateway
             assert gateway is not None
             if (sight.first < sight.stop).any():
-                ancestors.append(Ancestor.seen_through(gateway, sight))
+                ancestors.append(Ancestor.from_sight(gateway, sight))
             above = partitions[above].parent
         gateway = Gateway() if self._children[number] else None
         parent = partitions[number].parent
@@ -184,22 +184,22 @@ class PartitionedStep:
         layout = TreeLayout(
             fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway, boundary=boundary
         )
-        return _Live(fragment=fragment, layout=layout, branches=self._branches[tokens])
+        return _OpenPartition(fragment=fragment, layout=layout, branches=self._branches[tokens])
 
     def _needed_children(self) -> list[list[int]]:
-        """Children of each partition that have scored edges in them or below; all of them with a routing."""
+        """The children of each partition with scored edges in or below them; all children if there is a routing."""
         children: list[list[int]] = [[] for _ in self._tree.partitions]
         for number in range(len(children) - 1, 0, -1):
             if children[number] or self._has_loss(number):
                 children[self._tree.partitions[number].parent].append(number)
-        # Found from the last to the first; run in packed order.
+        # Collected from last to first; run in packed order.
         return [numbers[::-1] for numbers in children]
 
     def _has_loss(self, number: int) -> bool:
         return self._routing is not None or self.tables[number].edges.size > 0
 
     def _events(self) -> Iterator[Event]:
-        """Depth-first: each partition is entered before and left after all that is below it."""
+        """Depth-first: a partition is entered before and left after all partitions below it."""
         stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self._has_loss(0) else []
         while stack:
             event, number = stack.pop()

@@ -27,7 +27,7 @@ from treering.tree.forest import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLosses:
-    """Coefficients of the losses that are added to an objective; with 0 both are measured only.
+    """Coefficients of the losses that are added to an objective; 0 only measures a loss.
 
     Attributes:
         balance: of `E * sum_e(share_e * probability_e)`: the share of routed slots, k slots a token, and the mean
@@ -35,7 +35,7 @@ class RouterLosses:
         z: of the mean of `logsumexp(logits) ** 2`, which keeps logits small.
 
     Raises:
-        ConfigError: a coefficient that is no number of at least 0.
+        ConfigError: a coefficient that is not a finite number of at least 0.
 
     Example: `RouterLosses(balance=0.001, z=0.0001)`.
     """
@@ -52,9 +52,9 @@ class RouterLosses:
 
 
 def branches_through(forest: Forest) -> Int64Array:
-    """Number of branches that run through each token: int64 [N].
+    """Number of branches through each token: int64 [N].
 
-    Example: in the forest of 5, 6 and 5, 7 and 5 there are 3 through the token 5, 1 through each other.
+    Example: in the forest of [5, 6], [5, 7] and [5], token 5 has 3 branches through it, 6 and 7 have 1 each.
     """
     ends = np.zeros(forest.num_tokens + 1, np.int64)
     np.cumsum(np.bincount(forest.branch_end, minlength=forest.num_tokens), out=ends[1:])
@@ -64,9 +64,9 @@ def branches_through(forest: Forest) -> Int64Array:
 class Routing:
     """The router losses of one optimizer batch, forward by forward.
 
-    Every token is counted once: by `count`, or by its `loss` where nobody has. Then the counts become those of all
-    ranks (`share_load`): before the first `loss` if there is a balance loss, and before `total` and `metrics` in any
-    case. Every rank calls what sums over ranks equally often.
+    Every token is counted once: by `count`, or else by its `loss`. Then `share_load` sums the counts over all ranks:
+    before the first `loss` if there is a balance loss, and always before `total` and `metrics`. Every rank must call
+    the methods that sum over ranks equally often.
 
     Attributes:
         routers: of the model.
@@ -93,19 +93,19 @@ class Routing:
         return self._has_load
 
     def count(self, routes: Sequence[Routes], branches: Int64Array) -> None:
-        """Adds the experts that the N tokens of a forward went to; `branches` is how many run through each of them."""
+        """Counts the experts of the N tokens of a forward; `branches` is the number of branches through each token."""
         assert not self._has_load, "counted after the counts were shared"
         num_experts = self.routers.num_experts
         self._counts += _to_host([_num_routed(route.chosen, branches, num_experts) for route in routes])
 
     def share_load(self) -> None:
-        """Makes the counts those of all ranks."""
+        """Sums the counts over all ranks."""
         summed = self._sum_over_ranks(self._counts.ravel())
         self._counts = np.asarray(summed, np.float64).reshape(self._counts.shape)
         self._has_load = True
 
     def loss(self, routes: Sequence[Routes], branches: Int64Array) -> Tensor:
-        """What the N tokens of a forward add to the loss, a differentiable scalar; call it once for each."""
+        """The router loss of the N tokens of a forward, a differentiable scalar; call it once per forward."""
         assert self._has_load or self.losses.balance == 0, "a balance loss before the load is known"
         if not self._has_load:
             self.count(routes, branches)
@@ -126,12 +126,12 @@ class Routing:
 
     @property
     def total(self) -> float:
-        """What this rank's tokens have added to the loss."""
+        """The router loss of this rank's tokens."""
         balance = self.routers.num_experts * float((self._shares * self._probabilities).sum())
         return self.losses.balance * balance + self.losses.z * self._z
 
     def metrics(self) -> dict[str, float]:
-        """Of all ranks: `router_balance` and `router_z` without coefficients, and `expert_load_max`.
+        """Metrics over all ranks: `router_balance` and `router_z` without coefficients, and `expert_load_max`.
 
         The last is the largest load of any expert in any layer, over the mean: 1 is even, E / k is one expert for all.
         """
@@ -162,12 +162,12 @@ def check_routers(model: nn.Module, losses: RouterLosses | None) -> None:
 
 
 def recorded_by(routing: Routing | None) -> AbstractContextManager[list[Routes]]:
-    """A block around one forward, see `recorded_routes`; without router losses its list stays empty."""
+    """Context manager around one forward, see `recorded_routes`; without router losses its list stays empty."""
     return nullcontext([]) if routing is None else recorded_routes(routing.routers)
 
 
 def _num_routed(chosen: Int[Tensor, "N k"], branches: Int64Array, num_experts: int) -> Int[Tensor, " E"]:
-    # In whole numbers, so that the order of additions, which a GPU does not fix, changes nothing.
+    # In integers, so that the order of additions, which varies on a GPU, does not matter.
     counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     weights = torch.from_numpy(branches).to(chosen.device).repeat_interleave(chosen.shape[1])
     return counts.index_add_(0, chosen.reshape(-1).long(), weights)
@@ -190,7 +190,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _to_host(parts: Sequence[Tensor]) -> Float64Array:
-    """Tensors of one shape, of layers on any devices, as float64 [L, ...], in one transfer."""
+    """Stacks one tensor per layer, on any devices, into float64 [L, ...], in one transfer."""
     stacked = torch.stack([part.detach().to(parts[0].device) for part in parts])
     values: Float64Array = stacked.cpu().double().numpy()
     return values

@@ -15,9 +15,15 @@ from treering.arrays import BoolArray, Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
 from treering.model.forward import hidden_states
 from treering.model.routers import Routes
-from treering.train.gradient.activation_policy import Memory, ParentsChoice, ParentsOption, choose_parents, free_memory
+from treering.train.gradient.activation_policy import (
+    ActivationMemory,
+    ParentsChoice,
+    ParentsOption,
+    choose_parents,
+    free_memory,
+)
 from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
-from treering.train.gradient.evaluation import Totals, evaluate
+from treering.train.gradient.evaluation import LossTotals, evaluate
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
@@ -36,10 +42,10 @@ class StepRun:
 
     Attributes:
         totals: loss and metrics so far.
-        parents: what becomes of parents' activations; None if no tree is partitioned.
-        num_recomputed_tokens: see `BackwardResult`, as are the next two.
+        parents: what is done with parents' activations; None if no tree is partitioned.
+        num_recomputed_tokens: see `BackwardResult`, also for the next two.
         num_scoring_tokens: tokens of the pass without gradients.
-        scoring_s: its seconds.
+        scoring_s: seconds of that pass.
     """
 
     def __init__(
@@ -54,11 +60,11 @@ class StepRun:
         min_micro_batches: int,
         routing: Routing | None = None,
     ) -> None:
-        """`scorer` is that of the model, and so is `routing`, if any; the caller is inside `tree_attention`."""
+        """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`."""
         self._min_passes = min_micro_batches
         self._routing = routing
         self._num_passes = 0
-        self.totals = Totals()
+        self.totals = LossTotals()
         self.num_recomputed_tokens = 0
         self.num_scoring_tokens = 0
         self.scoring_s = 0.0
@@ -112,13 +118,13 @@ class StepRun:
         return self._loss(scores, places, selected)
 
     def _evaluate_nothing(self, selected: Selection, vectors: EdgeScores | None) -> None:
-        """Pairs of branches without a trained token have a loss, if no gradient."""
+        """Pairs of branches without a trained token have a loss, but no gradient."""
         if self._objective.scope == "pair" and vectors is None:
             none = self._scorer.no_scores(0)
             self._loss(none, np.zeros(0, np.int64), selected)
 
     def _run_nothing(self) -> None:
-        """A forward and backward of one token that adds zeros: what a rank without work owes the others."""
+        """A forward and backward of one token that adds zeros, so that a rank without work stays in step."""
         hidden = hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
         if hidden.requires_grad:
             (0.0 * hidden[0, 0]).backward()  # type: ignore[no-untyped-call]
@@ -141,13 +147,13 @@ class StepRun:
         self.num_recomputed_tokens += step.num_recomputed
 
     def _loss(self, scores: EdgeScores, places: Int64Array, selected: Selection) -> Tensor:
-        """The loss of some entries, which the totals gain."""
+        """The loss of some entries, added to the totals."""
         evaluation = evaluate(self._objective, self._batch, scores, places, selected)
         self.totals.add(evaluation)
         return evaluation.loss
 
     def _crossing(self) -> list[int]:
-        """Units that hold a branch, or a pair, of which the objective needs more than is computed at one time."""
+        """Units that hold only part of a branch or pair that the objective needs whole."""
         if self._objective.scope == "entry":
             return []
         crossing = {i for i, unit in enumerate(self._units) if isinstance(unit, PartitionedTree)}
@@ -157,11 +163,11 @@ class StepRun:
                 unit_of[unit.branches] = number
             sides = unit_of[self._batch.pairs]
             crossing |= set(sides[sides[:, 0] != sides[:, 1]].ravel().tolist())
-            # A unit that shares a pair with a crossing one crosses too, and both sides of its own pairs are in it.
+            # A unit that shares a pair with a crossing unit crosses too; all other pairs are within their unit.
         return sorted(crossing)
 
     def _load_first(self) -> Routing | None:
-        """The routing, if its load must be found in a pass of its own: of more than one forward, or of many ranks'."""
+        """The routing, if its load needs a separate pass: with several forwards, or several ranks."""
         if self._routing is None or self._routing.losses.balance == 0:
             return None
         is_cut = any(isinstance(unit, PartitionedTree) for unit in self._units)
@@ -169,7 +175,7 @@ class StepRun:
         return None if is_one_forward and self._min_passes == 0 else self._routing
 
     def _find_load(self, routing: Routing, already: Sequence[int]) -> None:
-        """Counts the routes of all units but some, in a pass without gradients, and sums over ranks."""
+        """Counts the routes of all units except `already`, in a pass without gradients, and sums over ranks."""
         started = time.perf_counter()
         for number, unit in enumerate(self._units):
             if number not in already and _num_forwards(unit) > 0:
@@ -184,7 +190,7 @@ class StepRun:
     def _vectors(self, numbers: Sequence[int], routing: Routing | None) -> dict[int, EdgeScores]:
         """The loss's gradient with respect to every score of the given units: [N] each, by unit.
 
-        On the way, `routing` counts their routes.
+        `routing` counts their routes in the same pass.
         """
         if not numbers:
             return {}
@@ -217,9 +223,9 @@ class StepRun:
         return everywhere
 
     def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
-        def measure() -> Memory:
+        def measure() -> ActivationMemory:
             free, free_host = free_memory(self._scorer.device, max_bytes)
-            return Memory(
+            return ActivationMemory(
                 chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
                 bytes_per_token=bytes_per_token(self._scorer.parts),
                 free_bytes=free,
@@ -230,7 +236,7 @@ class StepRun:
 
 
 def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> Tensor:
-    """What the routers add in a micro-batch; one that is the whole batch finds the load by itself."""
+    """The router loss of a micro-batch; if it is the whole batch, it also provides the load."""
     branches = branches_through(forest)
     if routing.losses.balance and not routing.has_load:
         routing.count(routes, branches)
@@ -249,7 +255,7 @@ def _wanted(forest: Forest, selected: Selection) -> BoolArray:
 
 
 def _places(table: EdgeTable, num_tokens: int) -> Int64Array:
-    """Where in the table's order each edge is: int64 [N]."""
+    """Index of each edge in the table: int64 [N], -1 if not in it."""
     places = np.full(num_tokens, -1, np.int64)
     places[table.edges] = np.arange(table.edges.size)
     return places

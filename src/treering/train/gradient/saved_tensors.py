@@ -13,7 +13,7 @@ from treering.model.forward import hidden_states
 from treering.tree.forest import Forest
 
 PROBE_TOKENS = (16, 48)
-"""Two lengths whose saved bytes tell what a token costs: the difference leaves out what does not grow."""
+"""Two lengths to compare saved bytes at: the difference cancels the constant part."""
 
 
 class _OnHost(NamedTuple):
@@ -25,15 +25,15 @@ def saved_bytes(run: Callable[[], object], parts: ModelParts) -> int:
     """Bytes that a forward saves for its backward: storages that are not weights, each counted once.
 
     Args:
-        run: the forward; its result is kept until the count is done, and has no backward.
-        parts: of the model, whose weights are left out.
+        run: the forward; its result has no backward.
+        parts: of the model; its weights are not counted.
     """
     weights = _weight_storages(parts)
     storages: dict[int, int] = {}
     held: list[Tensor] = []
 
-    # Nothing goes backward, so nothing is packed: a tensor, or one with a graph that is held here, would be held by its
-    # own graph, and neither be freed. Compiling this would specialise graphs on addresses.
+    # There is no backward, so nothing is packed: a tensor with its graph would be held by that graph and never freed.
+    # Compiling this would specialise graphs on addresses.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(tensor: Tensor) -> None:
         if _storage(tensor) not in weights:
@@ -47,7 +47,7 @@ def saved_bytes(run: Callable[[], object], parts: ModelParts) -> int:
 
 
 def bytes_per_token(parts: ModelParts) -> float:
-    """Bytes that a forward saves for each token, from two short forwards; inside `tree_attention`."""
+    """Bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`."""
     few, more = (
         saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
         for n in PROBE_TOKENS
@@ -57,9 +57,9 @@ def bytes_per_token(parts: ModelParts) -> float:
 
 @contextmanager
 def saved_on_host(parts: ModelParts) -> Iterator[None]:
-    """Tensors that are saved inside go to the host; weights stay, since they are on the device anyway.
+    """Context manager that moves saved tensors to the host, except weights.
 
-    Where the model is in host memory already, nothing moves.
+    If the model is on the host, nothing moves.
     """
     weights = _weight_storages(parts)
 

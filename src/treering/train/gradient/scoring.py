@@ -18,8 +18,8 @@ class Scorer:
     Attributes:
         parts: of the model.
         temperature: divides the logits.
-        entropy_of: "all" where the objective reads entropies.
-        value_head: hidden state to value, where the objective reads values.
+        entropy_of: "all" if the objective reads entropies.
+        value_head: hidden state to value, if the objective reads values.
     """
 
     parts: ModelParts
@@ -29,11 +29,11 @@ class Scorer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's embedding is."""
+        """Device of the model's embedding."""
         return next(self.parts.embedding.parameters()).device
 
     def no_scores(self, num_edges: int) -> EdgeScores:
-        """Zeros, as `scores` would give them for edges that are not scored."""
+        """Zeros in the format of `scores`."""
         weight = next(self.parts.embedding.parameters())
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logprobs, entropy, values = torch.zeros(3, num_edges, dtype=dtype, device=self.device)

@@ -18,7 +18,7 @@ from treering.tree.forest import Forest
 from treering.types import LossMask, TokenIds
 
 Layout = Literal["tree", "packed"]
-"""tree: the sequences of a task share a forest. packed: each is a chain of its own, and nothing is shared."""
+"""tree: the sequences of a task form one forest. packed: each is a separate chain, and nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class Task:
     """One training example: the sequences of one task.
 
     Attributes:
-        task_id: what the sequences share.
+        task_id: of the trajectories that it groups.
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
     """
@@ -45,13 +45,13 @@ class Task:
 
     @property
     def num_trained_tokens(self) -> int:
-        """Masked-in tokens of all sequences; a first token has nothing before it and does not count."""
+        """Trained tokens of all sequences; first tokens do not count, because nothing predicts them."""
         return sum(int(mask[1:].sum()) for mask in self.loss_masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """The forests of one optimizer step and their masks: one mask per branch, forests in order, then sequences."""
+    """The forests of one optimizer step and one mask per branch, in the order of forests, then sequences."""
 
     num_tasks: int
     forests: list[Forest]
@@ -59,7 +59,7 @@ class StepBatch:
 
 
 def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[Task]:
-    """Trajectories of equal `task_id` as tasks, in the order in which tasks and trajectories first appear.
+    """Groups trajectories by `task_id` into tasks, in order of first appearance.
 
     Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
     """
@@ -78,7 +78,7 @@ def task_order(num_tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 
     Example: `task_order(4, seed=0, epoch=0)` and `task_order(4, seed=0, epoch=1)` are two unrelated orders of 0 to 3.
     """
-    # NumPy keeps the raw words of a bit generator for ever, and promises no such thing of Generator.permutation.
+    # NumPy guarantees a stable stream of raw words from a bit generator, but not of Generator.permutation.
     words = np.random.Philox(key=seed, counter=[0, 0, 0, epoch]).random_raw(num_tasks)
     return np.argsort(words, kind="stable")
 
@@ -89,7 +89,7 @@ class StepPlan:
 
     Attributes:
         num_tasks: at least 1.
-        trees_per_step: tasks per step; the last step of an epoch takes what is left.
+        trees_per_step: tasks per step; the last step of an epoch has the remainder.
         seed: of the order.
     """
 
@@ -106,15 +106,15 @@ class StepPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that show every task once."""
+        """Steps that train every task once."""
         return -(-self.num_tasks // self.trees_per_step)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that a step belongs to."""
+        """The epoch of a step."""
         return (step - 1) // self.steps_per_epoch
 
     def tasks_of(self, step: int) -> NDArray[np.int64]:
-        """Numbers of the tasks of one step.
+        """Indices of the tasks of one step.
 
         Example: 5 tasks, 2 per step: steps 1, 2 and 3 hold 2, 2 and 1 tasks, and step 4 begins the next epoch.
         """
@@ -139,10 +139,10 @@ def make_batch(tasks: Sequence[Task], layout: Layout) -> StepBatch:
 
 
 def check_layout(layout: Layout, *, normalizer: Normalizer, shared: Shared) -> None:
-    """Refuses what needs trees where there are none.
+    """Refuses options that need trees with layout "packed".
 
     Raises:
-        ConfigError: "packed" with a convention or a mean of trees.
+        ConfigError: "packed" with shared="once" or normalizer="tree_mean".
     """
     if layout == "packed" and (shared == "once" or normalizer == "tree_mean"):
         raise ConfigError(

@@ -33,11 +33,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _PREFIX = "step-"
-# Anything else in the folder is the user's, such as a copy that is called step-000123-best.
+# Anything else in the folder belongs to the user, such as a copy named step-000123-best.
 _NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
-"""What makes two runs the same run: setting name to value, in JSON's types."""
+"""The settings that identify a run: name to value, in JSON types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ class CheckpointStore:
     """The checkpoints of one run, `step-000123` and so on in one folder.
 
     Attributes:
-        folder: made with the first checkpoint.
-        identity: of the run; a checkpoint of another one is refused.
-        keep: checkpoints that stay, the newest ones; at least 1.
+        folder: created with the first checkpoint.
+        identity: of the run; a checkpoint of another run is refused.
+        keep: number of newest checkpoints to keep; at least 1.
         tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
-        hints: folder of one file per checkpoint with what the loop may lose (`Resumable`), apart from the checkpoints
-            so that damage to it damages none; None keeps no hints.
+        hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
+            to it does not affect them; None keeps no hints.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
     """
@@ -62,10 +62,10 @@ class CheckpointStore:
     hints: Path | None = None
 
     def save(self, loop: Resumable[ReportT]) -> Path:
-        """Writes the loop as it is now and removes what is beyond `keep`; returns the checkpoint's folder.
+        """Writes a checkpoint of the loop and removes those beyond `keep`; returns the checkpoint's folder.
 
         Raises:
-            UnsupportedError: a model that is no plain Hugging Face model, such as a PEFT adapter.
+            UnsupportedError: not a plain Hugging Face model, such as a PEFT adapter.
         """
         model = loop.model
         if not isinstance(model, PreTrainedModel):
@@ -80,24 +80,24 @@ class CheckpointStore:
             torch.save({"loop": loop.state(), "random": random_state()}, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
 
-        # First, so that a whole checkpoint has its hints whenever this process is killed.
+        # Hints come first, so that a complete checkpoint has its hints even if this process is killed.
         if self.hints is not None:
             self.hints.mkdir(parents=True, exist_ok=True)
             loop.save_hints(self.hints / target.name)
         write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
-        # Later ones were damaged, or this run would have gone on from them.
+        # Later checkpoints are damaged: otherwise this run would have resumed from them.
         self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
-        self._tidy(loop.num_steps_done)
+        self._remove_leftovers(loop.num_steps_done)
         return target
 
     def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
-        """Puts the newest whole checkpoint into the loop, bit by bit; damaged ones are named in one warning.
+        """Loads the newest complete checkpoint into the loop, bitwise; one warning names the damaged ones.
 
         Returns:
-            The step that the loop goes on from, or None where there is no checkpoint at all.
+            The step to resume from, or None if there is no checkpoint.
 
         Raises:
-            StateError: there are checkpoints and none is whole, or the newest whole one is of another run.
+            StateError: all checkpoints are damaged, or the newest complete one is of another run.
         """
         damaged: list[str] = []
         for checkpoint in self._newest_first():
@@ -111,7 +111,7 @@ class CheckpointStore:
             _restore(checkpoint, loop)
             if self.hints is not None:
                 loop.load_hints(self.hints / checkpoint.name)
-            self._tidy(loop.num_steps_done)
+            self._remove_leftovers(loop.num_steps_done)
             return loop.num_steps_done
         if damaged:
             raise StateError(
@@ -127,15 +127,15 @@ class CheckpointStore:
         if damaged:
             warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
 
-    def _tidy(self, step: int) -> None:
-        """Removes what a kill left half done, whole checkpoints before `step` beyond `keep`, and hints of none."""
+    def _remove_leftovers(self, step: int) -> None:
+        """Removes unfinished drafts, checkpoints up to `step` beyond `keep`, and hints without a checkpoint."""
         clear_unfinished(self.folder)
         kept = [path for path in self._newest_first() if _step_of(path) <= step]
         self._remove(kept[self.keep :])
         if self.hints is None:
             return
         left = {path.name for path in self._newest_first()}
-        # A hidden one is a draft of a killed writer.
+        # A hidden file is the draft of a killed writer.
         for hint in [*_named(self.hints), *self.hints.glob(f".*{_PREFIX}*")]:
             if hint.name not in left:
                 hint.unlink()
@@ -146,15 +146,15 @@ class CheckpointStore:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies: `folder/step-000123`."""
+    """The folder of a step's checkpoint: `folder/step-000123`."""
     return folder / f"{_PREFIX}{step:06d}"
 
 
 def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
-    """Refuses to go on with another run's state.
+    """Refuses the state of another run.
 
     Raises:
-        StateError: names every key that differs, with both values.
+        StateError: names every setting that differs, with both values.
     """
     missing = "nothing"
     differing = [
@@ -185,7 +185,7 @@ def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
 
 
 def _load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Copies the stored tensors into the model's own, dtype for dtype; tied tensors are stored once."""
+    """Copies the stored tensors into the model's, in the same dtypes; tied tensors are stored once."""
     own = model.state_dict()
     loaded: set[int] = set()
     for name, tensor in _stored_tensors(checkpoint):
@@ -224,7 +224,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on from a `random_state`."""
+    """Restores a `random_state`."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -19,18 +19,18 @@ Autocast = Literal["none", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How a loop computes its steps: memory, time and precision. What a step learns is chosen elsewhere.
+    """How a loop computes its steps: memory, speed and precision.
 
     Attributes:
-        max_tokens: distinct tokens per micro-batch and per partition; None computes a step at one time.
-        parents: of trees over `max_tokens`, see `backward`.
-        max_bytes: room for activations, see there.
-        costs: skips sharing where it would be slower, see there.
-        autocast: "bfloat16" computes in bfloat16 where torch's autocast allows, over the weights' own dtype.
-        gradient_checkpointing: recompute activations in the backward, by which of torch's two ways.
+        max_tokens: distinct tokens per micro-batch and per partition; None computes a step at once.
+        parents: for trees over `max_tokens`, see `backward`.
+        max_bytes: memory for activations, see `backward`.
+        costs: skips sharing where it would be slower, see `backward`.
+        autocast: "bfloat16" computes in bfloat16 where torch's autocast does; weights keep their dtype.
+        gradient_checkpointing: whether and in which of torch's two ways the backward recomputes activations.
         backend: of the attention.
 
-    Example: `ComputeOptions(max_tokens=16_384)` keeps the activations of 16,384 tokens at one time, at most.
+    Example: `ComputeOptions(max_tokens=16_384)` keeps the activations of at most 16,384 tokens at once.
     """
 
     max_tokens: int | None = None
@@ -47,7 +47,7 @@ class ComputeOptions:
 
 
 def prepare_model(model: nn.Module, options: ComputeOptions) -> None:
-    """Puts a model into training mode, with gradient checkpointing as the options say.
+    """Sets training mode, and gradient checkpointing as the options say.
 
     Raises:
         UnsupportedError: the model cannot recompute activations.
@@ -57,7 +57,7 @@ def prepare_model(model: nn.Module, options: ComputeOptions) -> None:
 
 
 def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[object]:
-    """A block that computes in bfloat16 where torch's autocast allows, or as the weights are."""
+    """Context manager for the precision: bfloat16 autocast, or the weights' own dtype."""
     if autocast == "none":
         return nullcontext()
     return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[ob
 
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
-    """A block in which torch computes with `count` threads; None leaves them as they are."""
+    """Context manager in which torch uses `count` threads; None changes nothing."""
     if count is None:
         yield
         return
@@ -78,15 +78,15 @@ def num_threads(count: int | None) -> Iterator[None]:
 
 
 def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing) -> None:
-    """Turns activation recomputation on, by either name that transformers has for it; "none" leaves the model alone.
+    """Enables gradient checkpointing by whichever method transformers has; "none" changes nothing.
 
     Raises:
-        UnsupportedError: the model has no such switch.
+        UnsupportedError: the model has no such method.
     """
     if mode == "none":
         return
     arguments = {"use_reentrant": mode == "reentrant"}
-    # transformers 5.23 deprecates the older name, and 5.17 knows no other.
+    # transformers 5.23 deprecates the older name; 5.17 has only that one.
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=arguments)
@@ -100,6 +100,6 @@ def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing)
 
 
 def peak_memory_bytes(model: nn.Module) -> int | None:
-    """Most that torch has held on the model's CUDA device so far; None on CPU."""
+    """Peak memory that torch has allocated on the model's CUDA device so far; None on CPU."""
     device = next(model.parameters()).device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -12,7 +12,7 @@ from treering.errors import InputError
 from treering.types import TokenIds
 
 SHARED_FRACTION = 8
-"""Where ids must share, they share the last 1/8 of the range."""
+"""Ids that do not fit share the last 1/8 of the range."""
 
 
 def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> list[TokenIds]:
@@ -20,8 +20,8 @@ def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> li
 
     Args:
         sequences: int32 [T] each, T >= 1.
-        vocab_size: size of the new range; None is as many as there are distinct ids. Ids whose rank does not fit below
-            the last eighth of the range share that eighth by their rank's remainder.
+        vocab_size: size of the new range; None for the number of distinct ids. If ids do not fit, those ranked in or
+            beyond the last eighth of the range share that eighth, by the remainder of their rank.
 
     Returns:
         int32 arrays of the same shapes, all ids in [0, vocab_size).

@@ -22,7 +22,7 @@ class OptimOptions:
     Attributes:
         learning_rate: after warm-up; > 0.
         schedule: after warm-up: "constant", or "cosine" down to `min_learning_rate` at `num_steps`.
-        warmup_steps: steps in which the rate rises linearly from 0 to `learning_rate`.
+        warmup_steps: steps of a linear rise from 0 to `learning_rate`.
         num_steps: last step of the cosine; None with "constant".
         min_learning_rate: floor of the cosine.
         weight_decay: decoupled decay of matrices (embeddings included), times the learning rate; vectors never decay.
@@ -68,7 +68,7 @@ class OptimOptions:
 
 
 def learning_rate_at(step: int, options: OptimOptions) -> float:
-    """The rate of one optimizer step; steps count from 1.
+    """The learning rate of one optimizer step; steps count from 1.
 
     Example: learning_rate 1.0, warmup_steps 4, cosine to 0 at num_steps 8 gives 0.25, 0.5, 0.75, 1.0, 0.854, 0.5,
     0.146, 0.0.
@@ -103,7 +103,7 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.eps,
-        # One pass over the weights: on CPU a fifth of the time of one operation after another.
+        # One pass over the weights: on CPU a fifth of the time of separate operations.
         fused=all(weight.device.type in _FUSED_DEVICES for weight in trainable),
     )
 
@@ -122,7 +122,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
         max_norm: 0 never clips.
 
     Raises:
-        StateError: a gradient is NaN or infinite; the parameters are still as they were.
+        StateError: a gradient is NaN or infinite; the parameters are unchanged.
 
     Example: gradients [3.0] and [4.0] with max_norm 1 become [0.6] and [0.8]; the result is 5.0.
     """
@@ -142,6 +142,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 def _global_norm(gradients: list[Tensor]) -> float:
     if not gradients:
         return 0.0
-    # Squares of bfloat16 gradients need float32 to add up.
+    # Sums of squares of bfloat16 gradients need float32.
     norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     return float(torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms])))

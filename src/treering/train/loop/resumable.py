@@ -10,14 +10,14 @@ from torch import nn
 
 @runtime_checkable
 class Report(Protocol):
-    """What one step did: its number, from 1, and figures under the names of `treering.metrics`."""
+    """The report of one step: its number, from 1, and values under the names of `treering.metrics`."""
 
     @property
     def step(self) -> int:
         """Its number, from 1."""
 
     def values(self) -> dict[str, float]:
-        """Figures by name."""
+        """Values by metric name."""
 
 
 ReportT = TypeVar("ReportT", bound=Report)
@@ -26,12 +26,12 @@ ReportT = TypeVar("ReportT", bound=Report)
 class Resumable(ABC, Generic[ReportT]):
     """A loop that can be stopped after any step and continued by another process.
 
-    Weights, `state` and torch's random state decide what comes next, bit by bit. Hints decide how fast it comes: a run
-    without them goes on all the same.
+    Weights, `state` and torch's random state determine all later steps, bitwise. Hints only affect speed: a run resumes
+    without them too.
     """
 
     model: nn.Module
-    """What is trained."""
+    """The trained model."""
 
     @property
     @abstractmethod
@@ -44,14 +44,14 @@ class Resumable(ABC, Generic[ReportT]):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the weights: dictionaries, lists, numbers, strings and tensors."""
+        """What a resumed run needs in addition to the weights: dicts, lists, numbers, strings and tensors."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`; the weights are already those of its step."""
 
     def save_hints(self, file: Path) -> None:
-        """Writes what may be lost to a new file; a loop without hints writes none."""
+        """Writes the loop's hints to a new file; a loop without hints writes none."""
 
     def load_hints(self, file: Path) -> None:
-        """Takes the hints of the step that `load_state` went to; a missing or damaged file is a warning at most."""
+        """Loads the hints of the step that `load_state` restored; a missing or damaged file at most warns."""

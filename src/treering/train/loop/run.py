@@ -21,11 +21,11 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """How a run begins.
+    """An opened run folder.
 
     Attributes:
-        is_new: whether its folder was made just now.
-        step: steps that are already done; 0 also for a run that was killed before its first checkpoint.
+        is_new: whether the folder was just created.
+        step: steps already done; also 0 for a run that was killed before its first checkpoint.
     """
 
     is_new: bool
@@ -33,19 +33,19 @@ class Opened:
 
     @property
     def resume_step(self) -> int | None:
-        """What metric sinks take: None for a new run."""
+        """`step` for metric sinks; None for a new run."""
         return None if self.is_new else self.step
 
 
 def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStore) -> Opened:
-    """Makes the folder of a new run, or puts the newest checkpoint of the run that lives there into the loop.
+    """Creates the folder of a new run, or loads the newest checkpoint of an existing one into the loop.
 
-    A run that ended before its first step, as one with a setting that its engine refuses, leaves nothing to go on
-    from: the next start may have other settings.
+    A run that ended before its first step, such as one with a setting that its engine refuses, has nothing to resume:
+    the next start may have other settings.
 
     Raises:
-        StateError: the run there has other settings or only damaged checkpoints, or the folder holds foreign metrics or
-            cannot be written.
+        StateError: the run there has other settings or only damaged checkpoints, or the folder holds metrics of another
+            run or cannot be written.
     """
     file = folder / RUN_FILE
     is_new, has_begun = not file.exists(), _has_begun(folder, checkpoints)
@@ -68,15 +68,15 @@ def run_steps(
     metrics: Metrics,
     on_step: Callable[[ReportT], None] | None = None,
 ) -> Iterator[ReportT]:
-    """Does steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
+    """Runs steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
 
     Args:
-        loop: as `open_run` left it.
+        loop: after `open_run`.
         num_steps: of the whole run; the last one is always saved.
-        save_every: steps between checkpoints; None saves the last one only.
-        checkpoints: where to.
+        save_every: steps between checkpoints; None saves only the last step.
+        checkpoints: where to save.
         metrics: opened with `Opened.resume_step`.
-        on_step: logs what is no metric; called before the step is saved, so that no checkpoint is ahead of a log.
+        on_step: logs other data than metrics; called before the step is saved, so that no checkpoint is ahead of a log.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
@@ -107,7 +107,7 @@ def _begin(folder: Path, identity: Identity) -> None:
 
 
 def _check_free(folder: Path) -> None:
-    """Refuses a folder with metrics of unknown origin, which the next start would cut off."""
+    """Refuses a folder that holds metrics of an unknown run, which the next start would truncate."""
     file = folder / METRICS_FILE
     if file.exists() and file.stat().st_size > 0:
         raise StateError(
@@ -117,7 +117,7 @@ def _check_free(folder: Path) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, object]) -> None:
-    """Puts a JSON object into a file, whole or not at all.
+    """Writes a JSON object to a file atomically.
 
     Example: `write_json(Path("run.json"), {"seed": 0})` writes a `run.json` of three lines.
     """

@@ -21,16 +21,16 @@ from treering.train.objectives import sft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """What a step trains and how it computes.
+    """Options of the SFT loop.
 
     Attributes:
         trees_per_step: tasks per optimizer step.
-        compute: memory, time and precision.
-        layout: "tree", or "packed" to train every sequence by itself (the off-switch).
+        compute: memory, speed and precision.
+        layout: "tree", or "packed" to train every sequence separately (the off-switch).
         normalizer: of the loss, see `treering.train.loss_weights.Weighting`.
-        shared: the convention for shared tokens, see there.
-        divisor: of the constant normaliser.
-        router_losses: of a mixture of experts; None trains no router beyond the loss itself.
+        shared: the sharing convention, see `Weighting`.
+        divisor: for normalizer="constant".
+        router_losses: for a mixture of experts; None adds none.
         seed: of the order of the tasks.
     """
 
@@ -59,11 +59,11 @@ class SftLoop(Resumable[StepReport]):
     """
 
     def __init__(self, model: nn.Module, tasks: Sequence[Task], *, optim: OptimOptions, options: LoopOptions) -> None:
-        """Puts the model in training mode, with gradient checkpointing as the options say.
+        """Sets training mode, and gradient checkpointing as the options say.
 
         Raises:
-            InputError: no task, or nothing to train.
-            UnsupportedError: router losses of a model without routers.
+            InputError: no task, or no trained token.
+            UnsupportedError: router losses for a model without routers.
         """
         self.model = model
         self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
@@ -101,7 +101,7 @@ class SftLoop(Resumable[StepReport]):
         return {"num_steps_done": self._num_steps_done, "optimizer": self._updater.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state` of a loop over the same parameters.
+        """Resumes from a `state` of a loop over the same parameters.
 
         Raises:
             StateError: the state is of a model with other parameters.

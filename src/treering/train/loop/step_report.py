@@ -8,13 +8,13 @@ from treering.train.loop.update import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one step did.
+    """The report of one step.
 
     Attributes:
         step: its number, from 1.
-        epoch: passes over the tasks before it.
+        epoch: completed passes over the tasks.
         seconds: wall time of the step.
-        update: what was trained.
+        update: the optimizer update.
     """
 
     step: int
@@ -23,7 +23,7 @@ class StepReport:
     update: Update
 
     def values(self) -> dict[str, float]:
-        """The report under the names of `treering.metrics`."""
+        """Values under the names of `treering.metrics`."""
         return self.update.values() | {
             metrics.EPOCH: self.epoch,
             metrics.STEP_S: self.seconds,

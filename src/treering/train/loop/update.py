@@ -18,7 +18,7 @@ from treering.train.objectives import Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one update did.
+    """The result of one update.
 
     Attributes:
         loss: the objective before the update, router losses added.
@@ -26,14 +26,14 @@ class Update:
         learning_rate: used by the update.
         num_trees: tasks, each one tree.
         num_branches: sequences.
-        num_loss_tokens: trained tokens, counted by branches (as the loss's denominator counts them).
+        num_loss_tokens: trained tokens, counted per branch (as in the loss's denominator).
         num_branch_tokens: flat tokens.
-        num_tokens: tokens that were computed; with layout "packed" all flat ones.
+        num_tokens: computed tokens; with layout "packed" all flat tokens.
         num_micro_batches: micro-batches and partitions.
-        num_recomputed_tokens: tokens that were computed a second time because their activations had no room.
-        num_unshared_trees: trees that were computed branch by branch, because sharing would have been slower.
-        peak_memory_bytes: most that torch has held on the CUDA device so far; None on CPU.
-        metrics: averages of the objective's own metrics, and those of routers.
+        num_recomputed_tokens: tokens computed a second time because their activations did not fit into memory.
+        num_unshared_trees: trees computed branch by branch because sharing would have been slower.
+        peak_memory_bytes: peak memory that torch has allocated on the CUDA device so far; None on CPU.
+        metrics: averages of the objective's and the routers' metrics.
     """
 
     loss: float
@@ -52,11 +52,11 @@ class Update:
 
     @property
     def sharing(self) -> float:
-        """1 - computed / flat tokens, those that were computed twice counted twice."""
+        """1 - computed / flat tokens; recomputed tokens count twice."""
         return 1.0 - (self.num_tokens + self.num_recomputed_tokens) / self.num_branch_tokens
 
     def values(self) -> dict[str, float]:
-        """The update under the names of `treering.metrics`."""
+        """Values under the names of `treering.metrics`."""
         own: dict[str, float] = {f"train/{name}": value for name, value in self.metrics.items()}
         if self.peak_memory_bytes is not None:
             own[metrics.PEAK_MEMORY_BYTES] = self.peak_memory_bytes
@@ -76,7 +76,7 @@ class Update:
 
 
 class Updater:
-    """A model with its optimiser.
+    """A model and its optimizer.
 
     Example:
         >>> updater = Updater(model, OptimOptions(learning_rate=1e-4), ComputeOptions())     # doctest: +SKIP
@@ -85,7 +85,7 @@ class Updater:
     """
 
     def __init__(self, model: nn.Module, optim: OptimOptions, compute: ComputeOptions) -> None:
-        """Puts the model into training mode, with gradient checkpointing as the options say.
+        """Sets training mode, and gradient checkpointing as the options say.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
@@ -106,11 +106,11 @@ class Updater:
         temperature: float = 1.0,
         router_losses: RouterLosses | None = None,
     ) -> Update:
-        """Moves the weights once, at the learning rate of `step`.
+        """Updates the weights once, at the learning rate of `step`.
 
         Raises:
             InputError, UnsupportedError: see `backward`.
-            StateError: gradients that are not finite. The weights are as they were after any of these.
+            StateError: gradients that are not finite. None of these errors changes the weights.
         """
         rate = learning_rate_at(step, self._optim)
         self._optimizer.zero_grad(set_to_none=True)
@@ -148,11 +148,11 @@ class Updater:
         )
 
     def state(self) -> dict[str, Any]:
-        """The optimiser's state, all tensors and numbers."""
+        """The optimizer's state: tensors and numbers."""
         return self._optimizer.state_dict()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continues from a `state` of an updater over the same parameters.
+        """Resumes from a `state` of an updater over the same parameters.
 
         Raises:
             StateError: the state is of a model with other parameters.

@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, make_objective
+from treering.train.objectives.policy import PolicyLoss, make_objective
 from treering.train.objectives.regularizers import MAX_LOG_RATIO
 from treering.train.objectives.surrogate import Clip, check_clip, ratio_metrics
 
@@ -24,7 +24,7 @@ def cispo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, in which the clipped ratio is held constant.
+    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, with the clipped ratio detached.
 
     `r = exp(logp - old_logp)` (arXiv 2506.13585, equations 4 and 5). As in the paper there is no lower bound by default
     (low = 1), and the mean is over all tokens; the paper tunes the upper bound without naming it, and 1 + high = 5 is
@@ -48,7 +48,7 @@ def cispo(
         }
         return Terms(loss=-ratio.clamp(1 - low, 1 + high) * advantages * entries.logprobs, metrics=metrics)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="cispo",
         advantages=advantages,
         loss_masks=loss_masks,

@@ -37,8 +37,8 @@ def dpo(
     """Direct preference optimisation: -log sigmoid(beta * (log-ratio of chosen - of rejected)), averaged over pairs.
 
     A branch's log-ratio is the sum of its log-probs over its trained tokens, less the reference's (arXiv 2305.18290,
-    equation 7). Both branches of a pair usually share their prompt; mask it out, so that it is no part of either sum
-    (in the difference it cancels, but not in the metrics). A branch may be in many pairs.
+    equation 7). Both branches of a pair usually share their prompt; mask it out to keep it out of both sums (it cancels
+    in the difference, but not in the metrics). A branch may be in many pairs.
 
     Args:
         pairs: P pairs of different branch numbers, (chosen, rejected).
@@ -46,13 +46,13 @@ def dpo(
         ref_logprobs: of a reference model, for each of K branches one number, the *sum* over its trained tokens, or a
             list with one log-probability per token. None is reference-free: 0.
         beta: how far the policy may stray from the reference; positive.
-        label_smoothing: the chance, below 0.5, that a label is wrong (conservative DPO); of "sigmoid" only.
+        label_smoothing: the chance, below 0.5, that a label is wrong (conservative DPO); only for "sigmoid".
         loss_type: see `PreferenceLoss`.
         shared: "sum" only.
 
     Raises:
-        InputError: pairs that are none; a number that no branch has is refused by `backward`.
-        ConfigError: an option that is none, label smoothing of another loss, or shared="once".
+        InputError: invalid pairs; `backward` refuses a number that no branch has.
+        ConfigError: an invalid option, label smoothing with another loss, or shared="once".
 
     Example: log-ratios 1.0 (chosen) and -1.0 (rejected) with beta=0.1 give -log sigmoid(0.2) = 0.598.
     """
@@ -80,10 +80,10 @@ def dpo(
 
 
 def _log_ratios(entries: Entries) -> Float[Tensor, " B"]:
-    """The log-ratio of each branch; 0 where nothing is trained."""
+    """The log-ratio of each branch; 0 if no token of it is trained."""
     if not entries.values:
         return branch_sums(entries.logprobs, entries.branch, entries.num_branches)
-    # A sum of a branch stands at each of its entries, and so counts as many times as there are entries.
+    # A branch's sum is repeated at each of its entries, so divide it by their number.
     sizes = branch_sizes(entries.branch, entries.num_branches, like=entries.logprobs)
     reference = entries.values["ref_logprobs"] + entries.values["ref_sums"] / sizes[entries.branch]
     return branch_sums(entries.logprobs - reference, entries.branch, entries.num_branches)

@@ -6,7 +6,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Objective
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
 
 
@@ -34,12 +34,12 @@ def grpo(
         clip: (low, high), both >= 0; a larger high is clip-higher.
         normalizer: see `Weighting`.
         shared: see `Weighting`.
-        divisor: of the constant normaliser.
+        divisor: for normalizer="constant".
         **options: importance sampling, KL penalty, entropy bonus; see `PolicyOptions`.
 
     Raises:
         InputError: no masks.
-        ConfigError: a clip, an option or a combination that is none.
+        ConfigError: an invalid clip, option or combination.
 
     Example: one trained token with logp -1.0, old -1.5 (r = 1.649) and A = 2 gives -min(3.297, 1.2 * 2) = -2.4.
     """
@@ -103,7 +103,7 @@ def _of_tokens(
     weighting: Weighting,
     options: PolicyOptions,
 ) -> Objective:
-    policy = Policy(
+    policy = PolicyLoss(
         name=name,
         advantages=advantages,
         loss_masks=loss_masks,

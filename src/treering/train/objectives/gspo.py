@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective, refuse_once
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective, refuse_once
 from treering.train.objectives.sequence_ratio import mean_log_ratio
 from treering.train.objectives.surrogate import Clip, surrogate_of_ratio
 
@@ -32,7 +32,7 @@ def gspo(
     per token too. Without `old_logprobs` s = 1. Other arguments and errors as in `grpo`.
 
     Raises:
-        ConfigError: beside those of `grpo`, shared="once".
+        ConfigError: as in `grpo`, and for shared="once".
 
     Example: a sequence with the log-ratios [0.0, 0.2] has s = exp(0.1) = 1.105; A = 2 gives -1.0004 * 2 = -2.0008.
     """
@@ -44,7 +44,7 @@ def gspo(
     def of_sequences(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:
         return surrogate_of_ratio(mean_log_ratio(entries, old), advantages, clip=clip)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="gspo",
         advantages=advantages,
         loss_masks=loss_masks,

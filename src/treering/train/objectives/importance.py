@@ -17,22 +17,22 @@ from treering.train.branch_values import BranchValues
 
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """Which ratio is bounded, and how. token: each token's own. sequence: the product over the trained tokens of a branch,
-for all of them. truncate: a ratio above the cap becomes the cap. mask: one outside the bounds becomes 0."""
+used for each of them. truncate: a ratio above the cap becomes the cap. mask: one outside the bounds becomes 0."""
 
 MAX_LOG_IMPORTANCE = 20.0
-"""Log-weights are clamped here, as in verl: 5e8 is beyond any cap in use, and finite in every float format."""
+"""Log-weights are clamped to this, as in verl: 5e8 is above any cap in use and finite in every float format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """How to weight terms by exp(target log-prob - behaviour log-prob), which is held constant.
+    """How to weight terms by exp(target log-prob - behaviour log-prob), detached.
 
     The names and the sequence's product are those of TRL (verl calls them `token` and `sequence`, truncated or
     rejected).
 
     Attributes:
         max_importance: cap, or upper bound of a mask; positive, may be infinite.
-        min_importance: lower bound of a mask; 0 bounds nothing.
+        min_importance: lower bound of a mask; 0 for none.
         mode: see `ImportanceMode`.
     """
 
@@ -72,10 +72,10 @@ class Importance:
         """The weight of each entry, without a gradient.
 
         Args:
-            target_logprobs: of the policy that the tokens should have come from.
-            behaviour_logprobs: of the distribution that they came from.
+            target_logprobs: of the trained policy.
+            behaviour_logprobs: of the distribution that the tokens were sampled from.
             branch: ascending branch numbers.
-            num_branches: branches in all.
+            num_branches: number of branches.
 
         Example: log-probs [-1, -1] of a branch whose tokens were sampled at [-1.5, -3] have the ratios 1.649 and 7.389
         and the product 12.18. With max_importance=2, token_truncate gives [1.649, 2], token_mask [1.649, 0],
@@ -98,10 +98,10 @@ def make_importance(
     min_importance: float | None,
     mode: ImportanceMode | None,
 ) -> Importance | None:
-    """The record, or None where no option is given.
+    """An `Importance` from the options; None if none is given.
 
     Raises:
-        ConfigError: some options without the others that they need, or a bound that is none.
+        ConfigError: an option without the others that it needs, or an invalid bound.
     """
     given = {"behaviour_logprobs": behaviour_logprobs, "max_importance": max_importance}
     optional = {"min_importance": min_importance, "importance": mode}

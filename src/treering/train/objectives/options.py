@@ -16,13 +16,13 @@ _SIMILARITY = 0.5
 
 
 class PolicyOptions(TypedDict, total=False):
-    """Keyword arguments of every policy objective; one that is left out, or None, changes nothing.
+    """Keyword arguments of every policy objective; omitted or None, they change nothing.
 
-    Where an engine's top-p, top-k or rounding sampled from another distribution than the trainer's, weights correct
-    for it: each term is multiplied by exp(logp_old - behaviour_logp), bounded and held constant. logp_old is
+    Importance weights correct for an engine whose top-p, top-k or rounding sampled from another distribution than the
+    trainer's: each term is multiplied by exp(logp_old - behaviour_logp), bounded and detached. logp_old is
     `old_logprobs`, the trainer's own log-prob of the policy that sampled, or the current log-prob where these are None.
-    The KL penalty and the entropy bonus are added to the term of every trained token, with the same weights of the
-    normaliser, and are not multiplied by importance weights.
+    The KL penalty and the entropy bonus are added to the term of every trained token, with the normaliser's weights but
+    without importance weights.
 
     Example: `grpo(advantages, masks, old, ref_logprobs=ref, kl_coefficient=0.04)` is GRPO with equation 4 of its paper.
     """
@@ -32,15 +32,15 @@ class PolicyOptions(TypedDict, total=False):
     max_importance: float | None
     """Cap of an importance weight, or upper bound of the mask; positive."""
     min_importance: float | None
-    """Lower bound of the mask; 0 if left out. Only of the two masks."""
+    """Lower bound of the mask; default 0. Only for the two mask modes."""
     importance: ImportanceMode | None
-    """"token_truncate" if left out; see `ImportanceMode`. The two of sequences are refused with shared="once"."""
+    """Default "token_truncate"; see `ImportanceMode`. The two sequence modes are refused with shared="once"."""
     ref_logprobs: BranchValues | None
     """K lists with one log-probability per token, of a reference model; needs `kl_coefficient`."""
     kl_coefficient: float | None
     """Factor of the KL penalty, at least 0."""
     kl_estimator: KlEstimator | None
-    """"k3" if left out; see `KlEstimator`."""
+    """Default "k3"; see `KlEstimator`."""
     entropy_coefficient: float | None
     """Factor of the entropy bonus, at least 0; 0 measures the entropy only."""
 
@@ -49,14 +49,14 @@ def check_names(objective: str, options: Mapping[str, Any], *, own: tuple[str, .
     """Refuses options that no policy objective has.
 
     Args:
-        objective: whose options these are.
+        objective: name of the objective.
         options: keyword arguments.
-        own: arguments of the objective itself, which the caller may have meant.
+        own: arguments of the objective itself, candidates for a suggestion.
 
     Raises:
-        ConfigError: with the nearest name that there is.
+        ConfigError: suggests the nearest valid name.
 
-    Example: grpo with `kl_coeficient` is refused, and asked whether `kl_coefficient` was meant.
+    Example: for grpo with `kl_coeficient` the error asks "did you mean 'kl_coefficient'?".
     """
     for name in options:
         if name in PolicyOptions.__annotations__:

@@ -19,26 +19,26 @@ Surrogate = Callable[[Entries, Tensor, Tensor], Terms]
 """(entries, old log-probs [F], advantages [F]) -> terms."""
 
 _PER_TOKEN = frozenset({"old_logprobs", "behaviour_logprobs", "ref_logprobs", "old_values"})
-"""One number for a whole sequence would be taken for its sum by some, and for that of each token by others."""
+"""One number per sequence is refused for these: it could mean the sequence's sum or each token's value."""
 
 _COMMON = ("advantages", "loss_masks", "old_logprobs", "clip", "normalizer", "shared", "divisor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Policy:
-    """A policy loss in parts.
+class PolicyLoss:
+    """The parts of a policy loss.
 
     Attributes:
-        name: as users call it.
+        name: of the objective.
         advantages: K numbers, or K lists with one number per token.
         loss_masks: K masks; required.
         old_logprobs: K lists, or None for the current policy's own.
         weighting: normaliser and sharing convention.
-        surrogate: the loss of one's own.
-        scope: what that loss must see together.
-        values: more per-branch data that it reads; None is left out.
-        needs: what else it reads.
-        arguments: names that only this loss takes.
+        surrogate: the loss of each entry, without the shared options.
+        scope: which entries the surrogate must see together.
+        values: more per-branch data that it reads; None values are dropped.
+        needs: model outputs that it reads in addition to log-probs.
+        arguments: names of arguments that only this loss has.
     """
 
     name: str
@@ -60,20 +60,20 @@ class Policy:
 
 
 def clipped(clip: Clip) -> Surrogate:
-    """The clipped surrogate of each token by itself.
+    """The clipped surrogate, per token.
 
     Raises:
-        ConfigError: a clip that is none.
+        ConfigError: an invalid clip.
     """
     check_clip(clip)
     return lambda entries, old, advantages: clipped_surrogate(entries.logprobs, old, advantages, clip=clip)
 
 
-def make_objective(policy: Policy, options: PolicyOptions) -> Objective:
-    """The objective with its shared options.
+def make_objective(policy: PolicyLoss, options: PolicyOptions) -> Objective:
+    """The objective of a policy loss with the shared options.
 
     Raises:
-        ConfigError: an unknown option, options that need others, or a convention that the loss does not have.
+        ConfigError: an unknown option, a missing one that another needs, or an unsupported sharing convention.
     """
     check_names(policy.name, options, own=(*_COMMON, *policy.arguments))
     importance = _importance(options)
@@ -102,7 +102,7 @@ def make_objective(policy: Policy, options: PolicyOptions) -> Objective:
 
 
 def refuse_once(name: str, weighting: Weighting) -> None:
-    """Refuses the convention `once` where a term is not a shared token's own.
+    """Refuses the convention `once` for losses whose terms depend on the whole sequence.
 
     Raises:
         ConfigError: shared="once".
@@ -132,7 +132,7 @@ def _regularizers(options: PolicyOptions) -> Regularizers:
     )
 
 
-def _values(policy: Policy, options: PolicyOptions) -> dict[str, BranchValues]:
+def _values(policy: PolicyLoss, options: PolicyOptions) -> dict[str, BranchValues]:
     named: dict[str, Any] = {
         "advantages": policy.advantages,
         "old_logprobs": policy.old_logprobs,

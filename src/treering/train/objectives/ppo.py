@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Policy, clipped, make_objective
+from treering.train.objectives.policy import PolicyLoss, clipped, make_objective
 from treering.train.objectives.surrogate import Clip
 from treering.train.objectives.value_loss import ValueLoss, make_value_loss
 
@@ -31,27 +31,27 @@ def ppo(
     """Proximal policy optimisation: the clipped surrogate per token and, with `returns`, the loss of a value head.
 
     (arXiv 1707.06347, equations 7 and 9.) The value loss of a trained token is value_coefficient * (v - R)^2 / 2, where
-    v is the head's output at the state before the token. With `value_clip` it is the larger one of that and the same
-    with v held within old_value - value_clip and old_value + value_clip. Other arguments and errors as in `grpo`.
+    v is the head's output at the state before the token. With `value_clip` it is the maximum of that and the same with
+    v clipped to [old_value - value_clip, old_value + value_clip]. Other arguments and errors as in `grpo`.
 
     Args:
         advantages: as in `grpo`; generalised advantage estimation gives one number per token.
         loss_masks: as in `grpo`.
         old_logprobs: as in `grpo`.
         clip: as in `grpo`.
-        returns: K numbers, or K lists with one number per token: what the value of the state before it should be. The
-            model then needs a value head. None trains the policy only.
+        returns: K numbers, or K lists with one number per token: the target of the value of the state before it. Needs
+            a value head. None trains the policy only.
         value_coefficient: 0.5 if None; needs `returns`.
         old_values: K lists with one value per token, of the head when it sampled; needs `value_clip`.
         value_clip: how far a value may move, positive; needs `old_values`.
         normalizer: see `Weighting`; of both losses.
         shared: see `Weighting`.
-        divisor: of the constant normaliser.
+        divisor: for normalizer="constant".
         **options: see `PolicyOptions`.
 
     Raises:
         InputError: no masks.
-        ConfigError: a clip, an option or a combination that is none.
+        ConfigError: an invalid clip, option or combination.
 
     Example: one trained token with r = 1, A = 2, v = 1 and R = 3 gives -2 + 0.5 * 4 / 2 = -1.
     """
@@ -62,7 +62,7 @@ def ppo(
         policy_terms = of_policy(entries, old, advantages)
         return policy_terms if value_loss is None else _with_values(policy_terms, value_loss, entries)
 
-    policy = Policy(
+    policy = PolicyLoss(
         name="ppo",
         advantages=advantages,
         loss_masks=loss_masks,

@@ -18,13 +18,13 @@ KlEstimator = Literal["k1", "k2", "k3"]
 """With d = logp - reference logp: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, which is never negative."""
 
 MAX_LOG_RATIO = 60.0
-"""Log-ratios are clamped here, where the ratio (1e26) is still finite in float32: an infinite one would make gradients
-NaN even where the clip cuts them."""
+"""Log-ratios are clamped to this, where the ratio (1e26) is still finite in float32: an infinite ratio would make
+gradients NaN even where the clip removes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regularizers:
-    """The coefficients of both; None leaves a part out, 0 measures it without a gradient.
+    """The coefficients of both; None omits a part, 0 measures it without a gradient.
 
     Attributes:
         kl_coefficient: factor of the estimated KL(policy, reference), at least 0.
@@ -52,10 +52,10 @@ def make_regularizers(
     kl_estimator: KlEstimator | None,
     entropy_coefficient: float | None,
 ) -> Regularizers:
-    """The record.
+    """`Regularizers` from the options.
 
     Raises:
-        ConfigError: options of the KL penalty without the others that it needs, or a coefficient that is none.
+        ConfigError: an option of the KL penalty without the others that it needs, or an invalid coefficient.
     """
     needed = {"ref_logprobs": ref_logprobs, "kl_coefficient": kl_coefficient}
     missing = [name for name, option in needed.items() if option is None]
@@ -76,8 +76,8 @@ def estimate_kl(
 ) -> Float[Tensor, " F"]:
     """KL(policy, reference) estimated at each sampled token, differentiable in `logprobs`.
 
-    k1 and k3 are unbiased estimates, k2 is not. As a loss, k2 has the gradient of the KL on average over tokens that
-    the policy itself samples, k3 nearly so close to the reference, and k1 has none: its mean gradient is 0.
+    k1 and k3 are unbiased estimates, k2 is not. As a loss on tokens that the policy itself samples, k2 has on average
+    the gradient of the KL, k3 nearly so close to the reference, and k1 has mean gradient 0.
 
     Example: logp -1.0 against -1.5 gives k1 = 0.5, k2 = 0.125 and k3 = 0.1065.
     """

@@ -13,8 +13,8 @@ from treering.train.objective import Entries
 def mean_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
     """The mean of log r over each entry's branch, with a gradient of 1 in the entry's own log-prob alone.
 
-    Summed over the tokens of a sequence, with one advantage for all, that is the gradient of their number times the
-    mean; and it stays right where advantages differ from token to token.
+    Summed over the T tokens of a sequence with one advantage, that is T times the gradient of the mean; it stays
+    correct if advantages differ from token to token.
 
     Example: log-ratios [0.1, 0.3] of a branch have the value 0.2 at both.
     """
@@ -24,9 +24,9 @@ def mean_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float
 
 
 def summed_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
-    """The sum of log r over each entry's branch, with their number as the gradient in the entry's own log-prob.
+    """The sum of log r over each entry's branch, with gradient T (its trained tokens) in the entry's own log-prob.
 
-    A term of it, divided by that number, has the sequence's value and gradient when it is summed over the tokens.
+    A term of it, divided by T and summed over the tokens, has the value and gradient of the sequence.
 
     Example: log-ratios [0.1, 0.3] of a branch have the value 0.4 at both.
     """

@@ -19,7 +19,7 @@ def sft(
         normalizer: token_mean, sequence_mean, sequence_sum, tree_mean, constant (with `divisor`) or sum; see
             `Weighting`.
         shared: "sum" equals training every branch separately, "once" counts shared tokens once.
-        divisor: of the constant normaliser.
+        divisor: for normalizer="constant".
 
     Example: branches [5, 6] and [5, 7] with log-probs -1 and -3 at their second tokens give the loss
     (1 + 3) / 2 = 2.0.

@@ -12,7 +12,7 @@ from treering.train.objective import Terms
 from treering.train.objectives.regularizers import MAX_LOG_RATIO
 
 Clip = tuple[float, float]
-"""(low, high): the ratio is held within [1 - low, 1 + high]."""
+"""(low, high): the ratio is clipped to [1 - low, 1 + high]."""
 
 
 def clipped_surrogate(
@@ -21,13 +21,13 @@ def clipped_surrogate(
     """PPO's clipped surrogate per entry, negated (arXiv 1707.06347, equation 7), with its usual metrics.
 
     Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low and clip_high, the share of
-    entries whose gradient the lower or upper clip cuts.
+    entries whose gradient the lower or upper clip removes.
     """
     return surrogate_of_ratio(logprobs - old_logprobs, advantages, clip=clip)
 
 
 def surrogate_of_ratio(log_ratio: Float[Tensor, " F"], advantages: Float[Tensor, " F"], *, clip: Clip) -> Terms:
-    """-min(r A, clip(r) A) for ratios r of any kind, as `clipped_surrogate` has them.
+    """-min(r A, clip(r) A) for ratios r of tokens or sequences, with the metrics of `clipped_surrogate`.
 
     Example: log r = 0.5 (r = 1.649) and A = 2 with clip (0.2, 0.2) give -min(3.297, 2.4) = -2.4.
     """

@@ -18,11 +18,11 @@ DEFAULT_COEFFICIENT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """A value loss and its weight beside the policy's.
+    """A value loss and its weight relative to the policy loss.
 
     Attributes:
         coefficient: factor of the loss, at least 0.
-        clip: how far a value may move from its earlier one; None does not bound it.
+        clip: how far a value may move from its earlier one; None for no bound.
     """
 
     coefficient: float = DEFAULT_COEFFICIENT
@@ -41,7 +41,7 @@ class ValueLoss:
         returns: Float[Tensor, " F"],
         old_values: Float[Tensor, " F"] | None,
     ) -> Float[Tensor, " F"]:
-        """Half the squared error, the larger one of both if values are clipped; differentiable, without coefficient.
+        """Half the squared error, or the larger of both if values are clipped; differentiable, without the coefficient.
 
         Example: the value 2.0 with the return 3.0 gives 0.5; with the old value 1.0 and clip=0.5 it gives
         max(1, (1.5 - 3)^2) / 2 = 1.125.
@@ -61,10 +61,10 @@ def make_value_loss(
     old_values: BranchValues | None,
     clip: float | None,
 ) -> ValueLoss | None:
-    """The record, or None without returns.
+    """A `ValueLoss` from the options; None without returns.
 
     Raises:
-        ConfigError: options of the value loss without the others that they need.
+        ConfigError: an option without the others that it needs.
     """
     rest = {"value_coefficient": coefficient, "old_values": old_values, "value_clip": clip}
     lonely = [name for name, option in rest.items() if option is not None]
