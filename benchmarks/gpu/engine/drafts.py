@@ -55,7 +55,7 @@ class ReplayDrafter(Drafter):
         """The same for every pass, so that no engine measures them."""
         return VerifyCosts(num_tokens=np.ones(1, np.int64), seconds=np.ones(1))
 
-    def rests(self) -> bool:
+    def is_backing_off(self) -> bool:
         """Never: every step drafts."""
         return False
 

@@ -15,7 +15,7 @@ from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.settings import Policy, Shape
+from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape
 from treering.history.features import SOURCES, Source
 from treering.history.store.prompt_index import MARKER
 from treering.history.store.snapshot import SnapshotSource
@@ -32,7 +32,7 @@ class DraftOptions:
     max_bytes: int = 1 << 30
     max_epochs: int = 2
     max_draft: int = 64
-    min_acceptance: float = 0.4
+    min_acceptance: float = MIN_ACCEPTANCE
     policy: Policy = "calibrated"
     shape: Shape = "tree"
     sources: tuple[Source, ...] = SOURCES

@@ -68,7 +68,8 @@ def test_names_and_defaults_are_those_that_a_run_writes() -> None:
     assert inspect_run.ROLLOUTS_FOLDER == train_run.ROLLOUTS_FOLDER
     assert (inspect_run.CONFIG_FILE, inspect_run.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
     history = RlConfig.model_validate({"rl": {"num_steps": 1}}).history
-    assert (history.max_epochs, history.min_acceptance) == (inspect_run.MAX_EPOCHS, inspect_run.MIN_ACCEPTANCE)
+    assert history.max_epochs == inspect_run.MAX_EPOCHS
+    assert history.min_acceptance == MIN_ACCEPTANCE == DraftOptions().min_acceptance
 
 
 def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +141,7 @@ def test_what_the_run_logged_stands_beside_it(folder: Path, capsys: pytest.Captu
 def test_settings_of_a_run_are_read_and_those_of_files_are_the_defaults(folder: Path, tmp_path: Path) -> None:
     max_epochs, settings = drafter_settings(folder)
     assert (max_epochs, settings["max_draft"], settings["sources"]) == (2, 5, ("history",))
-    assert drafter_settings(tmp_path) == (2, {"min_acceptance": 0.4})
+    assert drafter_settings(tmp_path) == (2, {})
 
 
 def test_a_run_without_drafts_is_asked_what_history_would_have_given(tmp_path: Path) -> None:

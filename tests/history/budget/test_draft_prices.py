@@ -202,7 +202,7 @@ def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:
     for _ in range(40):
         rows = draft_rows(ROWS)
         expected = unasked.propose(rows)
-        rested.append(asked.rests())
+        rested.append(asked.is_backing_off())
         if rested[-1]:
             assert expected.tokens.size == 0
             continue
@@ -210,7 +210,7 @@ def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:
         for drafter in (asked, unasked):
             drafter.observe(rows, np.zeros(8, np.int64))
     assert 0 < sum(rested) < 40
-    assert not Drafter(store_of({})).rests()
+    assert not Drafter(store_of({})).is_backing_off()
 
 
 def test_prices_come_back_from_their_array() -> None:

@@ -291,11 +291,11 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
         tries(each, 30, is_right=False)
     store.add("another", [np.array([1, 2, 3], np.int32)], version=0)
     store.publish()
-    assert not all(drafter.rests() for _ in range(19))
-    assert all(calm.rests() for _ in range(19))
+    assert not all(drafter.is_backing_off() for _ in range(19))
+    assert all(calm.is_backing_off() for _ in range(19))
     # News are new once: the look is followed by a rest as long as any.
     tries(drafter, 1, is_right=False)
-    assert all(drafter.rests() for _ in range(30))
+    assert all(drafter.is_backing_off() for _ in range(30))
 
 
 def test_what_lost_before_and_loses_again_is_tried_twice_and_what_gains_now_is_drafted() -> None:

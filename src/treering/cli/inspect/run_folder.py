@@ -18,8 +18,7 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 
 MAX_EPOCHS = 2
-MIN_ACCEPTANCE = 0.4
-"""What runs draft by unless they are set otherwise."""
+"""Epochs that the store of a run keeps by default."""
 
 _SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
 
@@ -53,7 +52,7 @@ def drafter_settings(path: Path) -> tuple[int, dict[str, Any]]:
     """
     file = path / CONFIG_FILE
     if not file.is_file():
-        return MAX_EPOCHS, {"min_acceptance": MIN_ACCEPTANCE}
+        return MAX_EPOCHS, {}
     try:
         history = json.loads(file.read_text(encoding="utf-8"))["history"]
         settings = {name: history[name] for name in _SETTINGS} | {"sources": tuple(history["sources"])}

@@ -58,7 +58,7 @@ class Speculation:
     def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> DraftTrees:
         """Drafts for all decoding rows that are not duplicates; weighted towards long rows once nothing is waiting."""
         self._latest = None
-        if self._drafter is None or self._drafter.rests():
+        if self._drafter is None or self._drafter.is_backing_off():
             return no_drafts(table.num_rows)
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:

@@ -1,7 +1,7 @@
-"""How likely a drafted token is to be accepted, learnt from what was accepted before.
+"""Estimates how likely a drafted token is to be accepted, from what was accepted before.
 
-A logistic model over the features of a candidate, and a table that says how well its estimates hold. Knows weights and
-counts. Knows nothing of texts, of clocks and of chance: the same calls give the same estimates.
+A logistic model over the features of a candidate, and a table of how well its estimates hold. No clock and no chance:
+the same calls give the same estimates.
 """
 
 from collections.abc import Callable, Mapping
@@ -198,7 +198,7 @@ def _compile(stamp: int) -> Callable[..., None]:
             shares: float32 [D, votes].
             features: int32 [D, kinds].
             was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
-            weights: see `Acceptance`; changed in place, as all behind it.
+            weights: see `Acceptance`; changed in place, as are all that follow.
             squares: see `Acceptance`.
             token_weights: see `Acceptance`.
             token_roots: see `Acceptance`.

@@ -1,6 +1,6 @@
 """Candidates after a node: the different next tokens of its matches, with their votes and features.
 
-    M matches   C candidates of one node
+M matches   C candidates of one node
 """
 
 from typing import NamedTuple

@@ -1,7 +1,6 @@
-"""The drafter: proposed next tokens for a batch of rows, from history, running siblings and each row's own context.
+"""The drafter: proposes next tokens for a batch of rows, from history, running siblings and each row's own context.
 
-Knows what is kept from one step to the next, and the order of calls. Knows nothing of engines: it never sees noise, and
-a wrong draft costs time only.
+It never sees the sampling noise, and a wrong draft costs time only.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from treering.history.draft.feedback import as_counts, check_latest, mark, set_s
 from treering.history.draft.kernel import Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.reliability import ReliabilityBin, as_bins
-from treering.history.draft.settings import Policy, Shape, check_settings
+from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
 from treering.history.draft.tree import Model
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
 from treering.history.match.source_gate import EnabledSources
@@ -31,24 +30,24 @@ from treering.types import PromptId
 
 
 class Drafter:
-    """Proposes tokens that each row may go on with, and learns from what was accepted.
+    """Proposes continuations of each row, and learns from what was accepted.
 
-    For each row it looks for places where the row's context occurs: in the prompt's history, in the running rollouts of
-    its group, in the row itself, and in history and running rollouts of other prompts; and where an old rollout that
-    the row followed goes on behind a small edit. Matches vote for their next tokens. Of the tree of continuations it
-    takes the tokens that are likeliest to be reached and accepted, by estimates that `observe` keeps calibrated.
+    For each row it finds matches, positions where the row's context occurs: in the prompt's history, in the running
+    rollouts of its group, in the row itself, and in history and running rollouts of other prompts. Matches vote for
+    their next tokens. Of the tree of continuations, the tokens are drafted that are most likely to be reached and
+    accepted, by estimates that `observe` keeps calibrated.
 
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
         store: its newest snapshot is read at each `propose`.
         max_draft: tokens per row at most, 1 to 64.
-        min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, as long as nothing is
-            known of what passes cost. Tokens behind it must be likelier to be reached and accepted: by 0.036 behind 8
-            others, by 0.23 behind 32. With `use_costs`, the tokens are drafted that pay.
-        policy: whose places count.
+        min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, while the cost of
+            passes is unknown. Later tokens must be likelier to be reached and accepted: by 0.036 after 8 others, by
+            0.23 after 32. With `use_costs`, the tokens are drafted that pay.
+        policy: which matches vote; see `settings.Policy`.
         shape: "tree", or "chain" for engines that verify no trees.
-        sources: which are looked at, at least one.
+        sources: which ones are searched, at least one.
         max_live_tokens: newest tokens of a running rollout or prompt that are searched, >= 16.
         max_other_tokens: tokens of other prompts' history that are searched, >= 0.
 
@@ -78,7 +77,7 @@ class Drafter:
         store: SnapshotSource,
         *,
         max_draft: int = 64,
-        min_acceptance: float = 0.018,
+        min_acceptance: float = MIN_ACCEPTANCE,
         policy: Policy = "calibrated",
         shape: Shape = "tree",
         sources: tuple[Source, ...] = SOURCES,
@@ -108,16 +107,16 @@ class Drafter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is kept beside the store: indexes of running prompts, live rows, other prompts, weights."""
+        """Bytes held besides the store: indexes of running prompts, running rows, other prompts, weights."""
         return self._search_state.num_bytes + self._acceptance.num_bytes
 
     @property
     def costs(self) -> VerifyCosts | None:
-        """What passes are taken to cost; see `use_costs`."""
+        """The costs in use; see `use_costs`."""
         return self._controller.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
-        """Takes what passes and drafting cost from now on, to draft as long as pays; None for `min_acceptance`.
+        """Sets the costs of passes and drafting, so that tokens are drafted that pay; None for `min_acceptance`.
 
         Raises:
             ConfigError: something else.
@@ -126,8 +125,8 @@ class Drafter:
             raise ConfigError(f"costs of a drafter are a VerifyCosts, or None where not known, got {costs!r}; make one")
         self._controller.use_costs(costs)
 
-    def rests(self) -> bool:
-        """Whether this step makes no drafts, whatever its rows: it is counted then, and needs no `propose`."""
+    def is_backing_off(self) -> bool:
+        """Whether this step makes no drafts, whatever its rows; the step is counted, and needs no `propose`."""
         newest = self._store.snapshot
         if newest is not self._newest:
             self._newest = newest
@@ -143,9 +142,9 @@ class Drafter:
         if not isinstance(rows, DraftRows):
             raise InputError(f"a drafter drafts for a DraftRows record, got {rows!r}; make one of the step's rows")
         num_rows = len(rows.prompt_ids)
-        # Should this call fail, what is kept of rows is no longer that of the call before.
+        # If this call fails, the state of the rows no longer belongs to the previous call.
         self._latest = None
-        if self.rests():
+        if self.is_backing_off():
             self._latest = (rows, no_drafts(num_rows))
             return self._latest[1]
         self._prepare(rows)
@@ -185,17 +184,15 @@ class Drafter:
         ended: NDArray[np.bool_] | None = None,
         leaves: NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """Learns from what became of the latest drafts; once per `propose`, and not needed after every one.
-
-        Of drafts without tokens it learns nothing.
+        """Learns from the outcome of the latest drafts; at most once per `propose`. Empty drafts teach nothing.
 
         Args:
             rows: those of the latest `propose`, the very same object.
-            accepted: integers [B], drafted tokens of each row that were accepted; of its leader's draft, where it has
-                one.
-            ended: bool [B], rows that were cut off behind their accepted tokens by something that tokens do not tell,
-                a limit for instance: nothing is learnt of what was drafted behind. Not for stop tokens: that nothing
-                comes behind one is worth learning.
+            accepted: integers [B], drafted tokens of each row that were accepted; of its leader's draft if it has a
+                leader.
+            ended: bool [B], rows that were cut off after their accepted tokens by something that tokens do not show,
+                such as a limit: later drafted tokens teach nothing then. Not for stop tokens: that nothing comes after
+                one should be learnt.
             leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
                 a row teaches nothing from the first accepted token on that `accepted` leaves open: where its draft
                 branches. Pass it for trees.
@@ -223,7 +220,7 @@ class Drafter:
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
         searched = self._search_state
         set_states(searched.live.states, searched.live_slots, drafts.offsets, counts, num_left, was_cut)
-        # For each row that was looked up, what it and those that it led have gained.
+        # Accepted tokens per leader, its duplicates included.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
 
@@ -233,27 +230,27 @@ class Drafter:
         return None if index is None or index.text.size == 0 else index.median_tokens
 
     def reliability(self) -> tuple[ReliabilityBin, ...]:
-        """How often estimates came true, by their size: what `observe` has seen, likeliest last."""
+        """How often estimates came true, by their size, likeliest last."""
         return as_bins(self._acceptance.reliability)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """What was learnt, for a checkpoint: copies. The store has its own (`HistoryStore.save`)."""
+        """What was learnt, for a checkpoint: copies. The store is saved separately (`HistoryStore.save`)."""
         return self._acceptance.state()
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Goes on as a new drafter with this state: running rows and drafts that were not observed are forgotten.
+        """Continues as a new drafter with this state; running rows and unobserved drafts are forgotten.
 
         Raises:
             InputError: other names, shapes or values; nothing is taken then.
         """
         self._acceptance.load_state(state)
-        # What rows that have left leave behind is no part of a state.
+        # Texts of rows that have left are not part of a state.
         self._search_state.forget()
         self._latest = None
         self.use_costs(self.costs)
 
     def _prepare(self, rows: DraftRows) -> None:
-        """Brings what is searched, learnt and spent up to the rows of this step."""
+        """Brings the search state and the budget up to the rows of this step."""
         searched = self._search_state
         is_same = rows is searched.rows
         searched.take(rows, self._store.snapshot)

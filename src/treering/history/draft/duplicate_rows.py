@@ -1,8 +1,6 @@
-"""Rows with the same tokens as another one: they are looked up once, and verified along that row's draft.
+"""Rows with the same tokens as an earlier row, their leader: they are drafted once and verified with its draft.
 
-Knows leaders and drafts. Knows nothing of how equal rows are found, and of what becomes of drafts.
-
-    B rows   D drafted tokens   A answers: for each row, the tokens of the draft that it was verified along
+B rows   D drafted tokens   A for each row, the tokens of the draft that it was verified with
 """
 
 import numpy as np
@@ -13,12 +11,12 @@ from treering.history.types import DraftRows, Drafts
 
 
 def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
-    """Who leads each row, and what a token of each row's draft is worth to all that are verified along it.
+    """The leader of each row, and what a token of each row's draft is worth to all rows that are verified with it.
 
     Returns:
-        int64 [B], read in place; float64 [B], 0 for led rows; and how many rows lead themselves.
+        int64 [B], read in place; float64 [B], 0 for duplicate rows; and how many rows are their own leaders.
 
-    Example: with leaders [0, 0, 2] and nothing said of worth that is [2, 0, 1], and two rows.
+    Example: with leaders [0, 0, 2] and no worth given, the worth is [2, 0, 1] and two rows are their own leaders.
     """
     num_rows = len(rows.prompt_ids)
     worth = np.ones(num_rows) if rows.worth is None else rows.worth
@@ -30,9 +28,9 @@ def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
 
 
 def most_worth(rows: DraftRows, num_leading: int) -> float:
-    """The most that `read_leaders` may give a row, however the led ones are spread over so many leaders.
+    """The greatest worth that `read_leaders` can give a row, however duplicates are spread over the leaders.
 
-    Example: 8 rows of which 5 lead themselves are worth 4 at most.
+    Example: of 8 rows of which 5 are leaders, none is worth more than 4.
     """
     own = 1.0 if rows.worth is None else max(rows.worth.tolist(), default=1.0)
     return own * (1 + len(rows.prompt_ids) - num_leading)
@@ -40,10 +38,10 @@ def most_worth(rows: DraftRows, num_leading: int) -> float:
 
 @njit(cache=True)
 def add_worth(leaders: Int64Array, worth: Float64Array, shared: Float64Array) -> int:
-    """Adds what each row is worth to its leader, in `shared` [B]; returns how many rows lead themselves."""
+    """Adds what each row is worth to its leader, in `shared` [B]; returns how many rows are leaders."""
     num_leading = 0
     for row in range(leaders.size):
-        # A leader that is none is told by the call that drafts.
+        # The compiled draft call reports a leader out of range.
         leader = min(max(leaders[row], 0), leaders.size - 1)
         shared[leader] += worth[row]
         num_leading += leader == row
@@ -51,7 +49,7 @@ def add_worth(leaders: Int64Array, worth: Float64Array, shared: Float64Array) ->
 
 
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
-    """Every row with the draft that it was verified along, and where each of its tokens stands in `drafts`, int64 [A].
+    """Every row with the draft that it was verified with, and the index of each of its tokens in `drafts`, int64 [A].
 
     Example: drafts of 2, 0 and 1 tokens with leaders [0, 0, 2] become drafts of 2, 2 and 1, from 0, 1, 0, 1 and 2.
     """
@@ -67,7 +65,7 @@ def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
 
 @njit(cache=True, nogil=True)
 def _add_up(offsets: Int64Array, leaders: Int64Array, sums: Int64Array) -> int:
-    """Writes where each row's draft ends, to `sums` behind its first; returns where the last one does."""
+    """Writes where each row's draft ends to `sums[1:]`; returns where the last one ends."""
     total = 0
     for row in range(leaders.size):
         total += offsets[leaders[row] + 1] - offsets[leaders[row]]
@@ -87,7 +85,7 @@ def _repeat(
     acceptance_out: Float32Array,
     origins: Int64Array,
 ) -> None:
-    """Writes each row's draft behind that of the row before, and where each token came from."""
+    """Writes the rows' drafts one after another, and the origin of each token."""
     at = 0
     for row in range(leaders.size):
         for i in range(offsets[leaders[row]], offsets[leaders[row] + 1]):

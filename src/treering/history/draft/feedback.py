@@ -1,7 +1,4 @@
-"""What an engine says of a drafter's latest drafts, checked, and what it means for each drafted token.
-
-Knows shapes and counts. Knows nothing of weights.
-"""
+"""The engine's feedback on the latest drafts: checks it, and derives what became of each drafted token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +58,7 @@ def as_counts(
     if fault == _WRONG_COUNT:
         raise InputError(
             f"a row accepts between none and all of its drafted tokens, got {counts.tolist()} of "
-            f"{num_drafted.tolist()}; count drafted tokens alone, without the one sampled behind them"
+            f"{num_drafted.tolist()}; count drafted tokens only, without the one sampled after them"
         )
     raise InputError(
         f"a leaf is a number within its row's draft and as deep as the row's accepted tokens, -1 for none, got "
@@ -114,11 +111,11 @@ def mark(
         offsets: int64 [B + 1], of the rows' drafts.
         parents: int32 [D], within the row.
         accepted: int64 [B], accepted tokens.
-        leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is looked for, and known only
-            where the draft does not branch above it.
-        was_cut: bool [B], rows that were cut off there: what was drafted behind was not tried.
+        leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is
+            derived from the count, up to where the draft branches.
+        was_cut: bool [B], rows that were cut off there: later drafted tokens were not tried.
         was_accepted: int8 [D], written.
-        num_left: int64 [B], written: tokens drafted right behind the last accepted one, -1 where that is not known.
+        num_left: int64 [B], written: tokens drafted right after the last accepted one, -1 if unknown.
     """
     for b in range(offsets.size - 1):
         begin, size = offsets[b], offsets[b + 1] - offsets[b]

@@ -1,6 +1,6 @@
 """What the compiled call writes: the drafts of all rows, one after another.
 
-    B rows   D drafted tokens
+B rows   D drafted tokens
 """
 
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def _preorder(workspace: Workspace, num_nodes: int) -> None:
 def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
     """Drops drafted tokens that do not pay.
 
-    Returns the lowest path probability kept, or 0.0 if nothing was dropped or nothing was kept (probe rows do not
+    Returns the lowest path probability kept, or 0.0 if nothing was dropped or kept (probe rows do not
     count), because then the cutoff is unknown. Rows worth 0 are duplicates: they have no draft and no token in the pass.
     """
     counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)

@@ -1,7 +1,4 @@
-"""How well estimates of acceptance hold: the table that says whether a drafter is calibrated.
-
-Knows counts. Knows nothing of how estimates are made.
-"""
+"""How well estimates of acceptance hold: a table of estimated and observed acceptance."""
 
 from dataclasses import dataclass
 

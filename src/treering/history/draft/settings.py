@@ -1,7 +1,4 @@
-"""What a drafter can be set to: policies, shapes, and the limits of numbers.
-
-Knows names and ranges. Knows nothing of what they do.
-"""
+"""Settings of a drafter: policies, shapes, and the ranges of numbers."""
 
 from typing import Literal, get_args
 
@@ -11,6 +8,9 @@ from treering.errors import ConfigError
 from treering.history.draft.workspace import MAX_NODES
 from treering.history.features import SOURCES, Source
 from treering.types import is_count
+
+MIN_ACCEPTANCE = 0.018
+"""Default of `min_acceptance`, of a `Drafter` and of a run's configuration."""
 
 Policy = Literal["calibrated", "frequency"]
 """Which matches vote. calibrated: all, weighted by how often such matches were accepted; every continuation is a
@@ -30,7 +30,7 @@ def check_settings(
     max_live_tokens: int,
     max_other_tokens: int,
 ) -> None:
-    """Raises for what a `Drafter` cannot be set to; see there.
+    """Checks the settings of a `Drafter`; see there.
 
     Raises:
         ConfigError: a value out of range.
@@ -39,7 +39,9 @@ def check_settings(
     _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
     _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
     if not _is_probability(min_acceptance):
-        raise ConfigError(f"min_acceptance is a probability in (0, 1], got {min_acceptance!r}; 0.018 is usual")
+        raise ConfigError(
+            f"min_acceptance is a probability in (0, 1], got {min_acceptance!r}; {MIN_ACCEPTANCE} is usual"
+        )
     for name, value, known in (("policy", policy, Policy), ("shape", shape, Shape)):
         if value not in get_args(known):
             raise ConfigError(f"{name} is one of {', '.join(get_args(known))}, got {value!r}; choose one")

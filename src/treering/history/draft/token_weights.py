@@ -1,7 +1,7 @@
-"""Weights of single tokens and of tokens behind others: 4 bytes each, as they are many and few are ever used.
+"""Weights of single tokens and of tokens after others, 4 bytes each: they are many, and few are ever used.
 
-Knows numbers of weights and steps. Knows nothing of what a weight is of. A weight is a whole number of 2048ths, and how
-much it has been moved one of 1024ths, each rounded at every step: with full floats, estimates are no better.
+A weight is a whole number of 2048ths, and its AdaGrad root one of 1024ths, both rounded at every step. Full floats give
+no better estimates.
 """
 
 import numpy as np

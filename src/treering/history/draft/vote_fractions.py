@@ -1,7 +1,4 @@
-"""A candidate's shares of a index's votes: among all matches, in each source, among the longest matches.
-
-Knows votes that were counted. Knows nothing of matches, and of what shares are worth.
-"""
+"""A candidate's shares of a node's votes: among all matches, in each source, among the longest matches."""
 
 import numpy as np
 
@@ -17,12 +14,12 @@ _NUM_STRETCHES = 1024
 _STRETCHES = np.array([stretch.py_func((k + 0.5) / _NUM_STRETCHES) for k in range(_NUM_STRETCHES)], np.float32)
 _MOST_SHARE = _NUM_STRETCHES - 0.01
 _ALL = _STRETCHES[int((1 + _MEAN_SHARE) * _SHRINK * _MOST_SHARE)]
-"""Of a source that says nothing else."""
+"""The share of the only candidate of a source."""
 
 
 @lean
 def sum_up(candidates: Candidates, num: int) -> tuple[float, int]:
-    """All votes, and how many places have the longest match; by source they are written, where there are several."""
+    """All votes, and how many matches are the longest. With several candidates, also writes the votes by source."""
     if num == 1:
         return candidates[0].votes, candidates[0].num_longest
     by_source = candidates[MAX_CANDIDATES].by_source
