@@ -168,9 +168,6 @@ def _row(variant: Variant, found: dict[str, list[Compared]], base: Variant, size
         ),
         "bubble": sum(overlap.bubble for overlap in overlaps) / len(overlaps),
         "predicted_bubble": median(each.predicted.bubble for each in own),
-        "tokens_per_step": sum(each.engine.num_sampled for each in reports)
-        / sum(each.engine.num_rows for each in reports),
-        "num_stolen": sum(overlap.num_stolen for overlap in overlaps) // len(own),
         "num_differing": count_differing(own[0].measured.run, others[0].measured.run),
         "num_rollouts": sum(len(step) for step in own[0].measured.run.latest),
     }
