@@ -19,6 +19,8 @@ from treering.cli.train import run as train_run
 from treering.config import RlConfig
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
+from treering.history.draft.settings import MIN_ACCEPTANCE
+from treering.rl.drafting import DraftOptions
 from treering.rl.rollout_log import RolloutLog
 
 NUM_PROMPTS = 8

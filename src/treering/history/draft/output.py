@@ -70,8 +70,8 @@ def _preorder(workspace: Workspace, num_nodes: int) -> None:
 def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
     """Drops drafted tokens that do not pay.
 
-    Returns the lowest path probability kept, or 0.0 if nothing was dropped or kept (probe rows do not
-    count), because then the cutoff is unknown. Rows worth 0 are duplicates: they have no draft and no token in the pass.
+    Returns the lowest path probability kept, or 0.0 if nothing was dropped or nothing was kept (probe rows do not
+    count), because then the cutoff is unknown. Rows worth 0 are duplicates: they have no draft and no token in a pass.
     """
     counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
     num_computed, most = 0, 1.0
