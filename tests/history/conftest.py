@@ -1,4 +1,4 @@
-"""Folders that several tests of a history begin with."""
+"""Folders that several history tests start from."""
 
 from pathlib import Path
 

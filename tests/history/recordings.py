@@ -1,4 +1,4 @@
-"""Recordings from lists, for tests of what is measured on them."""
+"""Builds recordings from lists, for tests of measurements on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What drafts are allowed to be, in plain Python: by looking at every place of every text that a row may draft from.
+"""Which drafts are allowed, in plain Python, by scanning every position of every text that a row may draft from.
 
 Also builders of stores and rows from lists.
 """

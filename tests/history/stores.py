@@ -1,4 +1,4 @@
-"""Stores and their folders, for tests: what is in them, whether two are equal, and folders that publishes wrote."""
+"""Helpers for tests of stores and their folders: contents, equality, and folders written by publishes."""
 
 from dataclasses import fields
 from pathlib import Path

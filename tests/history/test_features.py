@@ -1,4 +1,4 @@
-"""What is looked up in tables is what its description says."""
+"""The lookup tables give what their docstrings say."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Moving and choosing entries does what the loop and the branch would."""
+"""The intrinsics that copy and choose entries match a loop and a branch."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""What is known of a candidate token, as numbers of weights: the layout of the acceptance model.
+"""The features of a candidate token: the layout of the acceptance model's weights.
 
-Knows buckets. Knows nothing of texts and of what the weights are. A candidate has one feature of each kind; its kinds'
-weights, and its shares of the votes times their own weights, add up to the logit of its acceptance. General kinds mean
-the same with every tokenizer; those behind them tell single tokens apart, and have weights of their own kind.
+A candidate has one feature of each kind. The weights of its features, plus its vote fractions times their own weights,
+add up to the logit of its acceptance. General kinds mean the same with every tokenizer; the kinds after them tell
+single tokens apart and have separate weights.
 """
 
 import math

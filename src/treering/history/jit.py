@@ -5,7 +5,7 @@ of the time in loops of a few nanoseconds. Numba also checks a signed index for 
 own variable, so hot loops index with `np.uintp`.
 
 `STAMP` keys numba's on-disk cache. The cache notices a change in the file of a function, but not in the files that the
-function calls into; a compiled function that closes over the stamp is compiled again when any file of this room
+function calls into; a compiled function that closes over the stamp is compiled again when any file of this package
 changes.
 """
 

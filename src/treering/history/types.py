@@ -1,6 +1,4 @@
-"""What goes between an engine and a drafter in one step: rows there, drafts back.
-
-Knows shapes. Knows nothing of how drafts are found or verified.
+"""The arrays that an engine and a drafter exchange in a step: rows in, drafts out.
 
     B rows   L columns   D drafted tokens of all rows
 """

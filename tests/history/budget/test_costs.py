@@ -1,4 +1,4 @@
-"""Costs of passes are what a pass can cost, and anything else is refused."""
+"""Costs of passes are checked, and impossible ones are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a step with costs learns of what pays: from tokens that it looked at and left out, never from probes."""
+"""The cutoff with costs is learnt from tokens that a step looked at and left out, never from probes."""
 
 from dataclasses import replace
 

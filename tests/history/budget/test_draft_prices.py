@@ -1,4 +1,4 @@
-"""Drafting has a price of its own: what is found, drafted and learnt is counted, and a drafter that loses rests."""
+"""The time of drafting counts: finding, drafting and learning have prices, and a drafter that loses time backs off."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What looks too poor to be drafted is tried now and then all the same: otherwise it would look poor for ever."""
+"""Tokens that seem too unlikely to draft are probed now and then, or their estimates would never improve."""
 
 import numpy as np
 import pytest

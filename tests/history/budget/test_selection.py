@@ -1,4 +1,4 @@
-"""Tokens are drafted where they pay: against brute force over every threshold, and by rests where drafting loses."""
+"""Tokens are drafted if they pay: selection equals brute force over all thresholds, and losing drafts back off."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Steps without drafts say nothing of what pays, so they leave what is looked at as wide as it was."""
+"""Steps without drafts leave the cutoff as it was, since they show nothing about what pays."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Estimates follow what was accepted, untried tokens do not count, and what estimates say comes true."""
+"""Estimates follow observed acceptance, ignore untried tokens, and are calibrated."""
 
 import math
 from typing import Any

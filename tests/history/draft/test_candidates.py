@@ -1,4 +1,4 @@
-"""A index's candidates say what its places say, whether all of these go on with one token or not."""
+"""The candidates of a node equal the next tokens of its matches, whether these agree on one token or not."""
 
 from collections import defaultdict
 from typing import Any

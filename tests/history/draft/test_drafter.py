@@ -1,4 +1,4 @@
-"""Every draft is a tree, or a chain, that the texts allow, within its limits, the likeliest first."""
+"""Every draft is a tree or a chain that the texts allow, within its limits, the likeliest first."""
 
 from dataclasses import replace
 from typing import Any

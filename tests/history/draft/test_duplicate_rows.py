@@ -1,4 +1,4 @@
-"""Rows that another one leads: looked up once, verified along its draft, and known afterwards as if looked up alone."""
+"""Duplicate rows are searched once, verified with their leader's draft, and later treated as if searched alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Empty, tiny, huge and changing histories and rows draft what they allow, and never anything else."""
+"""Empty, tiny, huge and changing histories and rows give only drafts that they allow."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What became of each drafted token: from leaves, from counts where a draft leaves no choice, and behind cut-offs."""
+"""The outcome of each drafted token: from leaves, from counts where a draft is a chain, and after cutoffs."""
 
 from collections.abc import Sequence
 from itertools import pairwise

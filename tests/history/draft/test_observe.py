@@ -1,4 +1,4 @@
-"""Each propose may be observed once, also one that drafted nothing: it teaches nothing then."""
+"""Each propose may be observed once, even if it drafted nothing, and then it teaches nothing."""
 
 from typing import Any
 

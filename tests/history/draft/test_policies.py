@@ -1,4 +1,4 @@
-"""Each policy's choice is the one that its definition says, on histories made by hand."""
+"""Each policy chooses as defined, on histories made by hand."""
 
 from typing import Any
 

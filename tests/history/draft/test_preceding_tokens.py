@@ -1,4 +1,4 @@
-"""What is learnt of a token behind one or two others holds for it behind just these, drafted ones too."""
+"""What is learnt of a token after one or two others applies after exactly these, drafted ones included."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a drafter refuses, by message; a refused call leaves everything as it was."""
+"""What a drafter refuses, by message; a refused call changes nothing."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The table of estimates counts tokens by their estimate, and its error is the mean distance from what came true."""
+"""The reliability table counts tokens by their estimate; its error is the mean distance from observed acceptance."""
 
 import numpy as np
 import pytest

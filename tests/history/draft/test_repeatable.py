@@ -1,4 +1,4 @@
-"""The same calls give the same drafts: again, in another thread, and behind a checkpoint; the state is checked."""
+"""The same calls give the same drafts: again, in another thread, and after a checkpoint; the saved state is checked."""
 
 import ast
 import importlib

@@ -1,6 +1,6 @@
-"""Law 8 for drafts: what begins from a checkpoint at a step's boundary drafts bitwise as what goes on.
+"""Law 8 for drafts: a run resumed from a checkpoint drafts bitwise like one that was not interrupted.
 
-The one that is resumed has another store, another drafter and an engine that counts rows and groups from 0 again.
+The resumed run has another store, another drafter and an engine that numbers rows and groups from 0 again.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Weights of tokens follow AdaGrad with full numbers as closely as their units allow, and stay within them."""
+"""Quantised token weights follow full-precision AdaGrad as closely as their units allow, and stay in range."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A draft grows along the places that it is from: a index's places are all those that go on as its path does."""
+"""A draft grows along its matches: the matches of a node are all those that continue as its path does."""
 
 from typing import Any
 

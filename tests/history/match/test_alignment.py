@@ -1,4 +1,4 @@
-"""Behind a small edit a row goes on along its old trajectory, at once and at the right place."""
+"""After a small edit a row follows its old trajectory again at once, at the right position."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The working copy of the running prompts' indexes holds them as they are, says what each place is, and stays small."""
+"""The arena copies the running prompts' indexes unchanged, gives the position of each entry, and stays small."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What runs of other groups is drafted from where three tokens agree: by the source "others", and by no other."""
+"""Running rollouts of other groups are matched if three tokens agree, by the source "others" alone."""
 
 from dataclasses import replace
 

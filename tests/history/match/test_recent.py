@@ -1,4 +1,4 @@
-"""What other prompts said: published last first, within a limit, sorted by contexts, the same for the same snapshot."""
+"""The text of other prompts: newest first, within a limit, sorted by context, and the same for the same snapshot."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Regions never overlap, lie where their units say, and keep a text readable until something is written over it."""
+"""Regions never overlap, lie where their units say, and keep a text readable until it is overwritten."""
 
 from dataclasses import dataclass, field
 

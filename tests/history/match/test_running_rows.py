@@ -1,4 +1,4 @@
-"""Running rows draft from each other from their newest token on; rows that leave take nothing of theirs along."""
+"""Running rows draft from each other's newest tokens, and rows that leave do not disturb the others."""
 
 from dataclasses import replace
 

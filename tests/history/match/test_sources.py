@@ -1,4 +1,4 @@
-"""Rows are asked for side by side, some at some sources and some at none; each gets what it gets alone."""
+"""Rows that are searched together, each in other sources, get what each gets alone."""
 
 import numpy as np
 from hypothesis import given, settings

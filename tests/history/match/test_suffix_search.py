@@ -1,4 +1,4 @@
-"""A context's place in an order is the one that counting finds, with keys and however often entries repeat."""
+"""A search finds the position that counting finds, with keys and however often entries repeat."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """A program that publishes in a folder and is killed at its file operations; see `tests.killing`.
 
-It leaves a folder for every moment, and prints the digest of every state that was published, with their number.
+It leaves a folder for every kill, and prints the digest and number of every published state.
 """
 
 import hashlib

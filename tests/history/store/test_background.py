@@ -1,4 +1,4 @@
-"""Publishing beside the caller gives what publishing in front of it gives, and loses neither rollouts nor errors."""
+"""Publishing in the background gives the same result as publishing directly, and loses neither rollouts nor errors."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Blocks are used where they lie in a file, looked at when first asked for, and a damaged one is lost alone."""
+"""Blocks are used in place and checked on first use, and a damaged one does not affect the others."""
 
 import warnings
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""A publish that does not come to its end leaves the state before it or behind it, and the next one makes up for it."""
+"""An interrupted publish leaves the state before or after it, and the next publish makes up for it."""
 
 import os
 import shutil

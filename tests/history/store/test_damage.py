@@ -1,4 +1,4 @@
-"""Damage to a folder costs one warning and what it hit: everything else is read, and nothing wrong is (law 7)."""
+"""Damage to a folder costs one warning and the damaged data; everything else is read, and nothing wrong is (law 7)."""
 
 import shutil
 import struct

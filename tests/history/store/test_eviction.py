@@ -1,4 +1,4 @@
-"""Over many publishes, what leaves a store is what a search through all of it would take out."""
+"""Over many publishes, eviction drops what a search through the whole store would drop."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sealed headers are read as they were written or refused with the reason, and files appear whole or not at all."""
+"""Sealed headers are read as written or refused with the reason, and files appear whole or not at all."""
 
 import os
 import resource

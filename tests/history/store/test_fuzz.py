@@ -1,4 +1,4 @@
-"""Law 7: whatever happens to a folder, opening it neither fails nor hangs, and all that is read was once added."""
+"""Law 7: opening a damaged folder neither fails nor hangs, and everything that is read was once added."""
 
 import json
 import os

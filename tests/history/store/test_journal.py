@@ -1,4 +1,4 @@
-"""A store's folder gives back what was published, stays small and is written in small parts."""
+"""A store's folder returns what was published, stays small and is written in small parts."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The ledger knows what is alive, and folds so that files stay half alive and few while little is written again."""
+"""The ledger tracks live blocks and merges files: they stay half alive and few, and little is rewritten."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One store at a time writes a folder, and the claim ends with the process that holds it, however that ends."""
+"""One store at a time writes a folder, and the lock ends with the process that holds it, however that ends."""
 
 import gc
 import os

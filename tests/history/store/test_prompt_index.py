@@ -1,4 +1,4 @@
-"""A prompt's text and its places sorted by contexts equal plain Python's; no context reads into another rollout."""
+"""A prompt's text and sorted positions equal plain Python's; no context reads into another rollout."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Readers see whole publishes on mapped memory, and neither disturb the writer nor are disturbed by its files' end."""
+"""Readers see whole publishes on mapped memory, do not disturb the writer, and survive the removal of its files."""
 
 import os
 import shutil

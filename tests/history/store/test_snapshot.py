@@ -1,4 +1,4 @@
-"""Snapshots are mappings that never change, in the order of a dictionary, and share what stays."""
+"""Snapshots are immutable mappings in insertion order and share what does not change."""
 
 import os
 import pickle

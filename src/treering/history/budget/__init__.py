@@ -1,1 +1,1 @@
-"""How much to draft: costs of verification, and the tokens that pay."""
+"""How much to draft: costs of verification, and which tokens pay."""

@@ -1,6 +1,6 @@
-"""How much a drafter drafts: by a least acceptance, or by what passes of its engine and drafting cost.
+"""How much a drafter drafts, from a minimum acceptance or from the costs of passes and drafting.
 
-Knows costs, and what has paid in the steps before. Knows nothing of rows, tokens and estimates, and reads no clock.
+Reads no clock.
 """
 
 import numpy as np

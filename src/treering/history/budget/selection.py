@@ -1,10 +1,8 @@
-"""Which drafted tokens a step verifies: those that pay, by what a pass costs and what they are likely to bring.
+"""Which drafted tokens a step verifies: those whose expected gain exceeds their cost.
 
-Knows probabilities and seconds. Knows nothing of tokens, rows' contents and clocks.
-
-A step gives each of B rows one token in any case, and each drafted token that is accepted one more. Of all drafted
-tokens of the batch it is best to take those with the greatest probability, as many as make expected tokens per second
-greatest; since a token is never likelier than the one before it, what is left of a tree is a tree.
+A step gives each of B rows one token in any case, and one more for each accepted draft token. It is best to take the
+tokens of the batch with the greatest probability, as many as maximise expected tokens per second. A token is never
+likelier than its parent, so the tokens that are kept form a tree.
 
     K entries of the costs   Z bins
 """

@@ -1,6 +1,4 @@
-"""What a step of so many rows takes by the tokens of its pass, drafting counted in.
-
-Knows costs. Knows nothing of rows, tokens and estimates, and reads no clock.
+"""Seconds of a step with a given number of rows by the tokens of its pass, drafting included.
 
     B rows   J entries from B tokens on
 """

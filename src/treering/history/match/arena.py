@@ -1,7 +1,6 @@
-"""The indexes of the prompts that are running, side by side in flat arrays, so that one compiled call reads them all.
+"""The indexes of the running prompts, copied into shared flat arrays so that one compiled call searches all of them.
 
-Knows where each prompt's index stands, and what is said of its matches. Knows nothing of rows and drafts. A prompt's
-arrays are copied when it first appears; nothing proportional to the history is copied per step.
+A prompt's index is copied once, when the prompt first appears; no step copies an amount that grows with the history.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Where the contexts of several rows belong in the orders, looked for side by side.
+"""Binary searches of several rows' contexts in sorted text positions, run in lockstep.
 
-A search in an order waits for memory at almost every step. Those of one row must wait for each other, those of several
-rows need not. Knows contexts, texts and orders. Knows nothing of what is found there.
+Nearly every step of a binary search waits for memory. The steps of one search depend on each other, those of different
+rows do not, so their memory accesses overlap.
 
     Q searches
 """

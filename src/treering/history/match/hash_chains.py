@@ -1,8 +1,7 @@
-"""An append-only text and, for every place, the place before it that ends in the same tokens: a search from the newest.
+"""An append-only text with hash chains: each position links to the previous one that ends in the same tokens.
 
-Knows tokens and scopes. Knows nothing of rows, prompts and drafts. Chains may hold places that have been written over,
-and places of other tokens that have the same head: whoever follows one compares the tokens themselves, so a wrong link
-costs a look and never more.
+A search follows a chain from the newest position. Chains may contain overwritten positions, and positions of other
+tokens with the same hash. Readers compare the tokens themselves, so a wrong link costs one comparison.
 
     C entries of the text   H heads of each kind
 """

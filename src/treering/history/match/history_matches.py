@@ -1,7 +1,4 @@
-"""Matches in the published rollouts of a row's own prompt.
-
-Knows an arena's indexes. Knows nothing of running rows and of other prompts.
-"""
+"""Matches in the published rollouts of a row's own prompt."""
 
 from treering.arrays import Int32Array
 from treering.history.features import HISTORY, shift_bucket

@@ -1,9 +1,9 @@
-"""Matches where a row's context occurs, with all that speaks for the token behind each.
+"""Matches of a row's context, with the features that weigh the token after each.
 
-Knows what is said of a place. Knows nothing of how places are found and of what becomes of their tokens. A place is a
-match of some tokens, or it stands where an old trajectory goes on behind one edit: a token replaced, added or left out.
+A match is a position in an earlier text. Either the tokens before it equal the end of the context, or they do after one
+edit: a token replaced, added or left out.
 
-    M places
+    M matches
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""Matches in the published rollouts of other prompts.
-
-Knows one text of many prompts. Knows nothing of the row's own prompt but where it stands there.
-"""
+"""Matches in the published rollouts of other prompts."""
 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.features import FAR, OTHERS

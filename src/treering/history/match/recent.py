@@ -1,7 +1,6 @@
-"""Published rollouts of all prompts, searchable together: what others say where a prompt's own history is silent.
+"""The most recently published rollouts of all prompts as one sorted text, for prompts whose own history has no match.
 
-Knows a snapshot's texts. Knows nothing of rows, of acceptance and of drafts. Made anew from a snapshot and the same for
-the same snapshot, so that a resumed run drafts as the one that it resumes.
+Depends on the snapshot alone, so that a resumed run drafts like the run that it resumes.
 """
 
 from collections.abc import Mapping, Sequence

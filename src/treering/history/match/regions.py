@@ -1,6 +1,4 @@
-"""Where the texts of slots stand beside each other: room for each of them, as much as it needs.
-
-Knows slots and sizes. Knows nothing of tokens, and of who has which slot.
+"""An allocator of regions, one per slot, for texts of different sizes in one array.
 
     S slots   U units
 """

@@ -1,4 +1,4 @@
-"""What each running row's latest draft came to, and how long its context was then.
+"""The outcome of each running row's latest draft, and the length of its context at that step.
 
 S slots
 """

@@ -1,6 +1,4 @@
-"""What compiled calls read of running rows and bring up to date: their texts, and whose text a place is in.
-
-Knows slots, regions and chains. Knows nothing of who has a slot, of history and of drafts.
+"""The texts of running rows as compiled calls read and update them.
 
     B rows   S slots   U units
 """

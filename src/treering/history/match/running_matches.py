@@ -1,7 +1,4 @@
-"""Matches in what is running: the rollouts of a row's group, its prompt, the row itself, and those of other groups.
-
-Knows chains of live texts. Knows nothing of published history.
-"""
+"""Matches in running rollouts: those of the row's group, its prompt, the row itself, and other groups."""
 
 import numpy as np
 

@@ -1,8 +1,7 @@
-"""What is running: the rollouts so far of every row, and their groups' prompts, searchable as they grow.
+"""Slots for running rollouts and their groups' prompts, whose texts can be searched as they grow.
 
-Knows rows and groups. Knows nothing of history, of acceptance and of drafts. Only what a step has appended is read; a
-row that leaves gives its room to another. All of it goes when rows come of which none was there before: what is found
-then is what a new one would find.
+Each step reads only the tokens appended since the last one. A row that leaves frees its slot. If no row of a step was
+in the step before, everything is cleared, so that matches do not depend on earlier rows.
 
     B rows   S slots
 """

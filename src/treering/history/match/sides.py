@@ -1,6 +1,4 @@
-"""The places of an index to both sides of where a context belongs, those that agree most first.
-
-Knows texts and orders. Knows nothing of sources, and of what is noted of a place.
+"""Walks an index outwards from where a context belongs, the best matches first.
 
     N entries of an order
 """

@@ -1,6 +1,4 @@
-"""The places of some rows, asked of one source after the other, each where those before it have found too little.
-
-Knows which source is asked when. Knows nothing of what becomes of matches.
+"""Searches the sources for matches of some rows, one source after another, until a row's matches are long enough.
 
     B rows   L columns
 """

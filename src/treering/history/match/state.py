@@ -1,6 +1,4 @@
-"""What a step searches: the history of the prompts that run, what is running, and the history of other prompts.
-
-Knows rows and snapshots, and what of it is to be read anew when either changes. Knows nothing of acceptance and drafts.
+"""What a step searches: the history of running prompts, running rollouts, and the history of other prompts.
 
     B rows
 """

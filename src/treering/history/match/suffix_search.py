@@ -1,6 +1,4 @@
-"""Where a context belongs among an index's sorted matches, and how far it agrees with one.
-
-Knows texts and orders. Knows nothing of rows, sources and votes.
+"""Where a context belongs in an index's sorted positions, and how many tokens it shares with one of them.
 
     N entries of a text   K keys
 """

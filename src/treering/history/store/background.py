@@ -1,7 +1,4 @@
-"""Work that goes on beside its caller, one piece at a time, and whose error is not lost.
-
-Knows threads. Knows nothing of the work.
-"""
+"""Runs one piece of work at a time in a thread and keeps its error for the caller."""
 
 import threading
 from collections.abc import Callable

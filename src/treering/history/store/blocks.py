@@ -1,12 +1,11 @@
-"""Data files: the ready indexes of prompts, each a block with a checksum of its own.
+"""Data files: the indexes of prompts, each a block with its own checksum.
 
-Knows what such a file holds. Knows nothing of folders and of which blocks are alive. A block is checked when it is
-first used: whoever opens a large history pays for the prompts that it asks for, and not for all of them.
+A block is checked when it is first used, so opening a large history costs only the prompts that are read.
 
     header      number of the file; for each index its prompt, place, versions, entries, rollouts and checksum; for each
-                lot of rollouts that were not yet published its prompt, version, entries, rollouts and checksum
-    blocks      from the next multiple of 64 bytes: text, suffixes, versions, starts, rewards of each index; text and
-                rewards of what was not yet published
+                batch of unpublished rollouts its prompt, version, entries, rollouts and checksum
+    blocks      from the next multiple of 64 bytes: text, order, versions, starts, rewards of each index; text and
+                rewards of unpublished rollouts
 """
 
 import os

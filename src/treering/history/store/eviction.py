@@ -1,7 +1,4 @@
-"""Which versions leave a history that is over its budget: the oldest ones, whichever prompts they belong to.
-
-Knows ages and bytes. Knows nothing of files, and keeps no rollout itself.
-"""
+"""Which versions to drop from a history that exceeds its budget: the oldest ones, whichever prompts they belong to."""
 
 import heapq
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""A whole history in one checksummed file, as checkpoints keep it beside them.
-
-Knows how a store's contents become a file and what damage costs. Knows nothing of budgets and of publishing.
-"""
+"""A whole history in one checksummed file, as checkpoints save it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""History files as bytes: a sealed header, written whole or not at all, with or without arrays behind it.
-
-Knows how a header is recognised and how a file appears. Knows nothing of what the headers say.
+"""History files as bytes: a sealed header, with or without arrays after it, written whole or not at all.
 
     16 bytes    magic (8), format version (uint32) and length of the header (uint32), little-endian
     32 bytes    BLAKE2b of these 16 bytes and the header

@@ -1,8 +1,7 @@
-"""The writing side of a store's folder: data files, and the manifest that says what of them is alive.
+"""Writes a store's folder: data files, and the manifest that lists which of their blocks are alive.
 
-Knows how a state is written and found again. Knows nothing of budgets and of how indexes are built. Data files never
-change. What is little alive or small is folded into the next one, so the folder stays below twice what is alive, has
-few files, and a publish never rewrites the whole history.
+Data files never change. Small files and files that are mostly dead are merged into the next one, so the folder stays
+below twice the size of its live data, has few files, and no publish rewrites the whole history.
 """
 
 import re

@@ -1,7 +1,6 @@
-"""How the arrays of a block lie in a file: one after another, each at a multiple of 64 bytes, under one checksum.
+"""The layout of a block's arrays in a file: one after another, each at a multiple of 64 bytes, under one checksum.
 
-Knows names, types and sizes of arrays. Knows nothing of what they mean. Everything is little-endian, so that a process
-uses the arrays where they lie.
+Everything is little-endian, so that a process uses the arrays in place.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""The account of a folder: which data file holds each prompt, and which files are worth folding into the next one.
-
-Knows numbers, bytes and prompts. Knows nothing of what is in a file, and touches none.
-"""
+"""Which data file of a folder holds each prompt, and which files to merge into the next one."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

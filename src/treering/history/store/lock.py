@@ -1,7 +1,6 @@
-"""The claim of one process on a folder that it writes.
+"""A lock on a folder, so that one process at a time writes it.
 
-Knows who holds it. Knows nothing of what the folder is for. The kernel gives the claim back when its process dies,
-however it dies.
+The kernel releases the lock when its process dies.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """The manifest of a folder: which blocks of which data files are the published state.
 
-Knows files by number and blocks by their places in them. Knows nothing of prompts. It is replaced whole, so whoever
-reads it sees one published state, and it pins every byte of it: a file's digest covers the checksums of its blocks.
+It is replaced whole, so a reader sees one published state. It pins every byte of that state: a file's digest covers the
+checksums of its blocks.
 """
 
 import warnings

@@ -1,7 +1,4 @@
-"""A prompt's index with other versions: new rollouts behind those that are there, the newest versions kept.
-
-Knows versions. Knows nothing of budgets in bytes and of files.
-"""
+"""Adds rollouts to a prompt's index and keeps its newest versions."""
 
 from collections.abc import Mapping
 

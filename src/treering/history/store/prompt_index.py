@@ -1,8 +1,7 @@
-"""The index of one prompt: its kept rollouts as one text, newest version first, and its places sorted by context.
+"""The index of one prompt: its rollouts as one text, newest version first, and its positions sorted by context.
 
-Knows tokens and versions. Knows nothing of files, of budgets and of how drafts are chosen. A rollout stands in the text
-as a marker and its tokens; the marker is where the response begins, which is the same place in every rollout of a
-prompt, so it stands for the whole prompt.
+A rollout is a marker and its tokens. The marker stands for the whole prompt, since every rollout of a prompt begins
+after the same tokens.
 
     N entries of the text, markers included   E versions (epochs)   R rollouts
 """

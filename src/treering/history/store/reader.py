@@ -1,7 +1,6 @@
-"""The reading side of a store's folder: the published state on mapped memory, in any number of processes.
+"""Reads a store's folder on mapped memory, in any number of processes.
 
-Knows how to follow what a writer publishes. Knows nothing of how it is written, and changes nothing: no lock, no file.
-History is only a hint (law 7): what cannot be read costs a warning and speed.
+Writes no file and takes no lock. History is only a hint (law 7): data that cannot be read costs a warning and speed.
 """
 
 from collections.abc import Mapping

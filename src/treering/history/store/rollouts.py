@@ -1,7 +1,4 @@
-"""Rollouts of one prompt and version as the store takes them in: checked, as one text, with a reward each.
-
-Knows what a rollout may be. Knows nothing of other versions, of indexes and of files.
-"""
+"""Rollouts of one prompt and version, checked and joined into one text, with a reward each."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""A published state of a history: prompts to indexes, never changed, and cheap to succeed.
-
-Knows how a next state shares what did not change. Knows nothing of budgets and of how files are written.
-"""
+"""A published state of a history: an immutable mapping of prompts to indexes; states share what does not change."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, Self, TypeAlias

@@ -1,7 +1,6 @@
 """The store: earlier rollouts by prompt and version, within a byte budget, published as immutable snapshots.
 
-Knows which rollouts are kept. Knows nothing of how they are matched, and of how files hold them. History is only a hint
-(law 7): whatever is lost costs speed, and what is read back is what was added.
+History is only a hint (law 7): lost data costs speed, and reading returns exactly what was added.
 """
 
 from collections.abc import Mapping, Sequence
