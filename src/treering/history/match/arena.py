@@ -21,7 +21,7 @@ _NOTHING: Mapping[PromptId, PromptIndex] = MappingProxyType({})
 
 
 class Histories(NamedTuple):
-    """What a compiled call reads of an arena; see `Arena`."""
+    """The arrays of an `Arena`, for compiled calls."""
 
     spans: Int64Array
     text: Int32Array
@@ -31,12 +31,12 @@ class Histories(NamedTuple):
 
 
 class Arena:
-    """Texts and places of prompts, one after another.
+    """Texts and sorted positions of prompts, one after another.
 
     Attributes:
-        text: int32, the texts; a marker stands behind the last one.
-        order: int32, aligned with the texts; places count from the start of the prompt's own text.
-        keys: int64, see `write_keys`; those of a slot begin at a sixteenth of its start, and the slot's number further.
+        text: int32, the texts; a marker follows the last one.
+        order: int32, aligned with the texts; positions count from the start of the prompt's own text.
+        keys: int64, see `write_keys`; a slot's keys begin at start // 16 + slot.
         positions: int32, aligned with the texts: entries since the marker of the rollout.
         spans: int64 [slots, 2], start and size of each slot; size 0 is a prompt without history.
 
@@ -44,7 +44,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        """Holds nothing yet."""
+        """An empty arena."""
         self._snapshot = _NOTHING
         self._slots: dict[PromptId, int] = {}
         self._num_used = 0
@@ -56,7 +56,7 @@ class Arena:
 
     @property
     def arrays(self) -> Histories:
-        """What a compiled call reads."""
+        """The arrays, for compiled calls."""
         return Histories(self.spans, self.text, self.order, self.keys, self.positions)
 
     @property
@@ -65,7 +65,7 @@ class Arena:
         return sum(array.nbytes for array in self.arrays)
 
     def slots(self, prompt_ids: Sequence[PromptId], snapshot: Mapping[PromptId, PromptIndex]) -> Int64Array:
-        """The slot of each prompt, int64 [B]; prompts that are not there are taken in, from this snapshot."""
+        """The slot of each prompt, int64 [B]; missing prompts are added from the snapshot."""
         if snapshot is not self._snapshot:
             self._clear(snapshot)
         found = list(map(self._slots.get, prompt_ids))
@@ -75,7 +75,7 @@ class Arena:
         return np.array(found, np.int64)
 
     def forget(self) -> None:
-        """Holds nothing any more, so that what it holds next, and when it makes room, is what a new one would."""
+        """Removes all prompts; the arena then grows as a new one would."""
         self._clear(_NOTHING)
 
     def _clear(self, snapshot: Mapping[PromptId, PromptIndex]) -> None:
@@ -86,7 +86,7 @@ class Arena:
     def _take_in(self, prompt_ids: Mapping[PromptId, None]) -> None:
         indexes = {prompt_id: self._snapshot.get(prompt_id) for prompt_id in prompt_ids}
         sizes = {prompt_id: 0 if index is None else index.text.size for prompt_id, index in indexes.items()}
-        # Too much of prompts that are no longer running: what runs is copied again, which is less than what goes.
+        # Too many prompts no longer run: copying the running ones again costs less than keeping the others.
         if self._num_used > 2 * sum(sizes.values()) or len(self._slots) > 2 * len(sizes):
             self._clear(self._snapshot)
         new = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._slots]
@@ -109,9 +109,9 @@ class Arena:
         self.text[self._num_used : self._num_used + _PADDING] = MARKER
 
     def _reserve(self, num_entries: int, num_slots: int) -> None:
-        """Room for that many entries and slots; grows by a quarter at least."""
+        """Allocates so many entries and slots; grows by at least a quarter."""
         check_entries(
-            num_entries + _PADDING, "the history of the prompts that run", "run fewer prompts at a time, or keep fewer "
+            num_entries + _PADDING, "the history of the running prompts", "run fewer prompts at a time, or keep fewer "
             "versions (max_epochs)",
         )  # fmt: skip
         room = self.order.size
@@ -144,7 +144,7 @@ def order_of(history: Histories, slot: int) -> Int32Array:
 
 @njit(cache=True, nogil=True)
 def write_positions(text: Int32Array, positions: Int32Array) -> None:
-    """Fills the position of each entry of a text in its rollout: entries since the rollout's marker.
+    """Writes the position of each entry of a text in its rollout: entries since the rollout's marker.
 
     Example: the text -1, 7, 5, -1, 7 has the positions 0, 1, 2, 0, 1.
     """

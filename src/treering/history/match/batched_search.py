@@ -17,13 +17,13 @@ from treering.history.match.arena import Histories
 from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, last_with_key
 
 MAX_QUERIES = 16
-"""Rows whose searches go side by side."""
+"""Searches per batch."""
 _NUM_SOON = 8
 _MAX_PREFETCHED = 24
 
 
 class BatchedSearch(NamedTuple):
-    """Room for the searches of some rows."""
+    """Buffers for the searches of some rows."""
 
     rows: Int64Array  # [Q]
     ends: Int64Array  # [Q], of the context
@@ -31,15 +31,15 @@ class BatchedSearch(NamedTuple):
     starts: Int64Array  # [Q], of the index's text
     sizes: Int64Array  # [Q], entries of the order
     first_keys: Int64Array  # [Q]
-    keys: Int64Array  # [Q], that are looked for
+    keys: Int64Array  # [Q], searched for
     left: Int64Array  # [Q], keys that may still be the first one not below
-    lows: Int64Array  # [Q], least and greatest number of places that may stand before the context; equal in the end
+    lows: Int64Array  # [Q], bounds of the number of positions that sort before the context; equal in the end
     highs: Int64Array  # [Q]
 
 
 @njit
 def make_batched_search() -> BatchedSearch:
-    """Room for the searches of any rows."""
+    """Buffers for the searches of any rows."""
     room = np.zeros((10, MAX_QUERIES), np.int64)
     return BatchedSearch(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
 
@@ -56,7 +56,7 @@ def add_query(
     size: int,
     first_key: int,
 ) -> None:
-    """Notes what a search looks for, and where."""
+    """Sets what a search looks for, and where."""
     queries.rows[q], queries.ends[q], queries.begins[q] = row, end, begin
     queries.starts[q], queries.sizes[q], queries.first_keys[q] = start, size, first_key
     queries.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
@@ -67,7 +67,7 @@ def add_query(
 def add_history_query(
     queries: BatchedSearch, q: int, tokens: Int32Array, row: int, end: int, begin: int, history: Histories, slot: int
 ) -> None:
-    """`ask` for a context of a prompt's rollouts."""
+    """`add_query` in a prompt's history."""
     start, size = history.spans[slot]
     add_query(queries, q, tokens, row, end, begin, start, size, (start >> KEY_BITS) + slot)
 
@@ -77,9 +77,9 @@ def run_queries(
     queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
     positions: Int32Array,
 ) -> None:  # fmt: skip
-    """Makes the first `num` searches in one index or arena, each step for all of them.
+    """Runs the first `num` searches in one index or arena in lockstep.
 
-    How many places stand before each context is in `lows` then.
+    Afterwards `lows` holds how many positions sort before each context.
     """
     starts, sizes, lows, highs = queries.starts, queries.sizes, queries.lows, queries.highs
     _narrow(queries, num, keys)
@@ -106,7 +106,7 @@ def run_queries(
 
 @lean
 def _halve(queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
-    """Narrows the searches that many places are left of: those whose last two tokens are frequent."""
+    """Narrows the searches with many positions left: those whose last two tokens are frequent."""
     starts, lows, highs = queries.starts, queries.lows, queries.highs
     widest = 0
     for q in range(num):
@@ -125,7 +125,7 @@ def _halve(queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Arra
 
 @lean
 def _step(queries: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
-    """Halves what is left of a search by a look at the text."""
+    """Halves a search's range by comparing with the text."""
     start, middle = queries.starts[q], (queries.lows[q] + queries.highs[q]) >> 1
     context = tokens[queries.rows[q], : queries.ends[q]]
     if is_before(text, start + order[start + middle], context, queries.begins[q]):
@@ -136,7 +136,7 @@ def _step(queries: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, 
 
 @lean
 def _narrow(queries: BatchedSearch, num: int, keys: Int64Array) -> None:
-    """Writes to `lows` the number of each search's first key that is not below the one looked for."""
+    """Writes to `lows` how many keys are below each search's key."""
     lows, left, wanted, firsts = queries.lows, queries.left, queries.keys, queries.first_keys
     longest = 0
     for q in range(num):
@@ -146,7 +146,7 @@ def _narrow(queries: BatchedSearch, num: int, keys: Int64Array) -> None:
     while longest > 0:
         for q in range(num):
             half, is_open = left[q] >> 1, left[q] > 0
-            # Without a branch, which would be guessed wrong every other time.
+            # Branchless: a branch would be mispredicted every other time.
             is_below = is_open & (keys[np.uintp(min(firsts[q] + lows[q] + half, last))] < wanted[q])
             lows[q] += is_below * (half + 1)
             left[q] = left[q] - half - 1 if is_below else half

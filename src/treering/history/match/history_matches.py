@@ -13,23 +13,23 @@ _MAX_MATCHES = 12
 _FEW_MATCHES = 8
 _MAX_LOOKS = 48
 _WEAK, _ENOUGH_STRONG = 3, 4
-"""Matches that agree in less than a third of the longest are left out where four others speak."""
+"""Matches shorter than a third of the longest are left out once there are four."""
 
 
 @lean
 def find_in_history(
     matches: Matches, num: int, history: Histories, slot: int, context: Int32Array, begin: int, right: int
 ) -> int:
-    """Notes the places of a prompt's index whose contexts agree most with the row's, longest first.
+    """Adds the longest matches of the row's context in its prompt's index, longest first.
 
     Args:
-        matches: filled from `num` on.
-        num: places so far.
+        matches: written from `num` on.
+        num: matches so far.
         history: of the running prompts.
         slot: of the row's prompt.
         context: int32 [n], the row's tokens.
         begin: where the rollout begins.
-        right: places of the index that stand before the context.
+        right: positions of the index that sort before the context.
 
     Returns:
         The number of matches.
@@ -58,7 +58,7 @@ def find_in_history(
 def _put_history(
     matches: Matches, num: int, history: Histories, at: int, context: Int32Array, begin: int, length: int, edit: int
 ) -> int:
-    """Notes the place behind text[at], unless the rollout ends there."""
+    """Adds the match that ends at text[at], unless the rollout ends there."""
     if history.text[at + 1] == MARKER:
         return num
     shift = shift_bucket(history.positions[at] - (context.size - begin))

@@ -17,36 +17,36 @@ from treering.history.jit import lean
 
 MAX_MATCHES = 64
 IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)
-"""The texts that places stand in: history of the row's prompt, what is running, history of other prompts."""
+"""The texts that matches are in: history of the row's prompt, running rollouts, history of other prompts."""
 
 
 MATCH = np.dtype(
     [
-        ("at", np.int32),  # of the token behind the match
+        ("at", np.int32),  # position of the token after the match
         ("source", np.int32),
-        ("text", np.int32),  # that it stands in
+        ("text", np.int32),  # see `IN_HISTORY`
         ("length", np.int32),
         ("edit", np.int32),  # bucket
         ("shift", np.int32),  # bucket
-        ("weight", np.float64),  # what it counts apart from its length
+        ("weight", np.float64),  # of its vote, apart from its length
     ],
     align=True,
 )
-"""A place. What is known of one lies side by side: one address leads to all of it."""
+"""A match. Its fields lie side by side, so that one address leads to all of them."""
 
 Matches = NDArray[Any]
-"""Room for the places of one row, `MATCH` [M], or of several, [B, M]."""
+"""The matches of one row, `MATCH` [M], or of several, [B, M]."""
 
 
 @njit
 def make_matches(num_rows: int) -> Matches:
-    """Room for the places of so many rows."""
+    """Buffers for the matches of so many rows."""
     return np.empty((num_rows, MAX_MATCHES), MATCH)
 
 
 @lean
 def is_known(matches: Matches, num: int, text: int, at: int) -> bool:
-    """Whether a place of a text is noted already."""
+    """Whether the matches include a position of a text."""
     found = False
     for i in range(num):
         if matches[i].at == at and matches[i].text == text:
@@ -57,7 +57,7 @@ def is_known(matches: Matches, num: int, text: int, at: int) -> bool:
 
 @lean
 def put(matches: Matches, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int) -> int:
-    """Notes a place where there is room; returns how many there are then."""
+    """Adds a match unless there are `MAX_MATCHES`; returns the new number of matches."""
     if num == MAX_MATCHES:
         return num
     place = matches[np.uintp(num)]
@@ -68,7 +68,7 @@ def put(matches: Matches, num: int, source: int, text: int, at: int, length: int
 
 @lean
 def longest_of(matches: Matches, num: int) -> int:
-    """The longest match."""
+    """The length of the longest match."""
     longest = 0
     for i in range(num):
         longest = max(longest, matches[i].length)
@@ -77,5 +77,5 @@ def longest_of(matches: Matches, num: int) -> int:
 
 @lean
 def vote_bucket(length: int) -> int:
-    """Of the length, as far as it matters beside an edit."""
+    """The bucket of a length, as combined with an edit."""
     return int(min(length_bucket(length), NUM_LENGTH_CLASSES - 1))

@@ -16,9 +16,9 @@ _MAX_OTHERS = 6
 def find_in_others(
     matches: Matches, num: int, others: Others, own: Int64Array, context: Int32Array, begin: int, right: int
 ) -> int:
-    """Notes the places of other prompts' rollouts whose contexts agree most with the row's, longest first.
+    """Adds the longest matches of the row's context in other prompts' rollouts, longest first.
 
-    Its own prompt's stand from `own[0]` to `own[1]`, and `right` places before the context.
+    The row's own prompt spans `own[0]` to `own[1]`; `right` positions sort before the context.
     """
     text, order = others.text, others.order
     own_begin, own_end = own[0], own[1]

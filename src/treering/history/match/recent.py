@@ -16,7 +16,7 @@ from treering.types import PromptId
 
 
 class Others(NamedTuple):
-    """What a compiled call reads of `Recent`."""
+    """The arrays of a `Recent`, for compiled calls."""
 
     text: Int32Array
     order: Int32Array
@@ -24,13 +24,13 @@ class Others(NamedTuple):
 
 
 class Recent:
-    """The rollouts that were published last, a prompt after another behind markers, newest version first in a prompt.
+    """The rollouts published last, one prompt after another, each prompt's newest version first.
 
-    Prompts whose newest version is of the newest policy stand first, of equal ones the one that came last.
+    Prompts with the newest versions come first; ties go to the prompt that was added last.
 
     Attributes:
         text: int32 [N + 1], the texts and a marker.
-        order: int32 [N], places sorted by their contexts; see `PromptIndex`.
+        order: int32 [N], positions sorted by their contexts; see `PromptIndex`.
         keys: int64 [ceil(N / 16)], see `write_keys`.
 
     Example: prompts "a" with [5, 6] and "b" with [7] give the text -1, 7, -1, 5, 6, -1, where "b" has the span
@@ -46,7 +46,7 @@ class Recent:
 
     @property
     def arrays(self) -> Others:
-        """What a compiled call reads."""
+        """The arrays, for compiled calls."""
         return Others(self.text, self.order, self.keys)
 
     @property
@@ -55,12 +55,12 @@ class Recent:
         return sum(array.nbytes for array in self.arrays)
 
     def spans(self, prompt_ids: Sequence[PromptId]) -> Int64Array:
-        """Where each prompt's rollouts begin and end, int64 [B, 2]; both 0 where none of it is here."""
+        """Where each prompt's rollouts begin and end, int64 [B, 2]; 0, 0 for a prompt that is not included."""
         found = [self._spans.get(prompt_id, (0, 0)) for prompt_id in prompt_ids]
         return np.array(found, np.int64).reshape(len(found), 2)
 
     def take(self, snapshot: Mapping[PromptId, PromptIndex]) -> None:
-        """Reads a snapshot, unless it is the one that was read last."""
+        """Reads a snapshot, unless it is the latest one read."""
         if snapshot is self._snapshot:
             return
         self._snapshot = snapshot

@@ -10,31 +10,30 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 
 UNIT_BITS = 5
 UNIT = 1 << UNIT_BITS
-"""Entries that are given out together."""
+"""Entries per unit of allocation."""
 
 NOBODY = 0
-"""The slot of units that no text has stood in yet."""
+"""The owner of units that were never allocated."""
 
 NOWHERE = 1 << 40
-"""Where the region of a slot without one begins: behind every entry."""
+"""The begin of a slot without a region: after every entry."""
 
 
 class Regions:
-    """Runs of units, one for each slot that has taken one.
+    """Allocates runs of units to slots, best fit: the smallest free run that is long enough, the first of equal ones.
 
-    What is given back stays readable, as its slot's, until its units or its slot are taken again. The smallest run of
-    free units that is long enough is taken first, of equal ones the first.
+    A region that is given back stays readable by its slot until its units or its slot are allocated again.
 
     Attributes:
-        begins: int64 [S], the entry that a slot's region begins at; `NOWHERE` is none.
+        begins: int64 [S], first entry of a slot's region; `NOWHERE` is none.
         sizes: int64 [S], entries of a slot's region; 0 is none.
-        owners: int32 [U], the slot that took a unit last; `NOBODY`, which has no region, where none has.
+        owners: int32 [U], the slot that took a unit last; `NOBODY`, which has no region, if none did.
 
-    Example: the first slot that takes 100 entries has the region from 0 on of 128, the next one begins at 128.
+    Example: the first slot that takes 100 entries gets entries 0 to 127, the next region begins at 128.
     """
 
     def __init__(self, *, num_slots: int, max_size: int) -> None:
-        """So many slots without regions, beside that of nobody; no region has more than `max_size` entries."""
+        """So many slots without regions, plus `NOBODY`; no region has more than `max_size` entries."""
         self._max_size = max_size
         self.begins = np.full(1 + num_slots, NOWHERE, np.int64)
         self.sizes = np.zeros(1 + num_slots, np.int64)
@@ -43,7 +42,7 @@ class Regions:
 
     @property
     def num_entries(self) -> int:
-        """That all regions lie in, and the free units between them."""
+        """Entries of all regions, and of the free units between them."""
         return self.owners.size << UNIT_BITS
 
     @property
@@ -52,16 +51,16 @@ class Regions:
         return sum(array.nbytes for array in (self.begins, self.sizes, self.owners, self._is_taken))
 
     def add_slots(self, num_slots: int) -> None:
-        """So many more, without regions."""
+        """Adds so many slots without regions."""
         self.begins = np.append(self.begins, np.full(num_slots, NOWHERE, np.int64))
         self.sizes = np.append(self.sizes, np.zeros(num_slots, np.int64))
 
     def lay_out(self, slots: Int64Array, num_entries: Int64Array) -> None:
-        """Gives these slots regions of so many entries, one behind another, and no other slot has any.
+        """Allocates all regions anew: these slots get adjacent ones, other slots have none.
 
         Args:
             slots: int64 [N], all different.
-            num_entries: int64 [N], at least; no region has more than the most there may be.
+            num_entries: int64 [N], minimum size of each region; none exceeds `max_size`.
         """
         num_units = -(-np.minimum(num_entries, self._max_size) // UNIT)
         self.begins[:], self.sizes[:] = NOWHERE, 0
@@ -71,9 +70,9 @@ class Regions:
         self._is_taken = np.ones(self.owners.size, np.bool_)
 
     def take(self, slot: int, num_entries: int) -> bool:
-        """Gives a slot a region of at least so many entries, or of the most there may be, unless it has one.
+        """Allocates a slot a region of at least so many entries, at most `max_size`, unless it has one.
 
-        Whether it was given one: what stands there is not its own.
+        Returns whether it allocated one; its content is then not the slot's own.
         """
         if self.sizes[slot] >= min(num_entries, self._max_size) and self._is_taken[self.begins[slot] >> UNIT_BITS]:
             return False
@@ -86,7 +85,7 @@ class Regions:
         return True
 
     def give_back(self, slot: int) -> None:
-        """The units of a slot are free; its text stays until others take them."""
+        """Frees the units of a slot; its text stays until others take them."""
         first = int(self.begins[slot]) >> UNIT_BITS
         self._is_taken[first : first - (-int(self.sizes[slot]) // UNIT)] = False
 
@@ -97,7 +96,7 @@ class Regions:
 
 @njit(cache=True)
 def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: BoolArray, slot: int, size: int) -> int:
-    """`Regions.take`; where there is no room, the units that are lacking at the end, else 0."""
+    """`Regions.take`; returns 0, or the units missing at the end if nothing fits."""
     num_units = (size + UNIT - 1) // UNIT
     first = _smallest(is_taken, num_units)
     end = first + num_units
@@ -107,7 +106,7 @@ def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: B
     for unit in range(first, end):
         other = owners[unit]
         begin, num_held = begins[other] // UNIT, (sizes[other] + UNIT - 1) // UNIT
-        # Its text is written over, unless it stands elsewhere now.
+        # The owner's text is overwritten, unless it has moved elsewhere.
         if begin < end and begin + num_held > first:
             begins[other], sizes[other] = NOWHERE, 0
     owners[first:end] = slot
@@ -118,7 +117,7 @@ def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: B
 
 @njit
 def _smallest(is_taken: BoolArray, num_units: int) -> int:
-    """The first unit of the smallest free run that has so many; where none has, of those at the end."""
+    """The first unit of the smallest free run of so many units; if there is none, of the free run at the end."""
     first, size, begin = -1, is_taken.size + 1, 0
     for unit in range(is_taken.size):
         if is_taken[unit]:

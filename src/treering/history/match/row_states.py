@@ -28,7 +28,7 @@ def make_row_states(num_slots: int) -> RowStates:
 
 @lean
 def update_state(states: RowStates, slot: int, num_tokens: int) -> None:
-    """Notes the length of a row's context; after tokens that were not sampled, a draft's outcome says nothing."""
+    """Stores the length of a row's context; if unsampled tokens were added, the latest draft's outcome is reset."""
     if states.num_expected[slot] != num_tokens:
         states.state[slot] = NOT_TRIED
     states.num_tokens[slot] = num_tokens

@@ -17,11 +17,11 @@ _NUM_COMPARED = 32
 _NUM_SOON = 16
 
 _CUT = -2
-# Begins a text whose first tokens have gone out: equal to nothing.
+# Begins a text whose first tokens were dropped: equal to nothing.
 
 
 class Running(NamedTuple):
-    """See `RunningRows` and `Regions`."""
+    """The arrays of `RunningRows` and its `Regions`, for compiled calls."""
 
     chains: HashChains
     num_noted: Int64Array  # [S]
@@ -36,15 +36,15 @@ class Running(NamedTuple):
 
 @lean
 def owner_of(running: Running, at: int) -> int:
-    """The slot that took the room of a place last."""
+    """The slot that last owned a position."""
     return int(running.owners[np.uintp(at) >> np.uintp(UNIT_BITS)])
 
 
 @lean
 def is_there(running: Running, owner: int, at: int) -> bool:
-    """Whether a place is in the text of its owner: a link may lead to what was written over, or has moved."""
+    """Whether a position is in its owner's text: a link may lead to text that was overwritten or moved."""
     slot = np.uintp(owner)
-    # Without signs: what lies before the text lies far behind it.
+    # Unsigned: a position before the text becomes one far after it.
     return bool(np.uint64(at - running.begins[slot]) <= np.uint64(running.num_noted[slot] - running.first[slot]))
 
 
@@ -52,14 +52,14 @@ def is_there(running: Running, owner: int, at: int) -> bool:
 def note_rows(
     running: Running, scopes: Int64Array, tokens: Int32Array, num_tokens: Int64Array, num_prompt: Int64Array
 ) -> None:
-    """Brings the slots of all rows up to their contexts.
+    """Appends the new tokens of all rows to their slots.
 
     Args:
         running: changed in place.
         scopes: int64 [B], of the rows.
         tokens: int32 [B, L], their contexts.
         num_tokens: int64 [B], how many each has.
-        num_prompt: int64 [B], how many of these are of its prompt.
+        num_prompt: int64 [B], how many of these are the prompt.
     """
     chains, num_noted = running.chains, running.num_noted
     for b in range(scopes.size):
@@ -74,14 +74,14 @@ def note_rows(
 
 @lean
 def _note(running: Running, slot: int, scope: int, context: Int32Array, begin: int, end: int) -> None:
-    """Brings a slot up to the tokens `begin` to `end` of a context."""
+    """Makes a slot hold the tokens `begin` to `end` of a context, appending the new ones."""
     chains = running.chains
     base, room = running.begins[slot], running.sizes[slot] - 2
     noted, first = running.num_noted[slot], running.first[slot]
     if noted > 0 and (end - first > room or not _is_continued(chains, base, first, noted, context, end)):
         noted = 0
     if noted == 0:
-        # Half of the room stays free, so that a slot is written anew once in as many tokens.
+        # Half of the region stays free, so that a full slot is rewritten once per that many tokens.
         first = noted = begin if end - begin <= room else end - room // 2
         chains.tokens[base] = MARKER if first == begin else _CUT
         chains.tokens[base + 1] = MARKER
@@ -94,13 +94,13 @@ def _note(running: Running, slot: int, scope: int, context: Int32Array, begin: i
 
 @lean
 def _is_continued(chains: HashChains, base: int, first: int, noted: int, context: Int32Array, end: int) -> bool:
-    """Whether a context goes on from what its slot holds, as far as its newest tokens tell."""
+    """Whether a context continues its slot's text, judged by the newest tokens of the text."""
     if noted > end:
         return False
     begin = max(first, noted - _NUM_COMPARED)
     held, newest = chains.tokens[base + 1 + begin - first : base + 1 + noted - first], context[begin:noted]
     differs = np.int32(0)
-    # All of them, which goes side by side: to stop at the first that differs is to look at one after another.
+    # Without an early exit, so that the comparison vectorises.
     for i in range(held.size):
         differs |= held[i] ^ newest[i]
     return bool(differs == 0)

@@ -22,7 +22,7 @@ def find_in_group(
     matches: Matches, num: int, running: Running, slot: int, prompt_slot: int, group: int, context: Int32Array,
     num_prompt: int, enabled: BoolArray,
 ) -> int:  # fmt: skip
-    """Notes the newest places of the group's running rows, and of the row itself, that end as the context does."""
+    """Adds the newest matches in the group's running rows and in the row itself."""
     live, size, before = running.chains, context.size, num
     if size - num_prompt >= LONG or size == num_prompt >= LONG:
         at = newest_of_three(live.long_heads, group, context)
@@ -57,7 +57,7 @@ def _put_running(
     matches: Matches, num: int, running: Running, slot: int, prompt_slot: int, at: int, context: Int32Array,
     num_prompt: int, least: int, enabled: BoolArray,
 ) -> int:  # fmt: skip
-    """Notes the place behind live.tokens[at] where at least so many tokens agree."""
+    """Adds the match that ends at live.tokens[at] if at least so many tokens agree."""
     live = running.chains
     if live.tokens[at + 1] == MARKER:
         return num
@@ -77,7 +77,7 @@ def _put_running(
 def find_in_other_groups(
     matches: Matches, num: int, running: Running, group: int, context: Int32Array, num_prompt: int
 ) -> int:
-    """Notes the newest places of other groups' rollouts and prompts that end in the context's last three tokens."""
+    """Adds the newest matches of the context's last three tokens in other groups' rollouts and prompts."""
     live, size = running.chains, context.size
     if size - num_prompt < LONG:
         return num
@@ -98,6 +98,6 @@ def find_in_other_groups(
 
 @lean
 def _is_of_group(running: Running, group: int, at: int) -> bool:
-    """Whether a place is in a text of the group: a link may lead to another group's."""
+    """Whether a position is in a text of the group: a link may lead to another group's."""
     owner = owner_of(running, at)
     return bool(running.scopes[np.uintp(owner)] == group and is_there(running, owner, at))

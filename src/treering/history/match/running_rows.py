@@ -30,7 +30,7 @@ Turnover = Literal["none", "some", "all"]
 
 
 class _Seat(NamedTuple):
-    """What a row has here."""
+    """Slots and scope of a row."""
 
     slot: int
     prompt_slot: int
@@ -39,24 +39,24 @@ class _Seat(NamedTuple):
 
 
 class RunningRows:
-    """A slot for each running rollout, and one for each prompt that a group's rows have, with a region for its text.
+    """A slot for each running rollout and for each prompt of a group, with a region for its text.
 
-    A text is a marker, tokens and a marker. A prompt's region is as large as its text; those of rollouts are all of one
-    size, that of the longest and a quarter more, so that few steps move any and who comes takes the room of who left.
-    Of what does not fit into the largest there may be, the newest tokens are kept. Texts of rows that have left are
-    found until their slots or regions are taken.
+    A text is a marker, tokens and a marker. A prompt's region is as large as its text. All rollouts' regions have the
+    size of the longest rollout plus a quarter, so that few steps move any and new rows reuse the regions of removed
+    ones. If a text exceeds the maximum size, its newest tokens are kept. Texts of removed rows are matched until their
+    slots or regions are reused.
 
     Attributes:
         chains: all texts, linked within groups.
-        states: of the row in each slot, what its latest draft came to.
-        row_scopes: int64 [B], scope of each row: its group, by number in the order in which groups came.
+        states: outcome of the latest draft of the row in each slot.
+        row_scopes: int64 [B], scope of each row: its group, numbered in order of appearance.
 
-    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts. Where one
-    of them has another prompt, as behind a turn that its siblings did not take, that has a slot too.
+    Example: rows of a group with a prompt of 3 tokens take one slot for it and one each for their rollouts. A row with
+    another prompt, as after a turn that its siblings did not take, takes a slot for that too.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Keeps at most `max_tokens` of a rollout or prompt."""
+        """Keeps at most `max_tokens` tokens of a rollout or prompt."""
         self._max_size = max_tokens + 2
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
@@ -72,7 +72,7 @@ class RunningRows:
 
     @property
     def running(self) -> Running:
-        """What compiled calls read and bring up to date, for the rows that `slots` was called with."""
+        """The arrays for compiled calls, for the rows of the latest call of `slots`."""
         regions = self._regions
         return Running(
             self.chains, self._num_noted, self._first, self._scopes, regions.begins, regions.sizes, regions.owners,
@@ -80,13 +80,13 @@ class RunningRows:
         )  # fmt: skip
 
     def slots(self, rows: DraftRows) -> tuple[Int64Array, Turnover]:
-        """The slots of the rows' rollouts, int64 [B], with room for their texts, and how many of the rows are new.
+        """The slots of the rows' rollouts, int64 [B], with regions for their texts, and the turnover.
 
-        What the slots hold is brought up to the contexts by `note_rows`, within the compiled call.
+        `note_rows` appends the new tokens, within the compiled call.
         """
         turnover: Turnover = "none" if self.has(rows) else "some"
         if turnover == "some" or (rows.num_tokens > self._full).any():
-            # Should this fail, no rows are known.
+            # If this fails, no rows are known.
             self._rows, self._identity = None, ()
             if self._assign(rows):
                 turnover = "all"
@@ -95,17 +95,17 @@ class RunningRows:
         return self._slots, turnover
 
     def has(self, rows: DraftRows) -> bool:
-        """Whether these are the rows of the step before, the same object or another."""
+        """Whether these are the rows of the previous step, as the same object or an equal one."""
         return rows is self._rows or _identity_of(rows) == self._identity
 
     def _empty(self, *, num_rows: int) -> None:
-        """Slots for so many rows and as many prompts, that nobody has."""
+        """Starts with free slots for so many rows and as many prompts."""
         self._seats = dict[object, _Seat]()
         # The slot and the scope of each.
         self._prompts = dict[_Prompt, tuple[int, int]]()
         self._scope_of = dict[int, int]()
         self._num_scopes = 0
-        # Slots and the sizes that their regions are to have, until they have them.
+        # Slots without regions, and the sizes that they need.
         self._lacking = list[tuple[int, int]]()
         self._regions = Regions(num_slots=2 * num_rows, max_size=self._max_size)
         self._width = 0
@@ -115,12 +115,12 @@ class RunningRows:
         self._free_prompts = deque(range(1 + num_rows, 1 + 2 * num_rows))
 
     def _assign(self, rows: DraftRows) -> bool:
-        """Has a seat with room for every row; whether none of them was there."""
+        """Assigns slots and regions to every row; returns whether all rows are new."""
         check_counts(rows)
         keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
         is_fresh = self._seats.keys().isdisjoint(keys)
         if is_fresh:
-            # As a new one would: what is found must not depend on what ran before.
+            # Matches must not depend on earlier rows.
             self._empty(num_rows=len(keys))
         self._leave(set(keys))
         self._come(rows, keys, num_prompt)
@@ -129,7 +129,7 @@ class RunningRows:
             self._widen(longest)
         if self._lacking:
             self._give_room()
-        # Also where the call before has failed here.
+        # Also if the previous call failed here.
         if self._regions.num_entries > self.chains.tokens.size:
             self._make_chains()
         table = np.array([self._seats[key] for key in keys], np.int64).reshape(-1, len(_Seat._fields))
@@ -138,12 +138,12 @@ class RunningRows:
         return is_fresh
 
     def _leave(self, stays: set[object]) -> None:
-        """Frees the slots of all rows but those that stay."""
+        """Frees the slots of all rows except those that stay."""
         for key in [key for key in self._seats if key not in stays]:
             self._free.append(self._seats.pop(key).slot)
 
     def _come(self, rows: DraftRows, keys: Sequence[object], num_prompt: Sequence[int]) -> None:
-        """Has a seat for every row."""
+        """Assigns slots to new rows, and to rows whose prompt has changed."""
         for b, (key, size) in enumerate(zip(keys, num_prompt, strict=True)):
             seat = self._seats.get(key)
             if seat is None:
@@ -156,7 +156,7 @@ class RunningRows:
                 self._lacking.append((seat.prompt_slot, size + 2))
 
     def _free_slot(self) -> int:
-        """A rollout's, that is free for longest: what it holds is still found."""
+        """The rollout slot that has been free longest, since free slots are still matched."""
         if not self._free:
             self._free.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
         slot = self._free.popleft()
@@ -167,14 +167,14 @@ class RunningRows:
         return slot
 
     def _scope(self, group: int) -> int:
-        """Not the caller's name for it: heads are chosen by scopes, and an engine that is made again names anew."""
+        """The number of a group. Heads are chosen by it, so it must not depend on how an engine numbers groups."""
         if group not in self._scope_of:
             self._num_scopes += 1
             self._scope_of[group] = self._num_scopes
         return self._scope_of[group]
 
     def _add_prompt(self, prompt: _Prompt, size: int, groups: set[int]) -> None:
-        """Has a slot for a prompt that no row had."""
+        """Assigns a slot to a new prompt."""
         self._release_prompts()
         for group in self._scope_of.keys() - groups:
             del self._scope_of[group]
@@ -185,7 +185,7 @@ class RunningRows:
         self._lacking.append((slot, size + 2))
 
     def _release_prompts(self) -> None:
-        """Frees the slots of prompts that no row has any more; until now they were kept for one that might come."""
+        """Frees the slots of prompts without rows, which were kept in case a new row has the same prompt."""
         held = {seat.prompt_slot for seat in self._seats.values()}
         for prompt in [prompt for prompt, (slot, _) in self._prompts.items() if slot not in held]:
             slot, _ = self._prompts.pop(prompt)
@@ -193,7 +193,7 @@ class RunningRows:
             self._free_prompts.append(slot)
 
     def _widen(self, longest: int) -> None:
-        """Has the longest rollout fit, and a quarter more; all rows are noted anew."""
+        """Sizes regions for the longest rollout plus a quarter; all texts are rewritten."""
         self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + UNIT, self._max_size)
         self._release_prompts()
         sizes = {seat.slot: self._width for seat in self._seats.values()}
@@ -201,23 +201,23 @@ class RunningRows:
             sizes[seat.prompt_slot] = max(seat.num_prompt + 2, sizes.get(seat.prompt_slot, 0))
         self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
         self._lacking = []
-        # Links with them: those that lead to where texts stood before would have to be looked at.
+        # Links too, since searches would follow those that lead to old positions.
         self.chains = make_hash_chains(0)
 
     def _give_room(self) -> None:
-        """Has regions for texts that lack them, which are noted anew."""
+        """Allocates missing regions; their texts are rewritten."""
         for slot, size in self._lacking:
             if self._regions.take(slot, size):
                 self._num_noted[slot] = self._first[slot] = 0
         self._lacking = []
 
     def _make_chains(self) -> None:
-        """Chains as long as the regions, in which nothing is noted."""
+        """Allocates empty chains as long as the regions."""
         self.chains = make_hash_chains(self._regions.num_entries)
         self._num_noted[:] = self._first[:] = 0
 
     def _add_slots(self, num_slots: int) -> range:
-        """So many more; their numbers."""
+        """Adds so many slots; returns their numbers."""
         first, none = self._num_noted.size, np.zeros(num_slots, np.int64)
         self._regions.add_slots(num_slots)
         self._num_noted, self._first = np.append(self._num_noted, none), np.append(self._first, none)
@@ -231,12 +231,12 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _prompt_of(rows: DraftRows, b: int) -> _Prompt:
-    """Tells prompts of a group apart; were two of them taken for one, each would be noted anew in every step."""
+    """Distinguishes prompts of a group; on a collision each would be rewritten in every step."""
     return int(rows.groups[b]), crc32(rows.tokens[b, : rows.num_prompt_tokens[b]].tobytes())
 
 
 def _identity_of(rows: DraftRows) -> tuple[object, ...]:
-    """Equal for equal rows. A copy: what rows hold are views of the engine's own."""
+    """Equal for equal rows. Copies, because the rows' arrays are views of the engine's."""
     row_ids = None if rows.row_ids is None else rows.row_ids.tobytes()
     return row_ids, rows.groups.tobytes(), rows.num_prompt_tokens.tobytes(), tuple(rows.prompt_ids)
 

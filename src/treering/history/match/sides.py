@@ -13,7 +13,7 @@ from treering.history.match.suffix_search import MAX_LENGTH, agree
 
 
 class Sides(NamedTuple):
-    """The next place to the left and to the right, and how far each agrees; -1 is not looked at yet."""
+    """The next positions to the left and right, and the length of each match; -1 is not measured yet."""
 
     left: int
     right: int
@@ -23,7 +23,7 @@ class Sides(NamedTuple):
 
 @lean
 def sides_of(right: int) -> Sides:
-    """The sides of a context that so many places stand before."""
+    """The sides of a context that so many positions sort before."""
     return Sides(right - 1, right, -1, -1)
 
 
@@ -31,15 +31,15 @@ def sides_of(right: int) -> Sides:
 def next_place(
     sides: Sides, text: Int32Array, order: Int32Array, start: int, context: Int32Array, begin: int
 ) -> tuple[int, int, Sides]:
-    """The place in the text that agrees most of those not given yet, how far, and the sides behind it.
+    """The next longest match: its position in the text, its length, and the sides after it.
 
-    Where none agrees, that is 0 entries, and the place means nothing. Of two that agree as far the right one comes
-    first, which is as good.
+    A length of 0 means that no match is left, and the position is meaningless. Of equally long matches the right one
+    comes first.
 
     Args:
         sides: of the context.
         text: int32.
-        order: int32 [N], places from `start` of the text on.
+        order: int32 [N], positions from `start` of the text on.
         start: where the index's text begins.
         context: int32 [n].
         begin: where the rollout begins in it.

@@ -19,7 +19,7 @@ from treering.history.match.running import Running
 from treering.history.match.running_matches import find_in_group, find_in_other_groups
 
 _ENOUGH = 10
-"""Length of a match from which on no further source is asked."""
+"""Length of a match from which on no further source is searched."""
 
 
 class Rows(NamedTuple):
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     worth: Float64Array  # [B]
     leaders: Int64Array  # [B]
     prompts: Int64Array  # [B], slots of the arena
-    own_spans: Int64Array  # [B, 2], where the row's own prompt begins and ends in the text of all
+    own_spans: Int64Array  # [B, 2], where the row's own prompt begins and ends in the text of all prompts
 
 
 @lean
@@ -47,7 +47,7 @@ def find_matches(
     rows: Rows, first: int, behind: int, history: Histories, running: Running, others: Others, states: RowStates,
     enabled: BoolArray, matches: Matches, num_matches: Int64Array, queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Fills the places of the rows from `first` to `behind`, and how many each has."""
+    """Writes the matches of the rows from `first` to before `behind`, and their numbers."""
     num_matches[:] = 0
     if enabled[HISTORY]:
         _search_history(rows, first, behind, history, matches, num_matches, queries)
@@ -70,7 +70,7 @@ def _search_history(
     num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:
-    """Finds where the contexts occur in their prompts' histories."""
+    """Adds matches in the histories of the rows' prompts."""
     num = 0
     for b in range(first, behind):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
@@ -89,7 +89,7 @@ def _search_history(
 
 @lean
 def _find_running(rows: Rows, b: int, running: Running, enabled: BoolArray, matches: Matches, num: int) -> int:
-    """Adds matches in the running rollouts of the row's group; returns how many matches there are then."""
+    """Adds matches in the running rollouts of the row's group; returns the new number of matches."""
     if not (enabled[SIBLINGS] or enabled[OWN]) or longest_of(matches, num) >= _ENOUGH:
         return num
     context = rows.tokens[b, : rows.num_tokens[b]]
@@ -105,7 +105,7 @@ def _search_others(
     rows: Rows, first: int, behind: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Finds where the contexts occur in what is running of other groups and in other prompts' histories."""
+    """Adds matches in other groups' running rollouts and in other prompts' histories."""
     num = 0
     for b in range(first, behind):
         if is_due(rows, b) and longest_of(matches[b - first], num_matches[b - first]) < _ENOUGH:

@@ -20,15 +20,15 @@ class SearchState:
     """Arena, running rollouts and other prompts' history, for the rows of the latest step.
 
     Attributes:
-        live: what is running.
-        live_slots: int64 [B], where each row's rollout stands there.
-        rows: of the latest step; None before the first one, and where taking them in has failed.
+        live: the running rollouts.
+        live_slots: int64 [B], the slot of each row's rollout in `live`.
+        rows: of the latest step; None before the first one, and after `take` has failed.
 
-    Example: as long as the same rows run over the same snapshot, a step reads what they have appended and nothing else.
+    Example: while rows and snapshot stay the same, a step reads only the tokens that the rows have appended.
     """
 
     def __init__(self, *, max_live_tokens: int, max_other_tokens: int) -> None:
-        """Keeps at most so many of a running rollout's or prompt's tokens, and of other prompts' history."""
+        """Limits the tokens kept of each running rollout or prompt, and of other prompts' history."""
         self._arena = Arena()
         self._recent = Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
@@ -61,20 +61,20 @@ class SearchState:
         return self._recent.arrays
 
     def forget(self) -> None:
-        """Goes on as a new one: what rows that have left leave behind would be found by those that come."""
+        """Clears the state, so that later matches do not depend on earlier rows."""
         self.live = RunningRows(self._max_live_tokens)
         self.live_slots = np.zeros(0, np.int64)
         self.rows: DraftRows | None = None
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
 
     def take(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex]) -> None:
-        """Finds the rows in what is kept; costs next to nothing where they are those of the step before.
+        """Sets the rows of the step; cheap if they are those of the previous step.
 
         Raises:
-            InputError: a row's counts contradict each other, or there is more than places can count.
+            InputError: a row's counts contradict each other, or a text exceeds `MAX_ENTRIES`.
         """
         is_read = self.rows is not None and snapshot is self._snapshot
-        # Should what follows fail, they are not known.
+        # If the rest fails, no rows are known.
         self.rows = None
         self.live_slots, turnover = self.live.slots(rows)
         if turnover != "none" or not is_read:

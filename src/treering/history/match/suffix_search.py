@@ -11,14 +11,14 @@ from treering.history.jit import lean
 from treering.history.store.prompt_index import MARKER
 
 KEY_BITS = 4
-"""Every 16th place of an order has a key."""
+"""Every 16th position of an order has a key."""
 MAX_LENGTH = 48
-"""Tokens that a match is measured by."""
+"""Longest match that is measured."""
 LONG_ENOUGH = 16
-"""Matches of this length need no edit to speak for them."""
+"""Matches of this length are not extended past an edit."""
 MAX_EDIT = 16
 _WHOLE = 8
-"""What a match back to the beginning of the rollout counts beyond its tokens: it is the whole context."""
+"""Added to the length of a match that reaches back to the beginning of the rollout: it is the whole context."""
 
 
 @lean
@@ -28,9 +28,9 @@ def _key(last: int, before: int) -> int:
 
 @njit(cache=True, nogil=True)
 def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
-    """The last two entries of every 16th place as one number, in their order: a search is narrowed by them at once.
+    """Writes a key for every 16th position, from its last two entries and in their order, to narrow searches by.
 
-    A key is the last entry times 2**32, and the one before + 1, or 0 where the last is a marker.
+    A key is the last entry times 2**32, plus the one before + 1, or plus 0 if the last is a marker.
 
     Args:
         text: int32 [N], begins with a marker.
@@ -53,7 +53,7 @@ def key_at(context: Int32Array, last: int, begin: int) -> int:
 
 @lean
 def last_with_key(keys: Int64Array, first: int, k: int, num_keys: int, key: int) -> int:
-    """How many of the keys from `first` on are not above a key, where `k` of them are below it."""
+    """How many of the keys from `first` on are at most `key`, given that `k` of them are below it."""
     low, step = k, 1
     while low + step <= num_keys and keys[first + low + step - 1] == key:
         low += step
@@ -67,13 +67,13 @@ def last_with_key(keys: Int64Array, first: int, k: int, num_keys: int, key: int)
 
 @lean
 def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> bool:
-    """Whether what ends at text[at] stands before a context, both read backwards.
+    """Whether the text up to text[at] sorts before a context, both read backwards.
 
     Args:
         text: int32.
-        at: a place in it.
+        at: a position in it.
         context: int32 [n].
-        begin: where the rollout begins in it; before that it has a marker.
+        begin: where the rollout begins in the context; a marker stands before it.
     """
     last, count = context.size - 1, 0
     while True:
@@ -90,7 +90,7 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
     """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
     if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
         return 0
-    # A text begins with a marker, which equals no token; the last bound is for contexts with numbers that are none.
+    # A text begins with a marker, which equals no token; the last bound is for contexts with invalid token ids.
     limit = min(most, last - begin + 1, at + 1)
     count = 0
     while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
@@ -102,9 +102,9 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
 
 @lean
 def agree_behind_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
-    """The most that agrees once one token at either end, or at both, is left out."""
+    """The most entries that agree after skipping one token of the text, of the context, or of both."""
     best = agree(text, at, context, last - 1, begin, MAX_EDIT)
-    # A marker is no token that might be left out: what stands before it is another rollout's.
+    # A marker is not skipped: the text before it belongs to another rollout.
     if at >= 0 and text[at] >= 0:
         best = max(best, agree(text, at - 1, context, last - 1, begin, MAX_EDIT))
         best = max(best, agree(text, at - 1, context, last, begin, MAX_EDIT))
@@ -121,7 +121,7 @@ def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple
 
 @lean
 def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
-    """`measure` where it is known how many entries agree."""
+    """`measure` for a known number of equal entries."""
     last = context.size - 1
     if length < MAX_LENGTH and last - length == begin - 2:
         return length + _WHOLE, 0
