@@ -16,31 +16,31 @@ from treering.history.jit import lean
 
 Source = Literal["history", "siblings", "own", "others"]
 """history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context.
-others: published rollouts of other prompts, and what is running of other groups."""
+others: published rollouts of other prompts, and running rollouts of other groups."""
 
 SOURCES: tuple[Source, ...] = ("history", "siblings", "own", "others")
 HISTORY, SIBLINGS, OWN, OTHERS = range(4)
 NUM_SOURCES = 4
 NUM_LENGTHS = 11
 NUM_LENGTH_CLASSES = 7
-"""Lengths that are told apart beside an edit."""
+"""Length buckets that are combined with an edit."""
 NUM_EDITS = 5
 NUM_SHIFTS = 6
 FAR = NUM_SHIFTS - 1
-"""The bucket of the largest shifts, and of places whose shift says nothing."""
+"""The bucket of the largest shifts, and of matches whose shift is meaningless."""
 NUM_RANKS = 4
 NUM_SHARES = 10
 NUM_COUNTS = 4
 NUM_DEPTHS = 7
 NUM_STATES = 4
-"""What the row's latest draft came to."""
+"""Outcomes of the row's latest draft."""
 NOT_TRIED, REFUSED, ACCEPTED, NO_DRAFT = range(NUM_STATES)
 _NUM_STARTS = NUM_STATES + 2
 NUM_NEAR = 4
 NUM_HASHES = 1024
-"""Tokens that are told apart by themselves, or with what little is known beside them."""
+"""Hashes of single tokens, alone or combined with a small feature."""
 NUM_PAIRS = 4 * NUM_HASHES
-"""Pairs and triples of tokens that are told apart."""
+"""Hashes of pairs and triples of tokens."""
 
 GENERAL_SIZES = (
     1,
@@ -63,27 +63,27 @@ NUM_KINDS = NUM_GENERAL_KINDS + len(TOKEN_SIZES)
 NUM_GENERAL = sum(GENERAL_SIZES)
 NUM_TOKEN_WEIGHTS = sum(TOKEN_SIZES)
 FIRST = (*accumulate(GENERAL_SIZES[:-1], initial=0), *accumulate(TOKEN_SIZES[:-1], initial=0))
-"""The first weight of each kind: of the general ones among theirs, of those of tokens among theirs."""
+"""The first weight of each kind, counted separately for general kinds and kinds of tokens."""
 NUM_VOTES = 2 + NUM_SOURCES
-"""Shares of a candidate: among all places by their weights, in each source, among the places of the longest match."""
+"""Vote fractions of a candidate: of all matches by weight, of each source, and of the longest matches."""
 
 
 @lean
 def hash_of(first: int, second: int, third: int, size: int) -> int:
-    """A number below a power of two that three others fall to."""
+    """A hash of three numbers, below `size`, a power of two."""
     mixed = first * 0x9E3779B1 + second * 0x85EBCA77 + third * 0xC2B2AE3D
     return ((mixed ^ (mixed >> 17)) * 0x27D4EB2F >> 15) & (size - 1)
 
 
 def _buckets(*begins: int) -> NDArray[np.int64]:
-    """The bucket of each number up to where the last one begins: how many begin at or below it.
+    """The bucket of each number up to the last begin: how many buckets begin at or below it.
 
-    Example: those that begin at 1 and 3 are 0, 1, 1, 2 of the numbers 0 to 3, and 2 of all above.
+    Example: begins 1 and 3 put the numbers 0 to 3 into buckets 0, 1, 1, 2, and all greater ones into 2.
     """
     return np.searchsorted(begins, np.arange(begins[-1] + 1), side="right").astype(np.int64)
 
 
-# Looked up: a sum of comparisons takes several times as long, and a branch is often guessed wrong.
+# Tables: a sum of comparisons takes several times as long, and branches are often mispredicted.
 _LENGTHS = _buckets(1, 2, 3, 4, 5, 7, 10, 15, 23, 41)
 _EDITS = _buckets(1, 3, 5, 9)
 _SHIFTS = _buckets(0, 1, 3, 9, 33)
@@ -100,13 +100,13 @@ def length_bucket(length: int) -> int:
 
 @lean
 def edit_bucket(length: int) -> int:
-    """By how many tokens agree behind one edit: 0, 2, 4, 8 and more."""
+    """By how many tokens agree before the edit: 0, 2, 4, 8 and more."""
     return int(_EDITS[np.uintp(min(length, _EDITS.size - 1))])
 
 
 @lean
 def shift_bucket(shift: int) -> int:
-    """By how much a place stands elsewhere in its rollout than the row in its own; 0 is left for own context."""
+    """By how far a match's position in its rollout differs from the row's; bucket 0 is reserved for own context."""
     return int(_SHIFTS[np.uintp(min(abs(shift), _SHIFTS.size - 1))])
 
 
@@ -140,11 +140,11 @@ def stretch(share: float) -> float:
 
 _MOST_LOGIT = 12.0
 _NUM_SQUASHES = 64
-"""For each 1 of a logit. Between two of them a straight line is off by at most 1 / (8 * 64**2) of the value."""
+"""Table entries per unit of a logit. Linear interpolation is off by at most 1 / (8 * 64**2) of the value."""
 _SQUASHES = 1 / (1 + np.exp(_MOST_LOGIT - np.arange(2 * int(_MOST_LOGIT) * _NUM_SQUASHES + 2) / _NUM_SQUASHES))
 _SLOPES = np.diff(_SQUASHES)
 _BASES = _SQUASHES[:-1] - np.arange(_SLOPES.size) * _SLOPES
-"""Where the straight lines begin at a place of 0."""
+"""The straight lines' values at table index 0."""
 
 
 @lean
@@ -153,7 +153,7 @@ def squash(logit: float) -> float:
 
     Example: 0 gives 0.5, 2.197 gives 0.9.
     """
-    # Looked up: a call of the exponential function takes as long as all that makes the logit.
+    # A table: the exponential function takes as long as computing the whole logit.
     place = (min(max(logit, -_MOST_LOGIT), _MOST_LOGIT) + _MOST_LOGIT) * _NUM_SQUASHES
     k = int(place)
     return float(_BASES[np.uintp(k)] + place * _SLOPES[np.uintp(k)])

@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-lean = njit(_nrt=False, forceinline=True, error_model="numpy")
+lean = njit(_nrt=False, forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """`numba.njit` for functions that compiled ones call and that make no arrays; a function that does fails to compile.
 
 A division by zero raises nothing, so the divisor must be checked before."""
@@ -39,8 +39,8 @@ STAMP = stamp_of(Path(__file__).parent)
 def copy_entries(_typing_context: Any, to: Any, line: Any, source: Any, num: Any) -> Any:
     """Copies the first `num` entries of one array to the beginning of a line of another; within compiled calls.
 
-    A loop copies one entry after another, as nothing tells the compiler that the arrays are not the same. Of a number
-    that is known when it compiles this makes a few wide moves.
+    A loop copies one entry at a time, because the compiler cannot know that the arrays do not overlap. For a constant
+    `num` this compiles to a few wide moves.
 
     Args:
         to: [N, K], written.
@@ -48,7 +48,7 @@ def copy_entries(_typing_context: Any, to: Any, line: Any, source: Any, num: Any
         source: [K], of the same type.
         num: a constant, at most K.
 
-    Example: `copy_entries(output.features, 3, bud.features, 24)` for `output.features[3, :24] = bud.features[:24]`.
+    Example: `copy_entries(output.features, 3, node.features, 24)` for `output.features[3, :24] = node.features[:24]`.
     """
     if not isinstance(num, types.IntegerLiteral) or to.dtype != source.dtype:
         return None
@@ -69,8 +69,7 @@ def copy_entries(_typing_context: Any, to: Any, line: Any, source: Any, num: Any
 def pick(_typing_context: Any, which: Any, first: Any, second: Any, third: Any, at: Any) -> Any:
     """Entry `at` of one of three arrays of one type, by a `which` of 0, 1 or 2; within compiled calls.
 
-    A branch on what differs from one time to the next is guessed wrong every few times, which takes longer than all of
-    this.
+    Branchless: a branch on a value that varies between calls is often mispredicted, which takes longer.
 
     Example: `pick(1, history, live, others, 40)` for `live[40]`.
     """
@@ -91,7 +90,7 @@ def pick(_typing_context: Any, which: Any, first: Any, second: Any, third: Any, 
 
 @intrinsic
 def prefetch(_typing_context: Any, array: Any, index: Any) -> Any:
-    """Asks for one entry of a one-dimensional array; within compiled calls. The index may lie outside.
+    """Prefetches one entry of a one-dimensional array; within compiled calls. The index may be out of bounds.
 
     Example: `prefetch(text, 40)` before `text[40]` is read.
     """

@@ -1,6 +1,6 @@
 """The arrays that an engine and a drafter exchange in a step: rows in, drafts out.
 
-    B rows   L columns   D drafted tokens of all rows
+B rows   L columns   D drafted tokens of all rows
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ class DraftRows:
     Lists become arrays; those of `tokens` may be of different lengths.
 
     Attributes:
-        prompt_ids: B ids; one that history does not know is fine.
-        groups: int64 [B], equal numbers are siblings; a group keeps its number for as long as any of its rows runs.
-        tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; what stands behind is not read.
-            Fastest where rows are contiguous.
+        prompt_ids: B ids; history need not know them.
+        groups: int64 [B], rows with equal numbers are siblings; a group keeps its number while any of its rows runs.
+        tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; later columns are not read. Fastest if
+            rows are contiguous.
         num_tokens: int64 [B], tokens of each context.
         num_prompt_tokens: int64 [B], how many of them are the prompt.
-        max_drafts: int64 [B], the most that each row may get; 0 is none.
-        row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has; without it, a row is
-            taken to go on in its line as long as its prompt, group and newest tokens do.
-        worth: float64 [B] or None, > 0: what a token of each row is worth beside one of the others; None is 1 for all.
-        leaders: int64 [B] or None, the row whose draft each row is verified along: itself, or an earlier one with the
-            same tokens, which leads itself. A row that another one leads gets no draft. None: all lead themselves.
+        max_drafts: int64 [B], the most tokens that each row's draft may have; 0 is none.
+        row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has. Without it, a rollout
+            is assumed to stay in its line while the line's prompt, group and newest tokens match.
+        worth: float64 [B] or None, > 0: relative value of a token of each row; None is 1 for all.
+        leaders: int64 [B] or None, the row whose draft each row is verified with: itself, or an earlier row with the
+            same tokens that is its own leader. Other rows than leaders get no draft. None: all are their own leaders.
 
     Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
     num_prompt_tokens [2].
@@ -93,7 +93,7 @@ class DraftRows:
 
 
 def check_counts(rows: DraftRows) -> None:
-    """Refuses contexts that begin or end outside of their lines.
+    """Checks that contexts begin and end within their lines.
 
     Raises:
         InputError: the first row whose counts contradict each other.
@@ -118,7 +118,7 @@ def fits_line(num_prompt: int, num_tokens: int, num_columns: int) -> bool:
 
 
 def contradiction(rows: DraftRows, b: int) -> str:
-    """What is wrong with a row's counts."""
+    """The message for a row whose counts contradict each other."""
     return (
         f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
         f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
@@ -133,11 +133,11 @@ class Drafts:
     Attributes:
         tokens: int32 [D].
         offsets: int64 [B + 1].
-        parents: int32 [D], number within the row's draft of the token before it; -1 is the context's last token. A
-            parent stands before its children, the likeliest child right behind it, and children of one parent differ.
-        acceptance: float32 [D], estimated probability that it is accepted, given that those before it are.
+        parents: int32 [D], index within the row's draft of the previous token; -1 is the context's last token. A parent
+            precedes its children, its likeliest child follows it directly, and children of one parent differ.
+        acceptance: float32 [D], estimated probability that the token is accepted, given that its parents are.
 
-    Example: row 0 may go on with 8 9 or with 7, and row 1 has no draft: tokens [8, 9, 7], offsets [0, 3, 3], parents
+    Example: row 0 may continue with 8 9 or with 7, and row 1 has no draft: tokens [8, 9, 7], offsets [0, 3, 3], parents
     [-1, 0, -1].
     """
 
@@ -151,7 +151,7 @@ class Drafts:
 
 
 def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
-    """Lists of token ids as one array [B, L], zeros behind the shorter ones."""
+    """Lists of token ids as one array [B, L], padded with zeros."""
     rows = [_as_array("tokens", line, np.int32) for line in lines]
     width = max((row.size for row in rows), default=0)
     if any(row.ndim != 1 for row in rows):

@@ -14,32 +14,32 @@ _LEAST_WITH_COSTS = 0.02
 _RISE = 0.0036
 _FIRST_CUTOFF = 0.1
 _TOKEN_S = 75e-6
-"""Of a step without drafts, where costs are not known."""
+"""Seconds of a token without drafts if costs are unknown."""
 _NO_CURVE = np.zeros(0, np.int64), np.zeros(0)
 
 
 class DraftController:
-    """What a step's drafts may be, and whether it makes any.
+    """Decides whether a step drafts, and how likely its draft tokens must be.
 
     Attributes:
-        costs: of passes and drafting; None where they are not known.
-        curve: tokens int64 [J] of a pass over the present rows, and seconds float64 [J] of its step; J is 0 where
-            costs are not known.
+        costs: of passes and drafting; None if unknown.
+        curve: tokens int64 [J] of a pass over the present rows, and seconds float64 [J] of its step; J is 0 if costs
+            are unknown.
 
-    Example: with a least acceptance of 0.018 and no costs, `leasts` is (0.018, 0.0036), and every step drafts. With
-    costs it is (0.05, 0.0) at first, and (0.02, 0.0) once steps have taken nothing out, if a token more is cheap. For
-    8 rows whose pass takes 1 ms, and 50 us for each token more, it is never below 0.4: at 8 tokens a millisecond, 50 us
-    are worth 0.4 tokens.
+    Example: with a minimum acceptance of 0.018 and no costs, `leasts` is (0.018, 0.0036), and every step drafts. With
+    costs it is (0.05, 0.0) at first, and (0.02, 0.0) once steps have dropped nothing, if further tokens are cheap. For
+    8 rows whose pass takes 1 ms plus 50 us for each further token, it is never below 0.4: at 8 tokens a millisecond,
+    0.4 tokens take 50 us.
     """
 
     def __init__(self, min_acceptance: float, rests: Int64Array | None = None) -> None:
-        """By a least acceptance, as long as nothing is known of costs; `rests` are the lengths of a `Backoff`."""
+        """Uses a minimum acceptance until costs are known; `rests` are the lengths of a `Backoff`."""
         self._min_acceptance, self._rests = min_acceptance, rests
         self._num_rows, self._most_worth = 0, 1.0
         self.use_costs(None)
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
-        """Goes by costs from now on, None for by acceptance; whether drafts pay is found out anew."""
+        """Uses these costs from now on, or the minimum acceptance for None; forgets whether drafts pay."""
         self.costs = costs
         self._rest = Backoff(None if costs is None else costs.prices, self._rests)
         self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
@@ -47,7 +47,7 @@ class DraftController:
         self.use_rows(self._num_rows, self._most_worth)
 
     def use_rows(self, num_rows: int, most_worth: float) -> None:
-        """Takes the number of rows, and what a token of one of them is worth at most, of the steps from now on."""
+        """Sets the number of rows and their greatest `worth` for the steps from now on."""
         self._num_rows, self._most_worth = num_rows, most_worth
         self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE
         self._floor = 0.0
@@ -59,36 +59,36 @@ class DraftController:
         prices = self.costs.prices
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds
-        # No draft is slower than none, and at that speed a token less likely is not worth its time (`choose_bins`).
+        # Drafting is never slower than not drafting, and at that speed a less likely token loses time (`choose_bins`).
         self._floor = num_rows / seconds[0] * (per_token + prices.grown) / most_worth
 
     def is_due(self) -> bool:
-        """Whether this step makes drafts; counts the step."""
+        """Whether this step drafts; counts the step."""
         return self.costs is None or self._rest.is_due()
 
     def note_news(self) -> None:
-        """History has grown; see `Backoff.note_news`."""
+        """Call after history has grown; see `Backoff.note_news`."""
         self._rest.note_news()
 
     @property
     def leasts(self) -> tuple[float, float]:
-        """Below the first nothing is looked at, and by the second it rises along a draft; see `tree.least_behind`.
+        """The least probability of a draft token, and its rise along a draft; see `tree.least_after`.
 
-        With costs it is somewhat below what paid in the steps before, as long as that may pay at all, and the costs say
-        what longer drafts cost.
+        With costs, the first is somewhat below what paid in earlier steps, but not too low to pay, and the second is 0,
+        as the costs already price longer drafts.
         """
         if self.costs is None:
             return self._min_acceptance, _RISE
         return min(max(_LEAST_WITH_COSTS, 0.5 * self._cutoff, self._floor), 1.0), 0.0
 
     def note_drafts(self, num_rows: int, num_drafted: int, cutoff: float, num_grown: int) -> None:
-        """What a step drafted, and how many tokens it weighed; where nothing was drafted, the next ones need not look.
+        """Takes what a step drafted; after a step without drafts, the next ones may not look for any.
 
         Args:
             num_rows: of the step.
             num_drafted: tokens.
-            cutoff: the least probability that paid, 0 where that is not known: then more is looked at.
-            num_grown: tokens that were found likely enough to be weighed, those that are drafted among them.
+            cutoff: the lowest probability that paid, 0 if unknown: then less likely tokens are considered.
+            num_grown: tokens that were likely enough to be considered, drafted or not.
         """
         self._cutoff = 0.5 * (self._cutoff + cutoff)
         self._num_grown, self._grown = num_grown, 0.5 * (self._grown + num_grown)
@@ -96,14 +96,14 @@ class DraftController:
             self._rest.note_nothing(num_rows, self._seconds_of(num_rows), num_grown)
 
     def note_accepted(self, num_rows: int, num_drafted: int, num_accepted: float) -> None:
-        """What became of the latest drafts: where they lose, some steps make none."""
+        """Takes the outcome of the latest drafts; if they lose time, some steps make none."""
         if self.costs is None:
             return
         plain, drafted = self._seconds_of(num_rows), self._seconds_of(num_rows + num_drafted)
         self._rest.note(num_rows, num_drafted, num_accepted, plain, drafted, self._num_grown)
 
     def token_s(self, num_rows: int) -> float:
-        """What a token takes without drafts, a row's share of a pass; 75 us where costs are not known."""
+        """Seconds of a token without drafts: a row's share of a pass, or 75 us if costs are unknown."""
         return _TOKEN_S if self.costs is None else self._seconds_of(num_rows) / num_rows
 
     def _seconds_of(self, num_tokens: int) -> float:

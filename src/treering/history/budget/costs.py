@@ -11,22 +11,22 @@ from treering.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrices:
-    """Seconds that a step spends on drafts beside its pass, all of them finite and >= 0.
+    """Seconds that a step spends on drafts in addition to its pass, all finite and >= 0.
 
-    The defaults are those of a fast machine's drafter with little history, for costs that are given by hand.
+    The defaults are those of a fast machine with little history, for costs that are given by hand.
 
     Attributes:
-        look: of a step that looks for drafts, whatever it finds.
-        row: of each row that it looks for.
-        grown: of each token that is found likely enough to be weighed, drafted or not.
-        learn: of learning what became of a step's drafts, if it has any.
-        drafted: of each drafted token, beside what the pass takes for it.
+        look: per step that looks for drafts, whatever it finds.
+        row: per row of such a step.
+        grown: per token that is likely enough to be considered, drafted or not.
+        learn: per step with drafts, for learning from their outcome.
+        drafted: per drafted token, in addition to its share of the pass.
 
     Raises:
-        InputError: a price below 0, or none at all.
+        InputError: a price is negative or not finite.
 
-    Example: 8 rows with 60 tokens grown, of which 40 are drafted, take 52 us + 120 us to look and 40 us + 40 us to
-    learn by the defaults.
+    Example: by the defaults, 8 rows with 60 tokens grown, 40 of them drafted, take 52 us + 120 us to look and
+    40 us + 40 us to learn.
     """
 
     look: float = 20e-6
@@ -42,10 +42,10 @@ class DraftPrices:
 
     @classmethod
     def from_array(cls, values: NDArray[np.float64]) -> "DraftPrices":
-        """What `to_array` gave.
+        """The inverse of `to_array`.
 
         Raises:
-            InputError: another number of prices, or such as are none.
+            InputError: another number of prices, or an invalid one.
         """
         names = [field.name for field in fields(cls)]
         if np.shape(values) != (len(names),):
@@ -57,11 +57,11 @@ class DraftPrices:
         return np.array(astuple(self), np.float64)
 
     def of_looking(self, num_rows: int, num_grown: float = 0.0) -> float:
-        """Seconds of looking for drafts, with so many tokens found."""
+        """Seconds of looking for drafts, with so many tokens grown."""
         return self.look + self.row * num_rows + self.grown * num_grown
 
     def of_drafting(self, num_rows: int, num_grown: float, num_drafted: int) -> float:
-        """Seconds of looking and of learning what became of the drafts."""
+        """Seconds of looking for drafts and of learning from their outcome."""
         return self.of_looking(num_rows, num_grown) + self.learn + self.drafted * num_drafted
 
 
@@ -72,12 +72,12 @@ class VerifyCosts:
     Attributes:
         num_tokens: int64 [K], K >= 1, >= 1 and ascending; lists become arrays.
         seconds: float64 [K], > 0, finite and never falling.
-        prices: of drafting; the defaults of `DraftPrices` where they were not measured.
+        prices: of drafting; the defaults of `DraftPrices` if they were not measured.
 
     Raises:
         InputError: columns that break these rules.
 
-    Example: num_tokens [1, 8] and seconds [0.001, 0.0024] say that a token more costs 0.2 ms.
+    Example: num_tokens [1, 8] and seconds [0.001, 0.0024] mean 0.2 ms per further token.
     """
 
     num_tokens: NDArray[np.int64]
@@ -106,7 +106,7 @@ class VerifyCosts:
 
 
 def _as_numbers(values: object, kinds: str) -> NDArray[Any]:
-    """An array of a column, checked for its kind of numbers."""
+    """A column as an array, checked for its kind of numbers."""
     try:
         column = np.asarray(values)
     except ValueError as error:

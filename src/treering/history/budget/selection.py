@@ -20,23 +20,23 @@ _BINS_PER_E = 14.0
 _LONGEST = 256
 _LONGER = 4
 _LONGEST_BEFORE = 4
-"""Of an earlier rest, as far as it counts: more would make too much of what was, where history has grown since."""
+"""Cap on resumed rests: history may have grown since."""
 _LONG = 16
 _COLD = 0.8
-"""Of its price, what drafting takes longer behind a long rest: its code and tables have left the caches by then. With
-the demo's policy it was 0.06 behind 4 steps, 0.6 behind 16 and 0.85 behind 64."""
+"""Share of its price that drafting takes longer after a long rest, as its code and tables have left the caches. With
+the demo's policy it was 0.06 after 4 steps, 0.6 after 16 and 0.85 after 64."""
 _MOST_LOST, _MOST_LOST_FOR_NEWS = 0.005, 0.02
 
 
 @lean
 def bin_of(probability: float) -> int:
-    """0 for certain tokens, the last for those below 1 in 90; a bin is 7 % of probability wide."""
+    """The bin of a probability: 0 for certain tokens, the last below 1 in 90; a bin is 7 % of probability wide."""
     return min(int(-math.log(max(probability, 1e-9)) * _BINS_PER_E), NUM_BINS - 1)
 
 
 @lean
 def seconds_of(num_tokens: float, sizes: Int64Array, seconds: Float64Array) -> float:
-    """What a pass over that many tokens takes: linear between the entries, with the last slope beyond.
+    """Seconds of a pass over that many tokens: linear between the entries, with the last slope beyond.
 
     Example: sizes [1, 8] with seconds [1.0, 2.4] give 1.2 for 2 tokens and 2.8 for 10.
     """
@@ -54,7 +54,7 @@ def seconds_of(num_tokens: float, sizes: Int64Array, seconds: Float64Array) -> f
 def choose_bins(
     num_rows: int, counts: Float64Array, gains: Float64Array, sizes: Int64Array, seconds: Float64Array
 ) -> int:
-    """How many bins of drafted tokens are worth their cost, likeliest first.
+    """How many bins of drafted tokens pay, likeliest first.
 
     Args:
         num_rows: B.
@@ -80,29 +80,28 @@ def choose_bins(
 
 
 class Backoff:
-    """Whether drafting as a whole pays, and how long it rests where it does not.
+    """Decides whether drafting as a whole pays, and pauses it for some steps (a rest) if it does not.
 
-    Speeds with and without drafts are compared over some ten steps; where drafts lose, none are made for 1 step, then
-    4, then 16, until a step with drafts wins again: at most for as many as make what was lost half a percent of them,
-    and for 256. A win shortens the next rest to a quarter, and no more: where drafts lose, chance lets one step in some
-    win. Looking for drafts costs time too: where none is found that pays, the next 1, 4, 16, ... steps do not look, as
-    many as make it half a percent of them, and none where steps take longer than 200 looks. Looking, what is found and
-    learning from it are counted at their prices, so that no decision depends on a clock; a rest also has to make up for
-    what they take longer behind one of 16 steps or more.
+    Speeds with and without drafts are compared over about ten steps. If drafts lose, the next 1, then 4, then 16, ...
+    steps make none, until a step with drafts wins again. A rest takes at most 256 steps, and at most as many as make
+    the loss half a percent of them. A win only divides the next rest by 4, as losing drafts win some steps by chance.
+    Looking for drafts costs time too: if it finds none that pay, the next 1, 4, 16, ... steps do not look, as many as
+    make the cost half a percent of them; there is no rest if a step takes longer than 200 looks. Drafting is counted at
+    its prices, so no decision depends on a clock. It takes longer after a rest of 16 steps or more, which counts too.
 
     Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
-    64, 169, 169, ... steps. Where it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the prices that
-    stand where none were measured: 52 us, and 42 us more behind a long rest, are half a percent of 31 steps.
+    64, 169, 169, ... steps. If it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the default
+    prices: 52 us, plus 42 us after a long rest, are half a percent of 31 steps.
     """
 
     def __init__(self, prices: DraftPrices | None = None, lengths: Int64Array | None = None) -> None:
-        """Drafts at first, whatever was before.
+        """Starts by drafting.
 
         Args:
-            prices: of drafting; None for those that stand where none were measured.
-            lengths: int64 [2], gone on from and changed in place: steps of the latest rest behind drafts that lost, and
-                behind a look that found nothing; 0 where the latest ones paid. What lost before and loses again rests
-                for up to 16 steps at once. None for none yet.
+            prices: of drafting; None for the defaults.
+            lengths: int64 [2], resumed from and changed in place: steps of the latest rest after losing drafts, and
+                after finding nothing; 0 if the latest drafts paid. With these, a loss rests for up to 16 steps at once.
+                None starts from 0.
         """
         self._prices = DraftPrices() if prices is None else prices
         self._lengths = np.zeros(2, np.int64) if lengths is None else lengths
@@ -116,7 +115,7 @@ class Backoff:
         self._num_rested = 0
 
     def is_due(self) -> bool:
-        """Whether this step makes drafts; counts the step."""
+        """Whether this step drafts; counts the step."""
         if self._num_left == 0:
             return True
         self._num_left -= 1
@@ -124,10 +123,10 @@ class Backoff:
         return False
 
     def note_news(self) -> None:
-        """History has grown: what lost before may pay now, so the present rest makes what was lost two percent of it.
+        """Shortens the present rest because history has grown: the loss may be two percent of it instead of half a one.
 
-        Example: 0.32 steps that were lost are followed by 64 steps without news, and by 16 with them. Where 20 of the
-        64 have gone by when they come, the next step looks.
+        Example: a loss of 0.32 steps is followed by a rest of 64 steps, or of 16 if history grows. If it grows after 20
+        of the 64, the next step looks.
         """
         self._num_left = max(0, self._num_left - self._num_spared)
         self._num_spared = 0
@@ -141,7 +140,7 @@ class Backoff:
         seconds_drafted: float,
         num_grown: int | None = None,
     ) -> None:
-        """What a step with drafts came to.
+        """Takes the outcome of a step with drafts.
 
         Args:
             num_rows: of the step.
@@ -149,7 +148,7 @@ class Backoff:
             num_accepted: of these.
             seconds_plain: of its pass without drafts.
             seconds_drafted: of its pass.
-            num_grown: tokens that were found for it; None for no more than were drafted.
+            num_grown: tokens considered for its drafts; None for `num_drafted`.
         """
         length = int(self._lengths[0])
         keep = 0.9 if length == 0 else 0.5
@@ -168,7 +167,7 @@ class Backoff:
         self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
-        """A step found nothing that pays: its rows, the cost of its pass, and the tokens that it found."""
+        """Takes a step that found nothing that pays: its rows, seconds of its pass, and tokens considered."""
         looking = self._prices.of_looking(num_rows, num_grown)
         looking += self._of_cold(looking)
         lost = looking / seconds_plain
@@ -180,11 +179,11 @@ class Backoff:
         self._num_spared = max(0, length - max(1, int(lost / _MOST_LOST_FOR_NEWS)))
 
     def _of_cold(self, seconds: float) -> float:
-        """What drafting took longer than its price, which is 0 but for the first step behind a long rest."""
+        """Seconds that drafting took beyond its price: 0 except in the first step after a long rest."""
         num_rested, self._num_rested = self._num_rested, 0
         return _COLD * seconds if num_rested >= _LONG else 0.0
 
 
 def _next(length: int, lost: float) -> int:
-    """The length of a rest behind one of `length`, that is to make up for what was lost, in steps without drafts."""
+    """The length of the rest after one of `length`, for a loss in steps without drafts."""
     return min(max(1, _LONGER * length), _LONGEST, int(lost / _MOST_LOST))

@@ -1,6 +1,6 @@
 """Seconds of a step with a given number of rows by the tokens of its pass, drafting included.
 
-    B rows   J entries from B tokens on
+B rows   J entries from B tokens on
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from treering.history.budget.selection import seconds_of
 
 
 class StepCosts(NamedTuple):
-    """Seconds of the passes of a step with B rows, and of what its drafted tokens cost beside them."""
+    """Seconds of the passes of a step with B rows, the prices of its drafted tokens included."""
 
     sizes: Int64Array  # [J] tokens of the pass, from B on
     seconds: Float64Array  # [J]
@@ -21,10 +21,10 @@ class StepCosts(NamedTuple):
 
 
 def step_costs(costs: VerifyCosts, num_rows: int) -> StepCosts:
-    """The costs of passes from B tokens on, with the price of each drafted token; looking left out.
+    """The costs of passes from B tokens on, with the price of each drafted token but without looking for drafts.
 
-    Example: passes of 1 and 8 tokens in 1.0 and 2.4 ms, and a price of 0.1 ms for a drafted token, are for two rows
-    sizes [2, 8] with 1.2 and 2.4 + 0.6 ms, and 0.3 ms for a token more.
+    Example: passes of 1 and 8 tokens in 1.0 and 2.4 ms, and a price of 0.1 ms per drafted token, give for two rows
+    sizes [2, 8] with 1.2 and 2.4 + 0.6 ms, and 0.3 ms per further token.
     """
     beyond = costs.num_tokens[costs.num_tokens > num_rows]
     sizes = np.concatenate([[num_rows], beyond if beyond.size else [num_rows + 1]]).astype(np.int64)

@@ -1,6 +1,6 @@
 """An allocator of regions, one per slot, for texts of different sizes in one array.
 
-    S slots   U units
+S slots   U units
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """The texts of running rows as compiled calls read and update them.
 
-    B rows   S slots   U units
+B rows   S slots   U units
 """
 
 from typing import NamedTuple

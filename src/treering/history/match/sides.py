@@ -1,6 +1,6 @@
 """Walks an index outwards from where a context belongs, the best matches first.
 
-    N entries of an order
+N entries of an order
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Searches the sources for matches of some rows, one source after another, until a row's matches are long enough.
 
-    B rows   L columns
+B rows   L columns
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """What a step searches: the history of running prompts, running rollouts, and the history of other prompts.
 
-    B rows
+B rows
 """
 
 from collections.abc import Mapping

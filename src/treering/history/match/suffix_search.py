@@ -1,6 +1,6 @@
 """Where a context belongs in an index's sorted positions, and how many tokens it shares with one of them.
 
-    N entries of a text   K keys
+N entries of a text   K keys
 """
 
 import numpy as np

@@ -16,13 +16,13 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begins; what ran before must have been waited for."""
+        """Starts the work in a thread; earlier work must have been waited for."""
         assert self._thread is None
         self._thread = threading.Thread(target=self.run, args=(work,), name="treering-publish")
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing runs any more, and raises what the work has raised, once."""
+        """Waits until the work is done, and raises its error, once."""
         if self._thread is not None:
             self._thread.join()
         self._thread, error, self._error = None, self._error, None
@@ -30,7 +30,7 @@ class Background:
             raise error
 
     def run(self, work: Callable[[], None]) -> None:
-        """Does the work before it returns; its error is kept for `wait`."""
+        """Does the work in the caller's thread; its error is kept for `wait`."""
         try:
             work()
         except BaseException as error:

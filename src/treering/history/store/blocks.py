@@ -38,14 +38,14 @@ MAGIC = b"RINGHIST"
 
 
 class Block:
-    """One prompt's index in a file; checked, and made an index, when it is first asked for.
+    """One prompt's index in a file; read and checked on first use.
 
     Attributes:
         prompt_id: of the prompt.
         place: of the prompt in the order of the store, see `Snapshot.place`.
         versions: of its rollouts, newest first.
         num_tokens: of its rollouts.
-        num_bytes: of its arrays, as `PromptIndex.num_bytes` says.
+        num_bytes: of its arrays, equal to `PromptIndex.num_bytes`.
 
     Example: a prompt with [5, 6] at version 3 has versions (3,), 2 tokens, and 3 * 8 + 24 + 4 = 52 bytes, which take
     5 * 64 in the file.
@@ -68,7 +68,7 @@ class Block:
 
     @property
     def index(self) -> PromptIndex:
-        """The index, on the memory of the file; a damaged one has no rollouts and costs one warning (law 7)."""
+        """The index, in the file's memory; a damaged one is replaced by an empty one, with a warning (law 7)."""
         if self._index is None:
             with self._lock:
                 if self._index is None:
@@ -76,7 +76,7 @@ class Block:
         return self._index
 
     def copied(self) -> PromptIndex:
-        """The index on memory of its own."""
+        """A copy of the index, independent of the file."""
         index = self.index
         return PromptIndex(**{name: getattr(index, name).copy() for name in INDEX_ARRAYS})
 
@@ -96,7 +96,7 @@ class Contents:
         number: of the file, in the order of writing.
         digest: of its header, and so of all its checksums.
         blocks: the indexes.
-        pending: what was added but not yet published; damaged lots are left out.
+        pending: unpublished rollouts, without damaged batches.
     """
 
     number: int
@@ -115,7 +115,7 @@ def encode(
     Args:
         number: of the file.
         indexes: prompt_id, place and index each.
-        pending: what was not yet published.
+        pending: unpublished rollouts.
     """
     arrays: list[Buffer] = []
     blocks: list[list[object]] = []
@@ -134,14 +134,14 @@ def encode(
 
 
 def decode(data: Buffer, file: Path) -> Contents:
-    """What `encode` was given; the indexes stay where they are, and are not yet looked at.
+    """The inverse of `encode`; the indexes are not copied, and not read yet.
 
     Args:
         data: bytes, or a map of a file.
-        file: that they came from, for messages.
+        file: its path, for messages.
 
     Raises:
-        InputError: the header is not as it was written, with the reason in a few words.
+        InputError: the header is damaged, with a short reason.
     """
     header, digest, end = unseal(MAGIC, data)
     start = padded(end)
@@ -159,16 +159,16 @@ def decode(data: Buffer, file: Path) -> Contents:
 
 
 def map_file(file: Path, number: int, digest: str | None) -> Contents:
-    """The contents of a file on a map of it, which outlives the removal of the file.
+    """The contents of a memory-mapped file; they stay valid after the file is removed.
 
     Args:
         file: to map.
-        number: that it was written with.
-        digest: of its header, where that is known.
+        number: its expected number.
+        digest: expected digest of its header; None accepts any.
 
     Raises:
         OSError: the file cannot be opened.
-        InputError: its header is not as it was written, or it is another file than the one that is meant.
+        InputError: its header is damaged, or it is another file than the expected one.
     """
     with file.open("rb") as stream:
         if stream.seek(0, os.SEEK_END) == 0:
@@ -180,7 +180,7 @@ def map_file(file: Path, number: int, digest: str | None) -> Contents:
 
 
 def warn_of_file(file: Path, error: OSError | InputError) -> None:
-    """Says that a whole file is lost (law 7)."""
+    """Warns that a whole file is lost (law 7)."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     try:
         size = f"the rollouts in its {file.stat().st_size:,} bytes are"
@@ -194,7 +194,7 @@ def warn_of_file(file: Path, error: OSError | InputError) -> None:
 
 
 def warn_of_block(file: Path, prompt_id: PromptId, error: InputError) -> None:
-    """Says that one block of a file is lost (law 7)."""
+    """Warns that one block of a file is lost (law 7)."""
     warnings.warn(
         f"the rollouts of prompt {prompt_id!r} in {file} are left out: {error}; they are lost, which costs speed only",
         stacklevel=3,

@@ -10,20 +10,20 @@ from treering.types import PromptId
 
 
 class Eviction:
-    """The oldest version of every prompt, in the order in which they would go; equally old ones by their prompts.
+    """A queue of every prompt's oldest version, oldest first; equally old ones in the order of their prompts.
 
-    Entries that no longer hold are left where they are and skipped when their turn comes, so noting a change costs
-    nothing that grows with the history.
+    Outdated entries stay in the queue and are skipped when popped, so the cost of a change does not grow with the
+    history.
 
     Example: prompts a with versions 1 and 4 and b with 2 and 3 lose a's 1 first, then b's 2 and 3, then a's 4.
     """
 
     def __init__(self) -> None:
-        """Of an empty history."""
+        """The queue of an empty history."""
         self._queue: list[tuple[int, int, PromptId]] = []  # oldest version, place of the prompt, prompt
 
     def note(self, prompt_ids: Iterable[PromptId], snapshot: Snapshot) -> None:
-        """Takes in prompts of a snapshot that are new or whose versions have changed."""
+        """Adds prompts of a snapshot that are new or whose versions have changed."""
         if len(self._queue) > 64 + 2 * len(snapshot):
             self._queue, prompt_ids = [], snapshot
         for prompt_id in prompt_ids:
@@ -31,7 +31,7 @@ class Eviction:
             heapq.heappush(self._queue, entry)
 
     def evict(self, snapshot: Snapshot, num_bytes: int) -> dict[PromptId, PromptIndex | None]:
-        """What is left of the prompts that lose something, so that at least `num_bytes` go; None where nothing is."""
+        """Frees at least `num_bytes`. Returns the remaining index of each affected prompt, None if nothing remains."""
         left: dict[PromptId, PromptIndex | None] = {}
         while num_bytes > 0:
             version, place, prompt_id = heapq.heappop(self._queue)
@@ -50,6 +50,6 @@ class Eviction:
 
 def _without_oldest(stored: Stored) -> PromptIndex | None:
     if len(stored.versions) == 1:
-        # Nothing of a prompt that goes is read from its file.
+        # A prompt that is dropped is not read from its file.
         return None
     return (stored.index if isinstance(stored, Block) else stored).without_oldest()

@@ -14,10 +14,10 @@ from treering.types import PromptId
 
 
 def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Rollouts]) -> None:
-    """Writes what is published and what is not yet, whole or not at all; damaged prompts are left out.
+    """Writes published and pending rollouts, whole or not at all; damaged prompts are left out.
 
     Raises:
-        StateError: the file cannot be written; an older one of that name is as it was.
+        StateError: the file cannot be written; an older one of that name is unchanged.
     """
     indexes = ((prompt_id, snapshot.place(prompt_id), index) for prompt_id, index in snapshot.items())
     parts, _ = blocks.encode(0, (entry for entry in indexes if entry[2].text.size), pending)
@@ -31,9 +31,9 @@ def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Rol
 
 
 def read_saved(file: Path) -> tuple[dict[PromptId, tuple[int, PromptIndex]], Mapping[RolloutKey, Rollouts]]:
-    """What `write_saved` was given, on memory of its own: places and indexes by prompt, and what was pending.
+    """The inverse of `write_saved`, as copies: places and indexes by prompt, and pending rollouts.
 
-    A missing or damaged file costs one warning and gives nothing; a damaged prompt costs one, and is left out.
+    A missing or damaged file costs one warning and gives nothing; a damaged prompt costs one and is left out.
 
     Example: a history of prompt "q" gives ({"q": (0, index)}, {}).
     """

@@ -1,8 +1,8 @@
 """History files as bytes: a sealed header, with or without arrays after it, written whole or not at all.
 
-    16 bytes    magic (8), format version (uint32) and length of the header (uint32), little-endian
-    32 bytes    BLAKE2b of these 16 bytes and the header
-    header      JSON
+16 bytes    magic (8), format version (uint32) and length of the header (uint32), little-endian
+32 bytes    BLAKE2b of these 16 bytes and the header
+header      JSON
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Buffer: TypeAlias = Any
 
 
 def seal(magic: bytes, header: dict[str, Any]) -> tuple[bytes, str]:
-    """The bytes of a header, and its digest in hexadecimal digits.
+    """The bytes of a sealed header, and its digest in hexadecimal digits.
 
     Example: {"next": 3} takes 16 + 32 + 10 bytes.
     """
@@ -37,10 +37,10 @@ def seal(magic: bytes, header: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def unseal(magic: bytes, data: Buffer) -> tuple[dict[str, Any], str, int]:
-    """What `seal` was given, its digest, and the number of bytes that it takes.
+    """The header passed to `seal`, its digest, and its sealed size in bytes.
 
     Raises:
-        InputError: the bytes do not begin with such a header, with the reason in a few words.
+        InputError: the bytes do not begin with such a header, with a short reason.
     """
     if data[: len(magic)] != magic:
         raise InputError("cut off" if len(data) < len(magic) else "no file of a history")
@@ -63,10 +63,10 @@ def unseal(magic: bytes, data: Buffer) -> tuple[dict[str, Any], str, int]:
 
 
 def write_whole(file: Path, parts: Iterable[Buffer]) -> None:
-    """Writes a file that appears with all its bytes, or not at all when the process is killed.
+    """Writes a file atomically: it appears with all its bytes or not at all, even if the process is killed.
 
     Raises:
-        OSError: the folder is missing, read-only or full; nothing has appeared then.
+        OSError: the folder is missing, read-only or full; no file appears.
     """
     draft = file.with_name(f"{_HIDDEN}{file.name}")
     try:
@@ -82,7 +82,7 @@ def write_whole(file: Path, parts: Iterable[Buffer]) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes the names in a folder outlast a power cut."""
+    """Flushes a folder's entries to disk, so that they survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,7 +91,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Removes what killed writers left; no other process may be writing there."""
+    """Removes files that killed writers left; no other process may be writing in the folder."""
     for leftover in folder.glob(f"{_HIDDEN}*"):
         leftover.unlink()
 

@@ -27,24 +27,24 @@ class Journal:
     """The files of one folder, which one process writes and any number read.
 
     Example: publishes that write q1 and q2, then a larger q1, leave `history-00000000.bin`, in which q2 is alive, and
-    `history-00000001.bin`; dropping q2 too removes the first.
+    `history-00000001.bin`; dropping q2 as well removes the first.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int) -> None:
-        """Makes the folder where it is missing, and claims it.
+        """Creates the folder if it is missing, and locks it.
 
         Args:
             folder: to write in.
-            file_bytes: about how large a data file becomes.
+            file_bytes: approximate size of a data file.
 
         Raises:
-            StateError: the path is no folder, or cannot be read or made, or is open for writing already.
+            StateError: the path is no folder, cannot be read or created, or is already open for writing.
         """
         self._folder = folder
         self._file_bytes = file_bytes
         self._ledger = Ledger()
         self._unwritten: dict[PromptId, None] = {}
-        self._is_behind = False  # whether the manifest says something else than is so
+        self._is_behind = False  # whether the manifest is out of date
         self._next_number = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ class Journal:
     def read(self) -> dict[PromptId, tuple[int, Block]]:
         """Place and block of every published prompt, by place.
 
-        A damaged, missing or foreign file costs one warning. Where the manifest is missing or damaged, every whole file
+        A damaged, missing or foreign file costs one warning. If the manifest is missing or damaged, every whole file
         counts, and later ones replace earlier ones.
         """
         numbers = self._find()
@@ -81,18 +81,18 @@ class Journal:
         self._clear(set(numbers) - {file.number for file in files})
         by_place = sorted(found, key=lambda prompt_id: found[prompt_id].place)
         places = [found[prompt_id].place for prompt_id in by_place]
-        # Files that count for want of a manifest may bring prompts back to places that others have now.
+        # Without a manifest, two prompts may have the same place.
         renumbered = range(len(places)) if len(set(places)) < len(places) else places
         return {prompt_id: (place, found[prompt_id]) for prompt_id, place in zip(by_place, renumbered, strict=True)}
 
     def commit(self, changed: Iterable[PromptId], dropped: Iterable[PromptId], snapshot: Snapshot) -> None:
-        """Makes a snapshot the published state: writes what changed, and removes files that nothing needs.
+        """Makes a snapshot the published state: writes what changed, and removes files that are no longer needed.
 
         A folder that cannot be written costs one warning, and the next commit tries again.
 
         Args:
-            changed: prompts whose indexes are others than were written.
-            dropped: prompts that are no longer there.
+            changed: prompts whose indexes differ from the written ones.
+            dropped: prompts that were removed.
             snapshot: with the present index of every prompt.
         """
         for prompt_id in dropped:
@@ -114,15 +114,15 @@ class Journal:
             )
 
     def check(self) -> None:
-        """Does nothing while this process may write.
+        """Checks that this process may write.
 
         Raises:
-            StateError: the journal is closed, or this process is not the one that opened it.
+            StateError: the journal is closed, or another process opened it.
         """
         self._lock.check()
 
     def close(self) -> None:
-        """Gives the folder free."""
+        """Releases the folder."""
         self._lock.release()
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -160,7 +160,7 @@ class Journal:
         return Listed(number=number, digest=digest, alive=all_alive(len(lot)))
 
     def _lots(self, prompt_ids: Iterable[PromptId], snapshot: Snapshot) -> Iterator[list[PromptId]]:
-        """Prompts in lots of about a file each; those whose blocks turn out to be damaged are left out."""
+        """Splits prompts into lots of about a file each; prompts with damaged blocks are left out."""
         lot: list[PromptId] = []
         num_bytes = 0
         for prompt_id in prompt_ids:
@@ -175,7 +175,7 @@ class Journal:
             yield lot
 
     def _find(self) -> list[int]:
-        """Numbers of the files that are named like data files, ascending."""
+        """Numbers of the data files in the folder, ascending."""
         numbers = []
         for file in sorted(self._folder.glob("[!.]*")):
             name = _NAME.fullmatch(file.name)
@@ -203,11 +203,11 @@ class Journal:
             return None
 
     def _clear(self, numbers: Iterable[int]) -> None:
-        """Removes data files that were never published or no longer are; damaged ones are left for a person to see."""
+        """Removes unpublished data files; damaged ones are kept for inspection."""
         self._unlink(number for number in sorted(numbers) if self._map(number, None) is not None)
 
     def _unlink(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            # What stays is removed when the folder is opened again.
+            # A file that stays is removed when the folder is opened again.
             with suppress(OSError):
                 data_file(self._folder, number).unlink(missing_ok=True)

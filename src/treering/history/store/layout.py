@@ -49,7 +49,7 @@ def num_bytes_of(sizes: Mapping[str, int]) -> int:
 
 
 def num_bytes_in_file(sizes: Mapping[str, int]) -> int:
-    """Bytes of arrays in a file, what lies between them included."""
+    """Bytes of arrays in a file, padding included."""
     return sum(padded(_num_bytes(name, size)) for name, size in sizes.items())
 
 
@@ -59,7 +59,7 @@ def empty(sizes: Mapping[str, int]) -> Arrays:
 
 
 def parts_of(record: object, names: Iterable[str]) -> list[Buffer]:
-    """The bytes of a record's arrays as they lie in a file, in parts; large arrays are not copied."""
+    """The bytes of a record's arrays as stored in a file, in parts; large arrays are not copied."""
     parts: list[Buffer] = []
     for name in names:
         array = np.ascontiguousarray(getattr(record, name), _dtype(name))
@@ -77,12 +77,12 @@ def checksum_of(parts: Iterable[Buffer]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """Where the arrays of a block lie.
+    """The location of a block's arrays.
 
     Attributes:
-        source: a map of a file, or bytes that were read.
+        source: a map of a file, or its bytes.
         start: of the block in the source, in bytes.
-        sizes: entries of each array, in the order in which they lie there.
+        sizes: entries of each array, in the order of the file.
         checksum: of the block.
     """
 
@@ -92,13 +92,13 @@ class Region:
     checksum: str
 
     def arrays(self) -> Arrays:
-        """The arrays, as views that cannot be written.
+        """The arrays, as read-only views.
 
         Raises:
-            InputError: a byte is not as it was written, with the reason in a few words.
+            InputError: the block is damaged, with a short reason.
         """
         end = self.start + num_bytes_in_file(self.sizes)
-        # A map keeps the size with which it was made; reading behind the end of a file that was cut since is fatal.
+        # A map keeps its original size; reading past the end of a file that was truncated since kills the process.
         num_there = self.source.size() if isinstance(self.source, mmap) else len(self.source)
         if end > min(num_there, len(self.source)):
             raise InputError("cut off")

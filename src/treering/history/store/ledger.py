@@ -17,25 +17,25 @@ class _File:
 
 
 class Ledger:
-    """What of every data file is alive.
+    """Which blocks of every data file are alive.
 
-    Example: file 0 with q1 of 100 bytes and q2 of 60, then file 1 with another q1 of 80: of file 0's 160 bytes 60 are
-    alive, which is less than half, so it is thin.
+    Example: file 0 has q1 of 100 bytes and q2 of 60, then file 1 has another q1 of 80: of file 0's 160 bytes 60 are
+    alive, less than half, so it should be merged.
     """
 
     def __init__(self) -> None:
-        """No file."""
+        """A ledger without files."""
         self._files: dict[int, _File] = {}
         self._homes: dict[PromptId, int] = {}
 
     def take_in(self, number: int, digest: str, blocks: Sequence[tuple[PromptId, int]], alive: bytes | None) -> None:
-        """Notes a data file; what it holds alive replaces what earlier ones hold of the same prompts.
+        """Adds a data file; its live blocks replace earlier blocks of the same prompts.
 
         Args:
-            number: larger than those of the files before.
+            number: greater than those of earlier files.
             digest: of its header.
             blocks: prompt and bytes of each.
-            alive: a bit for each, as `Listed` has them; None where all are.
+            alive: a bit for each block, see `Listed`; None if all are alive.
         """
         bits = bytearray(alive if alive is not None else all_alive(len(blocks)))
         held = {prompt: (i, size) for i, (prompt, size) in enumerate(blocks) if bits[i // 8] & 128 >> i % 8}
@@ -47,7 +47,7 @@ class Ledger:
         self._files[number] = _File(digest=digest, bits=bits, alive=held, num_bytes=num_bytes, num_alive=num_alive)
 
     def forget(self, prompt_id: PromptId) -> bool:
-        """Notes that what is written of a prompt is no longer wanted; whether anything was."""
+        """Marks a prompt's block as dead; returns whether there was one."""
         number = self._homes.pop(prompt_id, None)
         if number is None:
             return False
@@ -58,25 +58,25 @@ class Ledger:
         return True
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Notes that data files are gone, with what is alive in them."""
+        """Removes data files and their live blocks."""
         for number in numbers:
             for prompt_id in self._files.pop(number).alive:
                 if self._homes[prompt_id] == number:
                     del self._homes[prompt_id]
 
     def prompts(self, numbers: Collection[int]) -> list[PromptId]:
-        """What is alive in some files."""
+        """The prompts whose blocks in some files are alive."""
         return [prompt_id for number in numbers for prompt_id in self._files[number].alive]
 
     def foldable(self, num_bytes: int, file_bytes: int) -> list[int]:
-        """Files whose rest should be written again together with so many other bytes, ascending.
+        """Files whose live blocks should be merged into the next file, ascending.
 
-        These are the thin ones, which are less than half alive, and small ones: no larger than what is written
-        anyway, so that a rollout is rewritten for this about once per doubling of its file.
+        These are files less than half alive, and small ones: no larger than the bytes written anyway, so that merging
+        rewrites a rollout about once per doubling of its file.
 
         Args:
-            num_bytes: that are written.
-            file_bytes: about how large a file becomes; one that is half as large is not small.
+            num_bytes: written anyway.
+            file_bytes: approximate size of a file; half of it is not small.
         """
         folded = [number for number, file in self._files.items() if 2 * file.num_alive < file.num_bytes]
         num_bytes += sum(self._files[number].num_alive for number in folded)
@@ -99,7 +99,7 @@ class Ledger:
 
 
 def all_alive(num_blocks: int) -> bytes:
-    """The bits of a file of which nothing is dead.
+    """The bits of a file whose blocks are all alive.
 
     Example: 3 gives the bits 111 and five zeros, 0xe0.
     """

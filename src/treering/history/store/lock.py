@@ -14,16 +14,16 @@ _NAME = ".lock"
 
 
 class WriterLock:
-    """Holds the claim from its making to `release`, or until it is collected.
+    """Holds the lock until `release`, or until it is garbage-collected.
 
     Example: while `WriterLock(folder)` is held, another `WriterLock(folder)` is refused in this and any other process.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes the claim.
+        """Takes the lock.
 
         Raises:
-            StateError: it is held already.
+            StateError: it is already held.
             OSError: the folder is missing or cannot be written.
         """
         self._folder = folder
@@ -41,14 +41,14 @@ class WriterLock:
             os.close(descriptor)
             raise
         self._close = weakref.finalize(self, os.close, descriptor)
-        # A forked process shares the claim; its copy would keep it alive when the writer is dead.
+        # A forked process shares the lock; its copy would hold it after the writer has died.
         os.register_at_fork(after_in_child=self._close)
 
     def check(self) -> None:
-        """Does nothing while the claim is held.
+        """Checks that this process holds the lock.
 
         Raises:
-            StateError: it was released, or this is a forked copy of the process that took it.
+            StateError: it was released, or this process was forked from the one that took it.
         """
         if os.getpid() != self._process:
             raise StateError(
@@ -59,5 +59,5 @@ class WriterLock:
             raise StateError(f"the history in {self._folder} is closed; open it again with HistoryStore")
 
     def release(self) -> None:
-        """Gives the claim back."""
+        """Releases the lock."""
         self._close()

@@ -23,9 +23,9 @@ class Listed:
     Attributes:
         number: of the file.
         digest: of its header.
-        alive: a bit for each of its blocks, most significant first, one where it is alive.
+        alive: a bit for each of its blocks, most significant first, 1 if it is alive.
 
-    Example: `bytes([0xA0])` says that blocks 0 and 2 are.
+    Example: with `bytes([0xA0])` blocks 0 and 2 are alive.
     """
 
     number: int
@@ -38,8 +38,8 @@ class Manifest:
     """A published state.
 
     Attributes:
-        next_number: of the next data file; no file has it or a larger one.
-        files: in the order in which they were written.
+        next_number: of the next data file, greater than all existing numbers.
+        files: in the order of writing.
     """
 
     next_number: int
@@ -47,7 +47,7 @@ class Manifest:
 
 
 def data_file(folder: Path, number: int) -> Path:
-    """Where the data file of a number lies.
+    """The path of a data file.
 
     Example: 7 gives `history-00000007.bin`.
     """
@@ -59,13 +59,13 @@ def read(file: Path) -> Manifest:
 
     Raises:
         OSError: the file is missing or cannot be read.
-        InputError: it is not as it was written.
+        InputError: it is damaged.
     """
     return decode(file.read_bytes())
 
 
 def warn(file: Path, error: OSError | InputError, consequence: str) -> None:
-    """Says that a manifest cannot be used (law 7), and what that means."""
+    """Warns that a manifest cannot be used (law 7), and of the consequence."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     warnings.warn(f"{file} cannot be used: {reason}; {consequence}", stacklevel=3)
 
@@ -77,10 +77,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """What `encode` was given.
+    """The inverse of `encode`.
 
     Raises:
-        InputError: other bytes, with the reason in a few words.
+        InputError: the bytes are damaged, with a short reason.
     """
     header, _, end = unseal(MAGIC, data)
     if end != len(data):

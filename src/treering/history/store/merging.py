@@ -7,14 +7,14 @@ from treering.history.store.rollouts import Rollouts
 
 
 def with_rollouts(index: PromptIndex | None, new: Mapping[int, Rollouts], max_epochs: int) -> PromptIndex:
-    """The index of what is there and new rollouts by version, behind those of the same version.
+    """The index with new rollouts by version, appended to existing ones of the same version.
 
     Args:
-        index: present one, None for a prompt without history.
+        index: the present one, None for a prompt without history.
         new: at least one version.
-        max_epochs: versions that are kept, the newest ones.
+        max_epochs: number of newest versions to keep.
 
-    Example: versions 4 and 3, with rollouts of 5 and 4 added and two versions kept, give 5 and a longer 4.
+    Example: adding rollouts of versions 5 and 4 to versions 4 and 3, with two versions kept, gives 5 and a longer 4.
     """
     merged = {} if index is None else _by_version(index)
     for version, rollouts in new.items():
@@ -26,7 +26,7 @@ def with_rollouts(index: PromptIndex | None, new: Mapping[int, Rollouts], max_ep
 
 
 def with_newest(index: PromptIndex, max_epochs: int) -> PromptIndex | None:
-    """The index with so many of its newest versions, None where it has no rollouts."""
+    """The index with so many of its newest versions, None if it has no rollouts."""
     while index.versions.size > max_epochs:
         rest = index.without_oldest()
         assert rest is not None

@@ -21,15 +21,15 @@ MARKER = -1
 """Entry of a text where a response begins; below every token id."""
 
 SORT_DEPTH = 64
-"""Places are sorted by this many entries before them; longer matches are told apart by reading the text."""
+"""Positions are sorted by this many entries before them; longer matches are measured in the text."""
 
 
 MAX_ENTRIES = 2**31 - 1
-"""Of one text: its places are kept as int32."""
+"""Of one text, as its positions are int32."""
 
 
 def check_entries(num_entries: int, text: str, fix: str) -> None:
-    """Raises where a text would be so long that its places no longer fit their type.
+    """Checks that the positions of a text fit into int32.
 
     Raises:
         InputError: more than `MAX_ENTRIES`.
@@ -46,12 +46,11 @@ class PromptIndex:
 
     Attributes:
         text: int32 [N], for each rollout a marker and its tokens.
-        order: int32 [N], places of the text sorted by the entries from there back to the beginning of their rollout
-            (the nearest 64 of them), so that contexts with equal ends stand side by side, what agrees most nearest;
-            equal ones by place, so newest first.
+        order: int32 [N], positions of the text sorted by the entries from there back to the beginning of their rollout
+            (at most 64), so that positions with similar contexts are adjacent; equal ones by position, so newest first.
         versions: int64 [E], descending.
         starts: int64 [E + 1], where each version begins in the text, and N.
-        rewards: float32 [R], of each rollout in the order of the text; NaN where it is not known.
+        rewards: float32 [R], of each rollout in the order of the text; NaN if unknown.
 
     Example:
         >>> import numpy as np
@@ -76,11 +75,11 @@ class PromptIndex:
 
     @classmethod
     def build(cls, texts: Mapping[int, Int32Array], rewards: Mapping[int, Float32Array] | None = None) -> "PromptIndex":
-        """The index of version -> rollouts as `as_text` gives them, at least one version.
+        """The index of at least one version.
 
         Args:
-            texts: int32 each, with a marker before every rollout.
-            rewards: version -> float32, one per rollout; versions that are left out have unknown ones.
+            texts: version -> int32, see `as_text`.
+            rewards: version -> float32, one per rollout; a missing version has unknown ones.
 
         Raises:
             InputError: more than `MAX_ENTRIES`.
@@ -103,13 +102,13 @@ class PromptIndex:
         )
 
     def without_oldest(self) -> "PromptIndex | None":
-        """The index without its oldest version; None where nothing is left."""
+        """The index without its oldest version; None if nothing is left."""
         if self.versions.size <= 1:
             return None
         size = int(self.starts[-2])
-        # The oldest rollouts stand last, and no context reads beyond its own rollout: the order of the rest stays.
+        # The oldest rollouts come last, and no context reads beyond its own rollout, so the rest keeps its order.
         kept = self.order[self.order < size]
-        # Copies: a view would keep what is dropped in memory.
+        # Copies, as views would keep the dropped part in memory.
         return PromptIndex(
             text=self.text[:size].copy(),
             order=kept,
@@ -138,7 +137,7 @@ class PromptIndex:
 
     @property
     def median_tokens(self) -> float:
-        """Tokens of the rollouts in the median; those without tokens are not kept, so it is at least 1.
+        """Median length of the rollouts in tokens; at least 1, as rollouts without tokens are not kept.
 
         Example: rollouts of 2, 3 and 7 tokens give 3.0, and those of 2 and 7 give 4.5.
         """
@@ -162,7 +161,7 @@ def _rewards_of(text: Int32Array, rewards: Float32Array | None) -> Float32Array:
 
 
 def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
-    """Rollouts one after another, each behind a marker.
+    """Rollouts one after another, each after a marker.
 
     Example: [5, 6] and [7] give [-1, 5, 6, -1, 7].
     """
@@ -173,7 +172,7 @@ def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
 
 @njit
 def _rollout_starts(text: Int32Array) -> Int64Array:
-    """For every place the marker of its rollout."""
+    """For every position that of its rollout's marker."""
     starts = np.empty(text.size, np.int64)
     start = 0
     for place in range(text.size):
@@ -185,7 +184,7 @@ def _rollout_starts(text: Int32Array) -> Int64Array:
 
 @njit
 def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> bool:
-    """Whether two places agree in twice the width by which they are ranked."""
+    """Whether two positions agree in twice the width by which they are ranked."""
     if rank[a] != rank[b]:
         return False
     second_a = rank[a - width] if a - width >= starts[a] else -1
@@ -195,16 +194,16 @@ def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> b
 
 @njit(cache=True, nogil=True)
 def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
-    """Places sorted by what stands there and before, back to the marker, by prefix doubling; equal ones ascending.
+    """Positions sorted by the entries from there back to the marker, by prefix doubling; equal ones ascending.
 
     Args:
         text: int32 [N].
-        order: int64 [N], places sorted stably by their own entry.
+        order: int64 [N], positions sorted stably by their own entry; overwritten.
     """
     size = text.size
     starts = _rollout_starts(text)
     rank = np.zeros(size, np.int64)
-    first = np.zeros(size + 1, np.int64)  # by rank: where its places begin in the order
+    first = np.zeros(size + 1, np.int64)  # by rank: where its positions begin in the order
     num_ranks = 0
     for i in range(size):
         if i > 0 and text[order[i]] != text[order[i - 1]]:

@@ -19,19 +19,19 @@ from treering.types import PromptId
 
 _NUM_TRIES = 16
 
-_FileKey: TypeAlias = tuple[int, str]  # number and digest, so that a folder that was made anew is told apart
+_FileKey: TypeAlias = tuple[int, str]  # number and digest, as a recreated folder reuses numbers
 _Files: TypeAlias = dict[_FileKey, tuple[Contents | None, Listed]]
 
 
 class HistoryReader:
-    """What a `HistoryStore` publishes in a folder, for other processes: rollout workers read what a trainer writes.
+    """Reads what a `HistoryStore` of another process publishes: rollout workers read what a trainer writes.
 
-    Nothing is copied or built: indexes lie in the page cache, once for all processes of a machine, and a prompt's is
-    checked when it is first used. A reader never waits for the writer nor disturbs it, and sees whole publishes only.
-    What it has seen stays valid when the writer removes files, or dies.
+    Nothing is copied or built: indexes lie in the page cache, once for all processes of a machine, and each is checked
+    on first use. A reader neither waits for the writer nor disturbs it, and sees only whole publishes. Its snapshots
+    stay valid when the writer removes files or dies.
 
     Args:
-        path: the folder; it may appear later.
+        path: the folder; it may be created later.
 
     Raises:
         StateError: the path is a file.
@@ -61,16 +61,16 @@ class HistoryReader:
 
     @property
     def snapshot(self) -> Mapping[PromptId, PromptIndex]:
-        """What was published at the last `refresh`, by prompt; never changes."""
+        """The indexes by prompt as published at the last `refresh`; a snapshot never changes."""
         return self._snapshot
 
     def refresh(self) -> bool:
-        """Looks for a newer publish; whether there was one, which is then in `snapshot`.
+        """Reads a newer publish into `snapshot`; returns whether there was one.
 
-        Costs microseconds where nothing is new, and otherwise what changed. A publish that cannot be read leaves the
-        snapshot as it is, with one warning.
+        Takes microseconds if nothing is new, otherwise time in proportion to what changed. If a publish cannot be read,
+        the snapshot stays as it is, with one warning.
         """
-        # Files that vanish while they are opened belong to a publish that was replaced meanwhile.
+        # A file that vanishes while it is opened belongs to a publish that was replaced meanwhile.
         for _ in range(_NUM_TRIES):
             data = self._read()
             if data is None or data == self._manifest:
@@ -87,7 +87,7 @@ class HistoryReader:
         return False
 
     def _read(self) -> bytes | None:
-        """The manifest as it is now; None where there is none."""
+        """The present manifest; None if there is none."""
         file = self._folder / manifest.NAME
         try:
             return file.read_bytes()
@@ -105,13 +105,13 @@ class HistoryReader:
             return None
 
     def _warn(self, file: Path, error: OSError | InputError) -> None:
-        """Once for every problem, however often it is met."""
+        """Warns once per problem."""
         if str(error) != self._problem:
             self._problem = str(error)
             manifest.warn(file, error, "what was read before is used, until the next publish")
 
     def _open(self, listed: Manifest, data: bytes) -> _Files | None:
-        """The files of a state; None where it has been replaced meanwhile."""
+        """The files of a state; None if it has been replaced meanwhile."""
         files: _Files = {}
         for each in listed.files:
             key = each.number, each.digest
@@ -130,7 +130,7 @@ class HistoryReader:
 
 
 def _changes(before: _Files, after: _Files) -> dict[PromptId, tuple[int, Block] | None]:
-    """What turns the snapshot of some files into that of others: prompts that go, then those that come."""
+    """The changes from one snapshot to another: removed prompts, then added ones."""
     changes: dict[PromptId, tuple[int, Block] | None] = {}
     for key, (contents, listed) in before.items():
         for block in _blocks(contents, listed, other=after.get(key)):
@@ -142,7 +142,7 @@ def _changes(before: _Files, after: _Files) -> dict[PromptId, tuple[int, Block] 
 
 
 def _blocks(contents: Contents | None, listed: Listed, *, other: tuple[Contents | None, Listed] | None) -> list[Block]:
-    """Blocks of a file that are alive in one state and not in the other."""
+    """Blocks of a file that are alive in one state but not in the other."""
     if contents is None:
         return []
     bits = np.frombuffer(listed.alive, np.uint8)

@@ -23,9 +23,9 @@ class Rollouts:
 
     Attributes:
         text: int32, for each rollout a marker (-1) and its tokens.
-        rewards: float32, one per rollout; NaN where it is not known.
+        rewards: float32, one per rollout; NaN if unknown.
 
-    Example: [5, 6] with reward 1 and [7] of unknown reward are the text [-1, 5, 6, -1, 7] and the rewards [1, nan].
+    Example: [5, 6] with reward 1 and [7] with unknown reward give the text [-1, 5, 6, -1, 7] and rewards [1, nan].
     """
 
     text: Int32Array
@@ -45,7 +45,7 @@ class Rollouts:
 
     @classmethod
     def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """All of them, one after another."""
+        """The parts joined in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -54,10 +54,10 @@ class Rollouts:
 
 
 def key_of(prompt_id: object, version: object) -> RolloutKey:
-    """The pair, checked.
+    """The checked pair.
 
     Raises:
-        InputError: no string or integer, or no integer in [0, 2**31).
+        InputError: the prompt_id is no string or integer, or the version no integer in [0, 2**31).
     """
     if isinstance(prompt_id, np.integer):
         prompt_id = int(prompt_id)
@@ -78,7 +78,7 @@ def _each(prompt_id: PromptId, rollouts: object) -> Iterable[object]:
 
 def _as_token_ids(prompt_id: PromptId, i: int, rollout: object) -> Int32Array:
     try:
-        # An engine's rollouts hold their token ids beside other things.
+        # An engine's rollouts have more fields than their token ids.
         tokens = np.asarray(getattr(rollout, "tokens", rollout))
     except ValueError as error:
         raise InputError(

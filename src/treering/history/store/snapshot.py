@@ -10,21 +10,21 @@ from treering.types import PromptId
 _NUM_SHARDS = 1024
 
 Stored: TypeAlias = PromptIndex | Block
-"""An index in memory, or one in a file that has perhaps not been looked at; both say their versions and sizes."""
+"""An index in memory, or one in a file that may not have been read; both have versions and sizes."""
 
 
 class SnapshotSource(Protocol):
-    """What a drafter reads: a `HistoryStore`, or a `HistoryReader` of another process's store."""
+    """The source that a drafter reads: a `HistoryStore`, or a `HistoryReader` of another process's store."""
 
     @property
     def snapshot(self) -> Mapping[PromptId, PromptIndex]:
-        """What is published at present; see `HistoryStore.snapshot`."""
+        """The published indexes; see `HistoryStore.snapshot`."""
 
 
 def newest_first(snapshot: Mapping[PromptId, PromptIndex]) -> list[PromptId]:
-    """Prompts by their newest versions, of equal ones the last in the snapshot's order first; no file is read.
+    """Prompts with the newest versions first, ties in reverse order of the snapshot; reads no file.
 
-    Example: prompts a with version 4, b with 3 and c with 4 and 2 come as c, a, b.
+    Example: prompts a with version 4, b with 3 and c with 4 and 2 give c, a, b.
     """
     stored = snapshot.stored if isinstance(snapshot, Snapshot) else snapshot.__getitem__
     newest = {}
@@ -35,11 +35,10 @@ def newest_first(snapshot: Mapping[PromptId, PromptIndex]) -> list[PromptId]:
 
 
 class Snapshot(Mapping[PromptId, PromptIndex]):
-    """An immutable mapping whose prompts stand in the order in which they came.
+    """An immutable mapping of prompts to indexes, in the order in which they were added.
 
-    A change copies the shards that it falls into, a thousandth of the prompts each: 50,000 prompts cost some 0.01 ms
-    where a copy of all would cost 5. An index in a file is read when it is asked for; whether a prompt is here is said
-    without reading.
+    A change copies the affected shards, a thousandth of the prompts each: with 50,000 prompts it takes some 0.01 ms
+    where a full copy takes 5. An index in a file is read on first use; membership tests read nothing.
 
     Example: `Snapshot().changed({"q": index})` holds one prompt, `.changed({"q": None})` of that holds none.
     """
@@ -47,7 +46,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
     __slots__ = ("_num_places", "_num_prompts", "_shards")
 
     def __init__(self) -> None:
-        """No prompt."""
+        """An empty snapshot."""
         # By hash: each prompt's place in the order, and its index.
         self._shards: tuple[dict[PromptId, tuple[int, Stored]], ...] = ({},) * _NUM_SHARDS
         self._num_prompts = 0
@@ -61,7 +60,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         return prompt_id in self._shards[hash(prompt_id) % _NUM_SHARDS]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Shards go by Python's hash, and that of a string is another one in another process.
+        # Shards depend on Python's hash, which differs between processes for strings.
         return _of_entries, ({prompt_id: (self.place(prompt_id), self[prompt_id]) for prompt_id in self},)
 
     def __iter__(self) -> Iterator[PromptId]:
@@ -72,25 +71,25 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         return self._num_prompts
 
     def stored(self, prompt_id: PromptId) -> Stored:
-        """What stands there for a prompt; nothing is read from a file.
+        """A prompt's index or its block; reads no file.
 
         Raises:
-            KeyError: the prompt is not here.
+            KeyError: the prompt is not included.
         """
         return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][1]
 
     def num_bytes_of(self, prompt_ids: Iterable[PromptId]) -> int:
-        """Bytes of the indexes of those prompts that are here."""
+        """Bytes of the indexes of the prompts that are included."""
         return sum(self.stored(prompt_id).num_bytes for prompt_id in prompt_ids if prompt_id in self)
 
     def place(self, prompt_id: PromptId) -> int:
-        """Where a prompt that is here stands in the order; a later one's is larger."""
+        """The place of a prompt in the order; later prompts have greater ones."""
         return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][0]
 
     def changed(self, indexes: Mapping[PromptId, PromptIndex | None]) -> Self:
-        """The state with other indexes of some prompts; None takes out one that is here.
+        """A snapshot with other indexes of some prompts; None removes a prompt.
 
-        A new prompt stands last, also where it was here at an earlier time.
+        A new prompt comes last, even if an earlier snapshot had it.
         """
         entries: dict[PromptId, tuple[int, Stored] | None] = {}
         num_places = self._num_places
@@ -105,7 +104,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         return self.placed(entries)
 
     def placed(self, entries: Mapping[PromptId, tuple[int, Stored] | None]) -> Self:
-        """The state with other indexes of some prompts, at given places; None takes out one that is here."""
+        """A snapshot with other indexes of some prompts, at given places; None removes a prompt."""
         if not entries:
             return self
         following = type(self)()

@@ -20,23 +20,23 @@ from treering.types import PromptId, TokenIds, is_count
 
 _MIN_FILE_BYTES = 1 << 20
 _MAX_FILES = 64
-"""About; data files are as large as that makes them, so one publish writes a small part of a large history."""
+"""Approximate; sets the size of data files, so that a publish writes a small part of a large history."""
 
 
 class HistoryStore:
-    """Rollouts of earlier epochs, 8 bytes a token with their index.
+    """Rollouts of earlier epochs; takes 8 bytes a token, index included.
 
-    What is added becomes visible with `publish`, in a new `snapshot`; whoever holds an older one keeps it as it was.
-    One thread adds and publishes; any thread may read snapshots, and other processes read them with `HistoryReader`.
+    `publish` makes added rollouts visible in a new `snapshot`; older snapshots do not change. One thread adds and
+    publishes; any thread may read snapshots, and other processes read them with `HistoryReader`.
 
     Args:
-        path: folder to keep it in, read if there is something; one store at a time writes it. None keeps it in memory.
-        max_bytes: of the published indexes, >= 1; beyond it the oldest versions go, whichever prompts they belong to.
-        max_epochs: versions of a prompt that are kept, >= 1.
+        path: folder of the history, read if it exists; one store at a time writes it. None keeps history in memory.
+        max_bytes: limit of the published indexes, >= 1; beyond it the oldest versions of all prompts are dropped.
+        max_epochs: versions kept per prompt, >= 1.
 
     Raises:
         ConfigError: a limit below 1.
-        StateError: the path is no folder, or cannot be read or made, or another store writes there.
+        StateError: the path is no folder, cannot be read or created, or another store writes there.
 
     Example:
         >>> import numpy as np
@@ -73,7 +73,7 @@ class HistoryStore:
 
     @property
     def snapshot(self) -> Mapping[PromptId, PromptIndex]:
-        """What is published, by prompt; never changes, and prompts that did not change share their arrays."""
+        """The published indexes by prompt. A snapshot never changes; unchanged prompts share their arrays."""
         return self._snapshot
 
     @property
@@ -99,17 +99,17 @@ class HistoryStore:
         version: int,
         rewards: Sequence[float] | None = None,
     ) -> None:
-        """Notes rollouts of a prompt for the next `publish`, behind others of the same prompt and version.
+        """Adds rollouts of a prompt for the next `publish`, after earlier ones of the same prompt and version.
 
         Args:
             prompt_id: a string or an integer.
             rollouts: one-dimensional integers in [0, 2**31) each, without the prompt, or an engine's `Rollout`
                 records; they are copied, and those without tokens are left out.
             version: of the policy that sampled them, >= 0.
-            rewards: one finite number per rollout; None where they are not known.
+            rewards: one finite number per rollout; None if unknown.
 
         Raises:
-            InputError: any of these rules is broken; nothing is added then.
+            InputError: an argument breaks these rules; nothing is added.
             StateError: the store is closed.
         """
         self._check_open()
@@ -119,38 +119,38 @@ class HistoryStore:
             self._pending.setdefault(key, []).append(checked)
 
     def publish(self) -> None:
-        """Makes what was added visible, lets the oldest go, and writes what changed to the folder.
+        """Makes added rollouts visible, drops the oldest beyond the budget, and writes the changes to the folder.
 
         A folder that cannot be written costs one warning; the next publish tries again.
 
         Raises:
-            StateError: the store is closed, or this is a forked copy of the process that opened it.
+            StateError: the store is closed, or this process was forked from the one that opened it.
         """
         self._begin()
         self._background.run(self._publish)
         self.wait()
 
     def publish_in_background(self) -> None:
-        """`publish` in a thread of its own: returns at once, readers see the old snapshot until the new one is ready.
+        """`publish` in a thread: returns at once, and readers see the old snapshot until the new one is ready.
 
-        What is added meanwhile belongs to the next publish, which waits for this one. An error is raised by the next
-        call of `wait`, `publish`, `publish_in_background`, `save` or `close`, and what was to be published is then
-        pending again. Where decisions must not depend on a clock, `wait` before the next draft.
+        Rollouts added meanwhile belong to the next publish, which waits for this one. An error is raised by the next
+        call of `wait`, `publish`, `publish_in_background`, `save` or `close`, and the rollouts are then pending again.
+        If decisions must not depend on a clock, call `wait` before the next draft.
 
         Raises:
-            StateError: as `publish`.
+            StateError: see `publish`.
         """
         self._begin()
         self._background.start(self._publish)
 
     def wait(self) -> None:
-        """Returns when nothing is being published any more, and raises the error of what was."""
+        """Waits until a background publish is done, and raises its error."""
         self._background.wait()
 
     def close(self) -> None:
-        """Ends a publish that is under way, and gives the folder free for another store. What is pending is lost.
+        """Waits for a running publish, and releases the folder for another store. Pending rollouts are lost.
 
-        Snapshots stay valid. Leaving a `with` block closes too.
+        Snapshots stay valid. Leaving a `with` block closes the store.
         """
         self._is_closed = True
         try:
@@ -166,10 +166,10 @@ class HistoryStore:
         self.close()
 
     def save(self, file: Path) -> None:
-        """Writes the whole store, what is not yet published included, as one checksummed file.
+        """Writes the whole store, pending rollouts included, as one checksummed file.
 
         Raises:
-            StateError: the file cannot be written; an older one of that name is as it was.
+            StateError: the file cannot be written; an older one of that name is unchanged.
         """
         self.wait()
         pending = {key: Rollouts.joined(added) for key, added in self._unpublished().items()}
@@ -177,9 +177,9 @@ class HistoryStore:
 
     @classmethod
     def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
-        """A store in memory with what `save` wrote: with the same limits the same snapshot, array for array.
+        """A store in memory with the contents of a saved file: the same limits give the same snapshot.
 
-        A missing or damaged file costs one warning and gives an empty store; a damaged prompt costs one, and is left
+        A missing or damaged file costs one warning and gives an empty store; a damaged prompt costs one and is left
         out (law 7).
         """
         store = cls(max_bytes=max_bytes, max_epochs=max_epochs)
@@ -189,7 +189,7 @@ class HistoryStore:
         return store
 
     def _open(self, found: Mapping[PromptId, tuple[int, Stored]]) -> None:
-        """Takes in what files hold, as far as it is within the limits."""
+        """Publishes the contents of files, within the limits."""
         snapshot = Snapshot().placed(found)
         self._num_bytes = snapshot.num_bytes_of(found)
         self._eviction.note(found, snapshot)
@@ -204,7 +204,7 @@ class HistoryStore:
         self._publishing, self._pending = self._unpublished(), {}
 
     def _unpublished(self) -> dict[RolloutKey, list[Rollouts]]:
-        """What is pending, behind what an earlier publish has failed with."""
+        """Pending rollouts, after those of a failed publish."""
         keys = dict.fromkeys([*self._publishing, *self._pending])
         return {key: [*self._publishing.get(key, ()), *self._pending.get(key, ())] for key in keys}
 
@@ -221,7 +221,7 @@ class HistoryStore:
         )
 
     def _install(self, before: Snapshot, changes: Mapping[PromptId, PromptIndex | None]) -> None:
-        """Makes a snapshot with changes the published one, within the budget, and writes it."""
+        """Publishes a snapshot with changes, within the budget, and writes it."""
         grown = before.changed(changes)
         self._eviction.note((prompt_id for prompt_id in changes if prompt_id in grown), grown)
         num_bytes = self._num_bytes + grown.num_bytes_of(changes) - before.num_bytes_of(changes)
@@ -229,7 +229,7 @@ class HistoryStore:
         snapshot = grown.changed(left)
         self._num_bytes = num_bytes + snapshot.num_bytes_of(left) - grown.num_bytes_of(left)
         self._snapshot = snapshot
-        # From here on nothing is left to try again: an error of the disk is the journal's.
+        # From here on nothing has to be retried: the journal handles disk errors.
         self._publishing = {}
         if self._journal is not None:
             touched = {*changes, *left}
