@@ -154,6 +154,6 @@ def squash(logit: float) -> float:
     Example: 0 gives 0.5, 2.197 gives 0.9.
     """
     # A table: the exponential function takes as long as computing the whole logit.
-    place = (min(max(logit, -_MOST_LOGIT), _MOST_LOGIT) + _MOST_LOGIT) * _NUM_SQUASHES
-    k = int(place)
-    return float(_BASES[np.uintp(k)] + place * _SLOPES[np.uintp(k)])
+    position = (min(max(logit, -_MOST_LOGIT), _MOST_LOGIT) + _MOST_LOGIT) * _NUM_SQUASHES
+    k = int(position)
+    return float(_BASES[np.uintp(k)] + position * _SLOPES[np.uintp(k)])

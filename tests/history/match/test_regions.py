@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.history.match.regions import NOBODY, NOWHERE, UNIT, Regions
+from treering.history.match.regions import NO_SLOT, NOWHERE, UNIT, Regions
 
 MAX_SIZE = 6 * UNIT + 2
 NUM_SLOTS = 8
@@ -67,7 +67,7 @@ def test_regions_are_apart_and_readable_until_their_units_or_slots_are_taken(ope
             assert units_of(regions, other) == units
             assert (regions.owners[units.start : units.stop] == other).all()
             assert units.stop * UNIT <= regions.num_entries
-        assert regions.begins[NOBODY] == NOWHERE
+        assert regions.begins[NO_SLOT] == NOWHERE
 
 
 @given(OPERATIONS)

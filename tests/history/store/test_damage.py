@@ -109,7 +109,7 @@ def test_without_its_manifest_a_folder_gives_the_last_of_every_prompt(three: Pat
     # A reader waits for a writer to put it right; where there is no manifest, nothing was published.
     assert len(warned) == (damage is not None)
     assert contents(reader) == {}
-    message = rf"{MANIFEST} cannot be used: .*every history file beside it is used"
+    message = rf"{MANIFEST} cannot be used: .*every history file in the folder is used"
     with pytest.warns(UserWarning, match=message) as warned:
         store = reopened(three)
     assert len(warned) == 1

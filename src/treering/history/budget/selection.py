@@ -162,14 +162,14 @@ class Backoff:
             self._num_rested = 0
             self._lengths[:] = length // _LONGER, 0
             return
-        lost += self._of_cold(drafting) / seconds_plain
+        lost += self._cold_seconds(drafting) / seconds_plain
         self._begin(max(1, _next(length, lost)), lost)
         self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """Takes a step that found nothing that pays: its rows, seconds of its pass, and tokens considered."""
         looking = self._prices.of_looking(num_rows, num_grown)
-        looking += self._of_cold(looking)
+        looking += self._cold_seconds(looking)
         lost = looking / seconds_plain
         self._begin(_next(int(self._lengths[1]), lost), lost)
         self._lengths[1] = self._num_left
@@ -178,7 +178,7 @@ class Backoff:
         self._num_left = length
         self._num_spared = max(0, length - max(1, int(lost / _MOST_LOST_FOR_NEWS)))
 
-    def _of_cold(self, seconds: float) -> float:
+    def _cold_seconds(self, seconds: float) -> float:
         """Seconds that drafting took beyond its price: 0 except in the first step after a long rest."""
         num_rested, self._num_rested = self._num_rested, 0
         return _COLD * seconds if num_rested >= _LONG else 0.0

@@ -70,7 +70,7 @@ class Arena:
             self._clear(snapshot)
         found = list(map(self._slots.get, prompt_ids))
         if None in found:
-            self._take_in(dict.fromkeys(prompt_ids))
+            self._add(dict.fromkeys(prompt_ids))
             found = [self._slots[prompt_id] for prompt_id in prompt_ids]
         return np.array(found, np.int64)
 
@@ -83,7 +83,7 @@ class Arena:
         self._slots = {}
         self._num_used = 0
 
-    def _take_in(self, prompt_ids: Mapping[PromptId, None]) -> None:
+    def _add(self, prompt_ids: Mapping[PromptId, None]) -> None:
         indexes = {prompt_id: self._snapshot.get(prompt_id) for prompt_id in prompt_ids}
         sizes = {prompt_id: 0 if index is None else index.text.size for prompt_id, index in indexes.items()}
         # Too many prompts no longer run: copying the running ones again costs less than keeping the others.
@@ -101,10 +101,10 @@ class Arena:
         self.spans[slot] = start, size
         if index is None or size == 0:
             return
-        place = slice(start, start + size)
-        self.text[place], self.order[place] = index.text, index.order
+        part = slice(start, start + size)
+        self.text[part], self.order[part] = index.text, index.order
         write_keys(index.text, index.order, self.keys[_keys_at(start, size, slot)])
-        write_positions(index.text, self.positions[place])
+        write_positions(index.text, self.positions[part])
         self._num_used += size
         self.text[self._num_used : self._num_used + _PADDING] = MARKER
 
@@ -114,9 +114,9 @@ class Arena:
             num_entries + _PADDING, "the history of the running prompts", "run fewer prompts at a time, or keep fewer "
             "versions (max_epochs)",
         )  # fmt: skip
-        room = self.order.size
-        if num_entries > room:
-            more = max(num_entries, room + room // 4) - room
+        capacity = self.order.size
+        if num_entries > capacity:
+            more = max(num_entries, capacity + capacity // 4) - capacity
             self.text = np.append(self.text, np.full(more, MARKER, np.int32))
             more_zeros = np.zeros(more, np.int32)
             self.order, self.positions = np.append(self.order, more_zeros), np.append(self.positions, more_zeros)

@@ -18,7 +18,7 @@ from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, la
 
 MAX_QUERIES = 16
 """Searches per batch."""
-_NUM_SOON = 8
+_NUM_PREFETCHED = 8
 _MAX_PREFETCHED = 24
 
 
@@ -40,8 +40,8 @@ class BatchedSearch(NamedTuple):
 @njit
 def make_batched_search() -> BatchedSearch:
     """Buffers for the searches of any rows."""
-    room = np.zeros((10, MAX_QUERIES), np.int64)
-    return BatchedSearch(room[0], room[1], room[2], room[3], room[4], room[5], room[6], room[7], room[8], room[9])
+    part = np.zeros((10, MAX_QUERIES), np.int64)
+    return BatchedSearch(part[0], part[1], part[2], part[3], part[4], part[5], part[6], part[7], part[8], part[9])
 
 
 @lean
@@ -99,7 +99,7 @@ def run_queries(
         while lows[q] < highs[q]:
             _step(queries, q, tokens, text, order)
         start, right = starts[q], lows[q]
-        for k in range(start + max(right - _NUM_SOON, 0), start + min(right + _NUM_SOON, sizes[q])):
+        for k in range(start + max(right - _NUM_PREFETCHED, 0), start + min(right + _NUM_PREFETCHED, sizes[q])):
             prefetch(text, start + order[k])
             prefetch(positions, start + order[k])
 

@@ -124,7 +124,7 @@ def append(chains: HashChains, at: int, first: int, token: int, scope: int) -> N
 
 
 @lean
-def ask_to_append(chains: HashChains, scope: int, context: Int32Array, i: int) -> None:
+def prefetch_append(chains: HashChains, scope: int, context: Int32Array, i: int) -> None:
     """Prefetches what `append` reads when it writes a context's token `i`, where i >= 2."""
     num_heads = chains.long_heads.size
     earlier, before, token = context[i - 2], context[i - 1], context[i]

@@ -5,7 +5,7 @@ from treering.history.features import HISTORY, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.arena import Histories, order_of
 from treering.history.match.matches import IN_HISTORY, Matches, put
-from treering.history.match.sides import next_place, sides_of
+from treering.history.match.sides import next_match, sides_of
 from treering.history.match.suffix_search import LONG_ENOUGH, with_edit
 from treering.history.store.prompt_index import MARKER
 
@@ -41,7 +41,7 @@ def find_in_history(
     sides = sides_of(right)
     first, most, longest = num, num + _MAX_MATCHES, 0
     for _ in range(_MAX_LOOKS):
-        at, num_equal, sides = next_place(sides, text, order, start, context, begin)
+        at, num_equal, sides = next_match(sides, text, order, start, context, begin)
         if num_equal == 0:
             break
         length, edit = with_edit(text, at, context, begin, num_equal)

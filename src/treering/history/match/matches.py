@@ -60,9 +60,9 @@ def put(matches: Matches, num: int, source: int, text: int, at: int, length: int
     """Adds a match unless there are `MAX_MATCHES`; returns the new number of matches."""
     if num == MAX_MATCHES:
         return num
-    place = matches[np.uintp(num)]
-    place.at, place.text, place.source, place.length = at, text, source, length
-    place.edit, place.shift = edit_bucket(edit), shift
+    match = matches[np.uintp(num)]
+    match.at, match.text, match.source, match.length = at, text, source, length
+    match.edit, match.shift = edit_bucket(edit), shift
     return num + 1
 
 

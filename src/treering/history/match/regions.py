@@ -12,7 +12,7 @@ UNIT_BITS = 5
 UNIT = 1 << UNIT_BITS
 """Entries per unit of allocation."""
 
-NOBODY = 0
+NO_SLOT = 0
 """The owner of units that were never allocated."""
 
 NOWHERE = 1 << 40
@@ -27,13 +27,13 @@ class Regions:
     Attributes:
         begins: int64 [S], first entry of a slot's region; `NOWHERE` is none.
         sizes: int64 [S], entries of a slot's region; 0 is none.
-        owners: int32 [U], the slot that took a unit last; `NOBODY`, which has no region, if none did.
+        owners: int32 [U], the slot that took a unit last; `NO_SLOT`, which has no region, if none did.
 
     Example: the first slot that takes 100 entries gets entries 0 to 127, the next region begins at 128.
     """
 
     def __init__(self, *, num_slots: int, max_size: int) -> None:
-        """So many slots without regions, plus `NOBODY`; no region has more than `max_size` entries."""
+        """So many slots without regions, plus `NO_SLOT`; no region has more than `max_size` entries."""
         self._max_size = max_size
         self.begins = np.full(1 + num_slots, NOWHERE, np.int64)
         self.sizes = np.zeros(1 + num_slots, np.int64)
@@ -78,9 +78,9 @@ class Regions:
             return False
         self.give_back(slot)
         size = min(-(-num_entries // UNIT) * UNIT, self._max_size)
-        lacking = _take(self.begins, self.sizes, self.owners, self._is_taken, slot, size)
-        if lacking:
-            self._extend(max(lacking, self.owners.size // 8))
+        num_missing = _take(self.begins, self.sizes, self.owners, self._is_taken, slot, size)
+        if num_missing:
+            self._extend(max(num_missing, self.owners.size // 8))
             _take(self.begins, self.sizes, self.owners, self._is_taken, slot, size)
         return True
 
@@ -90,7 +90,7 @@ class Regions:
         self._is_taken[first : first - (-int(self.sizes[slot]) // UNIT)] = False
 
     def _extend(self, num_units: int) -> None:
-        self.owners = np.append(self.owners, np.full(num_units, NOBODY, np.int32))
+        self.owners = np.append(self.owners, np.full(num_units, NO_SLOT, np.int32))
         self._is_taken = np.append(self._is_taken, np.zeros(num_units, np.bool_))
 
 
@@ -101,8 +101,8 @@ def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: B
     first = _smallest(is_taken, num_units)
     end = first + num_units
     if end > is_taken.size:
-        lacking: int = end - is_taken.size
-        return lacking
+        num_missing: int = end - is_taken.size
+        return num_missing
     for unit in range(first, end):
         other = owners[unit]
         begin, num_held = begins[other] // UNIT, (sizes[other] + UNIT - 1) // UNIT

@@ -9,12 +9,12 @@ import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.jit import lean
-from treering.history.match.hash_chains import LONG, HashChains, append, ask_to_append, link_begin
+from treering.history.match.hash_chains import LONG, HashChains, append, link_begin, prefetch_append
 from treering.history.match.regions import UNIT_BITS
 from treering.history.store.prompt_index import MARKER
 
 _NUM_COMPARED = 32
-_NUM_SOON = 16
+_NUM_PREFETCHED = 16
 
 _CUT = -2
 # Begins a text whose first tokens were dropped: equal to nothing.
@@ -41,7 +41,7 @@ def owner_of(running: Running, at: int) -> int:
 
 
 @lean
-def is_there(running: Running, owner: int, at: int) -> bool:
+def is_in_text(running: Running, owner: int, at: int) -> bool:
     """Whether a position is in its owner's text: a link may lead to text that was overwritten or moved."""
     slot = np.uintp(owner)
     # Unsigned: a position before the text becomes one far after it.
@@ -65,8 +65,8 @@ def note_rows(
     for b in range(scopes.size):
         noted = num_noted[running.slots[b]]
         if num_prompt[b] + LONG <= noted < num_tokens[b]:
-            for i in range(noted, min(num_tokens[b], noted + _NUM_SOON)):
-                ask_to_append(chains, scopes[b], tokens[b], i)
+            for i in range(noted, min(num_tokens[b], noted + _NUM_PREFETCHED)):
+                prefetch_append(chains, scopes[b], tokens[b], i)
     for b in range(scopes.size):
         _note(running, running.prompt_slots[b], scopes[b], tokens[b], 0, num_prompt[b])
         _note(running, running.slots[b], scopes[b], tokens[b], num_prompt[b], num_tokens[b])
@@ -76,13 +76,13 @@ def note_rows(
 def _note(running: Running, slot: int, scope: int, context: Int32Array, begin: int, end: int) -> None:
     """Makes a slot hold the tokens `begin` to `end` of a context, appending the new ones."""
     chains = running.chains
-    base, room = running.begins[slot], running.sizes[slot] - 2
+    base, capacity = running.begins[slot], running.sizes[slot] - 2
     noted, first = running.num_noted[slot], running.first[slot]
-    if noted > 0 and (end - first > room or not _is_continued(chains, base, first, noted, context, end)):
+    if noted > 0 and (end - first > capacity or not _is_continued(chains, base, first, noted, context, end)):
         noted = 0
     if noted == 0:
         # Half of the region stays free, so that a full slot is rewritten once per that many tokens.
-        first = noted = begin if end - begin <= room else end - room // 2
+        first = noted = begin if end - begin <= capacity else end - capacity // 2
         chains.tokens[base] = MARKER if first == begin else _CUT
         chains.tokens[base + 1] = MARKER
         if first == begin:

@@ -7,7 +7,7 @@ from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.hash_chains import EVERYWHERE, LONG, newest_of_three, newest_of_token
 from treering.history.match.matches import IN_RUNNING, Matches, is_known, put
-from treering.history.match.running import Running, is_there, owner_of
+from treering.history.match.running import Running, is_in_text, owner_of
 from treering.history.match.suffix_search import measure
 from treering.history.store.prompt_index import MARKER
 
@@ -87,7 +87,7 @@ def find_in_other_groups(
             break
         owner = owner_of(running, at)
         is_elsewhere = running.scopes[np.uintp(owner)] != group
-        if is_elsewhere and is_there(running, owner, at) and live.tokens[at + 1] != MARKER:
+        if is_elsewhere and is_in_text(running, owner, at) and live.tokens[at + 1] != MARKER:
             length, edit = measure(live.tokens, at, context, num_prompt)
             if length >= LONG and not is_known(matches, num, IN_RUNNING, at + 1):
                 num = put(matches, num, OTHERS, IN_RUNNING, at + 1, length, edit, FAR)
@@ -100,4 +100,4 @@ def find_in_other_groups(
 def _is_of_group(running: Running, group: int, at: int) -> bool:
     """Whether a position is in a text of the group: a link may lead to another group's."""
     owner = owner_of(running, at)
-    return bool(running.scopes[np.uintp(owner)] == group and is_there(running, owner, at))
+    return bool(running.scopes[np.uintp(owner)] == group and is_in_text(running, owner, at))

@@ -29,7 +29,7 @@ Turnover = Literal["none", "some", "all"]
 """How the rows of a step differ from those of the one before. none: they are the same. all: none of them was there."""
 
 
-class _Seat(NamedTuple):
+class _RowSlots(NamedTuple):
     """Slots and scope of a row."""
 
     slot: int
@@ -100,13 +100,13 @@ class RunningRows:
 
     def _empty(self, *, num_rows: int) -> None:
         """Starts with free slots for so many rows and as many prompts."""
-        self._seats = dict[object, _Seat]()
+        self._row_slots = dict[object, _RowSlots]()
         # The slot and the scope of each.
         self._prompts = dict[_Prompt, tuple[int, int]]()
         self._scope_of = dict[int, int]()
         self._num_scopes = 0
         # Slots without regions, and the sizes that they need.
-        self._lacking = list[tuple[int, int]]()
+        self._missing_regions = list[tuple[int, int]]()
         self._regions = Regions(num_slots=2 * num_rows, max_size=self._max_size)
         self._width = 0
         self._num_noted, self._first, self._scopes = np.zeros((3, 1 + 2 * num_rows), np.int64)
@@ -118,42 +118,42 @@ class RunningRows:
         """Assigns slots and regions to every row; returns whether all rows are new."""
         check_counts(rows)
         keys, num_prompt = _keys_of(rows), rows.num_prompt_tokens.tolist()
-        is_fresh = self._seats.keys().isdisjoint(keys)
+        is_fresh = self._row_slots.keys().isdisjoint(keys)
         if is_fresh:
             # Matches must not depend on earlier rows.
             self._empty(num_rows=len(keys))
-        self._leave(set(keys))
-        self._come(rows, keys, num_prompt)
+        self._remove_rows(set(keys))
+        self._add_rows(rows, keys, num_prompt)
         longest = max(map(sub, rows.num_tokens.tolist(), num_prompt), default=0)
         if longest + 2 > self._width < self._max_size:
             self._widen(longest)
-        if self._lacking:
-            self._give_room()
+        if self._missing_regions:
+            self._assign_regions()
         # Also if the previous call failed here.
         if self._regions.num_entries > self.chains.tokens.size:
             self._make_chains()
-        table = np.array([self._seats[key] for key in keys], np.int64).reshape(-1, len(_Seat._fields))
+        table = np.array([self._row_slots[key] for key in keys], np.int64).reshape(-1, len(_RowSlots._fields))
         self._slots, self._prompt_slots, self.row_scopes, sizes = np.ascontiguousarray(table.T)
         self._full = sizes + (self._width - 2 if self._width < self._max_size else _NO_LIMIT)
         return is_fresh
 
-    def _leave(self, stays: set[object]) -> None:
+    def _remove_rows(self, stays: set[object]) -> None:
         """Frees the slots of all rows except those that stay."""
-        for key in [key for key in self._seats if key not in stays]:
-            self._free.append(self._seats.pop(key).slot)
+        for key in [key for key in self._row_slots if key not in stays]:
+            self._free.append(self._row_slots.pop(key).slot)
 
-    def _come(self, rows: DraftRows, keys: Sequence[object], num_prompt: Sequence[int]) -> None:
+    def _add_rows(self, rows: DraftRows, keys: Sequence[object], num_prompt: Sequence[int]) -> None:
         """Assigns slots to new rows, and to rows whose prompt has changed."""
         for b, (key, size) in enumerate(zip(keys, num_prompt, strict=True)):
-            seat = self._seats.get(key)
-            if seat is None:
+            row_slots = self._row_slots.get(key)
+            if row_slots is None:
                 prompt = _prompt_of(rows, b)
                 if prompt not in self._prompts:
                     self._add_prompt(prompt, size, set(rows.groups.tolist()))
-                self._seats[key] = _Seat(self._free_slot(), *self._prompts[prompt], size)
-            elif seat.num_prompt != size:
-                self._seats[key] = seat._replace(num_prompt=size)
-                self._lacking.append((seat.prompt_slot, size + 2))
+                self._row_slots[key] = _RowSlots(self._free_slot(), *self._prompts[prompt], size)
+            elif row_slots.num_prompt != size:
+                self._row_slots[key] = row_slots._replace(num_prompt=size)
+                self._missing_regions.append((row_slots.prompt_slot, size + 2))
 
     def _free_slot(self) -> int:
         """The rollout slot that has been free longest, since free slots are still matched."""
@@ -163,7 +163,7 @@ class RunningRows:
         self._num_noted[slot] = self._first[slot] = 0
         self.states.num_expected[slot] = -1
         if self._regions.begins[slot] == NOWHERE:
-            self._lacking.append((slot, self._width))
+            self._missing_regions.append((slot, self._width))
         return slot
 
     def _scope(self, group: int) -> int:
@@ -182,11 +182,11 @@ class RunningRows:
             self._free_prompts.extend(self._add_slots(max(self._num_noted.size // 4, 4)))
         slot = self._free_prompts.popleft()
         self._prompts[prompt] = slot, self._scope(prompt[0])
-        self._lacking.append((slot, size + 2))
+        self._missing_regions.append((slot, size + 2))
 
     def _release_prompts(self) -> None:
         """Frees the slots of prompts without rows, which were kept in case a new row has the same prompt."""
-        held = {seat.prompt_slot for seat in self._seats.values()}
+        held = {row_slots.prompt_slot for row_slots in self._row_slots.values()}
         for prompt in [prompt for prompt, (slot, _) in self._prompts.items() if slot not in held]:
             slot, _ = self._prompts.pop(prompt)
             self._regions.give_back(slot)
@@ -196,20 +196,20 @@ class RunningRows:
         """Sizes regions for the longest rollout plus a quarter; all texts are rewritten."""
         self._width = min(-(-5 * longest // (4 * UNIT)) * UNIT + UNIT, self._max_size)
         self._release_prompts()
-        sizes = {seat.slot: self._width for seat in self._seats.values()}
-        for seat in self._seats.values():
-            sizes[seat.prompt_slot] = max(seat.num_prompt + 2, sizes.get(seat.prompt_slot, 0))
+        sizes = {row_slots.slot: self._width for row_slots in self._row_slots.values()}
+        for row_slots in self._row_slots.values():
+            sizes[row_slots.prompt_slot] = max(row_slots.num_prompt + 2, sizes.get(row_slots.prompt_slot, 0))
         self._regions.lay_out(np.array(list(sizes), np.int64), np.array(list(sizes.values()), np.int64))
-        self._lacking = []
+        self._missing_regions = []
         # Links too, since searches would follow those that lead to old positions.
         self.chains = make_hash_chains(0)
 
-    def _give_room(self) -> None:
+    def _assign_regions(self) -> None:
         """Allocates missing regions; their texts are rewritten."""
-        for slot, size in self._lacking:
+        for slot, size in self._missing_regions:
             if self._regions.take(slot, size):
                 self._num_noted[slot] = self._first[slot] = 0
-        self._lacking = []
+        self._missing_regions = []
 
     def _make_chains(self) -> None:
         """Allocates empty chains as long as the regions."""

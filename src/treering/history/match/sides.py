@@ -28,7 +28,7 @@ def sides_of(right: int) -> Sides:
 
 
 @lean
-def next_place(
+def next_match(
     sides: Sides, text: Int32Array, order: Int32Array, start: int, context: Int32Array, begin: int
 ) -> tuple[int, int, Sides]:
     """The next longest match: its position in the text, its length, and the sides after it.

@@ -44,27 +44,27 @@ def is_due(rows: Rows, b: int) -> bool:
 
 @lean
 def find_matches(
-    rows: Rows, first: int, behind: int, history: Histories, running: Running, others: Others, states: RowStates,
+    rows: Rows, first: int, end: int, history: Histories, running: Running, others: Others, states: RowStates,
     enabled: BoolArray, matches: Matches, num_matches: Int64Array, queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Writes the matches of the rows from `first` to before `behind`, and their numbers."""
+    """Writes the matches of the rows from `first` to before `end`, and their numbers."""
     num_matches[:] = 0
     if enabled[HISTORY]:
-        _search_history(rows, first, behind, history, matches, num_matches, queries)
-    for b in range(first, behind):
+        _search_history(rows, first, end, history, matches, num_matches, queries)
+    for b in range(first, end):
         if is_due(rows, b):
             k = b - first
             update_state(states, running.slots[b], rows.num_tokens[b])
             num_matches[k] = _find_running(rows, b, running, enabled, matches[k], num_matches[k])
     if enabled[OTHERS]:
-        _search_others(rows, first, behind, running, others, matches, num_matches, queries)
+        _search_others(rows, first, end, running, others, matches, num_matches, queries)
 
 
 @lean
 def _search_history(
     rows: Rows,
     first: int,
-    behind: int,
+    end: int,
     history: Histories,
     matches: Matches,
     num_matches: Int64Array,
@@ -72,7 +72,7 @@ def _search_history(
 ) -> None:
     """Adds matches in the histories of the rows' prompts."""
     num = 0
-    for b in range(first, behind):
+    for b in range(first, end):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
             add_history_query(
                 queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], history, rows.prompts[b]
@@ -102,12 +102,12 @@ def _find_running(rows: Rows, b: int, running: Running, enabled: BoolArray, matc
 
 @lean
 def _search_others(
-    rows: Rows, first: int, behind: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
+    rows: Rows, first: int, end: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:  # fmt: skip
     """Adds matches in other groups' running rollouts and in other prompts' histories."""
     num = 0
-    for b in range(first, behind):
+    for b in range(first, end):
         if is_due(rows, b) and longest_of(matches[b - first], num_matches[b - first]) < _ENOUGH:
             add_query(queries, num, rows.tokens, b, rows.num_tokens[b], rows.num_prompt[b], 0, others.order.size, 0)
             num += 1

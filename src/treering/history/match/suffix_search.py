@@ -77,8 +77,8 @@ def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> boo
     """
     last, count = context.size - 1, 0
     while True:
-        place = last - count
-        wanted = context[np.uintp(place)] if place >= begin else MARKER
+        position = last - count
+        wanted = context[np.uintp(position)] if position >= begin else MARKER
         found = text[np.uintp(at - count)]
         if found != wanted or wanted == MARKER or count == MAX_LENGTH:
             return bool(found < wanted)
@@ -101,7 +101,7 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
 
 
 @lean
-def agree_behind_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
+def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
     """The most entries that agree after skipping one token of the text, of the context, or of both."""
     best = agree(text, at, context, last - 1, begin, MAX_EDIT)
     # A marker is not skipped: the text before it belongs to another rollout.
@@ -127,4 +127,4 @@ def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length
         return length + _WHOLE, 0
     if length >= LONG_ENOUGH:
         return length, 0
-    return length, agree_behind_edit(text, at - length, context, last - length, begin)
+    return length, agree_after_edit(text, at - length, context, last - length, begin)

@@ -191,7 +191,7 @@ class Journal:
             return manifest.read(file)
         except (OSError, InputError) as error:
             if is_expected or not isinstance(error, FileNotFoundError):
-                manifest.warn(file, error, "every history file beside it is used instead")
+                manifest.warn(file, error, "every history file in the folder is used instead")
             return None
 
     def _map(self, number: int, digest: str | None) -> Contents | None:

@@ -84,7 +84,7 @@ def decode(data: bytes) -> Manifest:
     """
     header, _, end = unseal(MAGIC, data)
     if end != len(data):
-        raise InputError("damaged: bytes stand behind its end")
+        raise InputError("damaged: there are bytes after its end")
     files = [
         Listed(number=number, digest=digest, alive=bytes.fromhex(alive)) for number, digest, alive in header["files"]
     ]

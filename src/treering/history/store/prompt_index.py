@@ -175,10 +175,10 @@ def _rollout_starts(text: Int32Array) -> Int64Array:
     """For every position that of its rollout's marker."""
     starts = np.empty(text.size, np.int64)
     start = 0
-    for place in range(text.size):
-        if text[place] == MARKER:
-            start = place
-        starts[place] = start
+    for position in range(text.size):
+        if text[position] == MARKER:
+            start = position
+        starts[position] = start
     return starts
 
 
@@ -216,19 +216,19 @@ def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
     width = 1
     while width < SORT_DEPTH and num_ranks < size:
         num_done = 0
-        for place in range(size):
-            if place - width < starts[place]:
-                by_second[num_done] = place
+        for position in range(size):
+            if position - width < starts[position]:
+                by_second[num_done] = position
                 num_done += 1
         for i in range(size):
-            place = order[i] + width
-            if place < size and order[i] >= starts[place]:
-                by_second[num_done] = place
+            position = order[i] + width
+            if position < size and order[i] >= starts[position]:
+                by_second[num_done] = position
                 num_done += 1
         for i in range(size):
-            place = by_second[i]
-            order[first[rank[place]]] = place
-            first[rank[place]] += 1
+            position = by_second[i]
+            order[first[rank[position]]] = position
+            first[rank[position]] += 1
         before = num_ranks
         num_ranks = 0
         for i in range(size):
