@@ -79,7 +79,7 @@ class DraftRows:
         if worth is not None and (_kind_of(worth) != np.float64 or worth.shape != shape or not (worth > 0).all()):
             raise InputError(
                 f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
-                "other values; leave it out where all rows are alike"
+                "other values; leave it out if all rows are alike"
             )
 
     def _convert_lists(self) -> None:

@@ -1,4 +1,4 @@
-"""Which sources a step searches: all that are enabled, except other prompts where they save less time than they cost.
+"""Which sources a step searches: all that are enabled, except other prompts if they save less time than they cost.
 
 B rows   D drafted tokens
 """
@@ -86,7 +86,7 @@ class EnabledSources:
         Args:
             offsets: int64 [B + 1], of the rows' drafts.
             features: int32 [D or more, kinds], see `features`.
-            was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
+            was_accepted: int8 [D]: 1, 0, or -1 if unknown.
             token_s: seconds that a token takes without drafts.
         """
         self._gate.note(*count_from_others(offsets, features, was_accepted), token_s)
