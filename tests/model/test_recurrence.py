@@ -1,4 +1,4 @@
-"""Recurrent layers on forests: states come from tree parents, whatever the plan; the patch is gone when it is off."""
+"""Recurrent layers on forests: states come from tree parents under any plan; the patch is undone on exit."""
 
 from collections.abc import Iterator
 

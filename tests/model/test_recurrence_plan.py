@@ -1,4 +1,4 @@
-"""The plan of recurrent layers: every token once, from the state of its tree parent; forks kept where they pay."""
+"""The plan of recurrent layers: every token once, from the state of its tree parent; forks keep states if it pays."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def layout_of(sequences: list[list[int]], left: list[int] | None = None) -> Tree
 
 
 def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...] | None], list[tuple[int, ...]]]:
-    """What each token's output has seen, and what each kept state has, by walking the calls."""
+    """The tokens behind each output and each kept state, by walking the calls."""
     seen: list[tuple[int, ...]] = []
     kept: list[tuple[int, ...]] = []
     above: list[tuple[int, ...]] = []
@@ -51,7 +51,7 @@ def paths_of(plan: RecurrencePlan, num_tokens: int) -> tuple[list[tuple[int, ...
                     seen.append(path)
                 if row in call.kept.tolist():
                     ends.append((*(above[start] if start >= 0 else ()), *tokens[:length]))
-                    # A state behind padding is right only where the padding is known and closes the gates.
+                    # A state after padding is right only if the padding mask is given and closes the gates.
                     is_padding = [False] * len(tokens) if call.padding is None else call.padding[row].tolist()
                     assert is_padding == [place >= length for place in range(len(tokens))]
         above = ends

@@ -1,4 +1,4 @@
-"""Objectives by hand: worked numbers and the errors that guard them."""
+"""Objectives by hand: worked numbers and errors."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The shared options of policy objectives: names, metrics, and what is refused before any gradient."""
+"""The shared options of policy objectives: names, metrics, and errors before any gradient."""
 
 import math
 from collections.abc import Callable
