@@ -105,18 +105,36 @@ def inspect(
     why: Annotated[
         bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
     ] = False,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+        ),
+    ] = False,
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
+            "run's settings, or the drafter's; on CPU try 0.4.",
+        ),
+    ] = None,
     history: Annotated[
         bool,
         typer.Option(
             "--history",
-            help="Measure instead whether earlier epochs foretell rollouts, with controls. FILES is the folder of a "
-            "`treering train` run, or files whose lines have an epoch.",
+            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
+            "is the folder of a `treering train` run, or files whose lines have an epoch.",
         ),
     ] = False,
     groups: Annotated[int | None, typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.")] = None,
     max_rollouts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="history: a sample of whole prompts, the same ones in every epoch."),
+        typer.Option(metavar="N", min=1, help="drafts, history: a sample of whole prompts with all their rollouts."),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -124,15 +142,35 @@ def inspect(
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
 
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+
     Example: treering inspect --history runs/sums
     """
+    if why + drafts + history > 1:
+        raise ConfigError("--why, --drafts and --history are three reports; ask for one of them at a time")
+    if (drafts or history) and model_shape is not None:
+        raise ConfigError("--drafts and --history count tokens and no FLOPs; leave --model-shape out")
+    if groups is not None and not history:
+        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+    if verify_cost is not None and not drafts:
+        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+    if max_rollouts is not None and not (drafts or history):
+        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+    if drafts:
+        from treering.cli.inspect.drafts import run as run_drafts
+
+        run_drafts(
+            paths=files,
+            tokenizer=tokenizer,
+            template=template,
+            max_rollouts=max_rollouts,
+            verify_cost=verify_cost,
+            json_output=json_output,
+        )
+        return
     if history:
         from treering.cli.inspect.history import run as run_history
 
-        if why:
-            raise ConfigError("--why looks for lost sharing, and --history at epochs; ask for one of them at a time")
-        if model_shape is not None:
-            raise ConfigError("--history counts tokens and no FLOPs; leave --model-shape out")
         run_history(
             paths=files,
             tokenizer=tokenizer,
@@ -144,8 +182,6 @@ def inspect(
         return
     from treering.cli.inspect.command import run
 
-    if groups is not None or max_rollouts is not None:
-        raise ConfigError("--groups and --max-rollouts say how history is measured; add --history, or leave them out")
     run(
         files=files,
         tokenizer=tokenizer,

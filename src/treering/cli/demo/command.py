@@ -15,9 +15,11 @@ from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, wa
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
-from treering.cli.progress import StepProgress
+from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.train.summary import totals
 from treering.errors import InputError
+from treering.history.draft.kernel import propose
+from treering.tree.build import lay_out
 
 DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"
@@ -63,6 +65,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> WarmStart:
     task = demo_task(size.num_prompts, seed)
+    note_compiling(console, lay_out, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
     with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:
         start = warm_start(

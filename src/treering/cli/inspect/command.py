@@ -17,8 +17,11 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
+from treering.cli.progress import note_compiling
 from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
+from treering.tree.build import lay_out
 from treering.tree.forest import Forest
+from treering.tree.repeats import find_repeats
 from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
 from treering.types import ModelShape, find_shape
 
@@ -87,8 +90,9 @@ def inspect_files(
     shape = find_shape(model_shape)
     renderer = Renderer(tokenizer=tokenizer_dir, template=template)
     reports: list[FileReport] = []
+    console = Console(stderr=True)
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         job = progress.add_task("", total=3 * len(paths))
         for path in paths:
             progress.update(job, description=f"{path.name}: reading")
@@ -96,6 +100,8 @@ def inspect_files(
             progress.update(job, advance=1, description=f"{path.name}: tokenizing")
             rendered = renderer.render(trajectories)
             progress.update(job, advance=1, description=f"{path.name}: merging")
+            if path == paths[0]:
+                note_compiling(console, lay_out, *([find_repeats] if num_causes else []))
             reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
             progress.advance(job)
     return reports

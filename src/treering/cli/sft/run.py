@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
-from treering.cli.progress import StepProgress
+from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, told_on, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options
 from treering.cli.sft.settings import identity, loop_options
@@ -25,6 +25,7 @@ from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.loop.step_report import StepReport
+from treering.tree.build import lay_out
 
 
 def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
@@ -34,6 +35,7 @@ def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
     corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
+    note_compiling(console, lay_out)
     compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
     options = loop_options(config, compute)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)

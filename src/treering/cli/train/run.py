@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.progress import RlProgress, StepProgress
+from treering.cli.progress import RlProgress, StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, told_on, write_settings
 from treering.cli.settings import compute_options, count_steps
 from treering.cli.sharing import with_costs
@@ -23,6 +23,7 @@ from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource, load_task
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
+from treering.history.draft.kernel import propose
 from treering.metrics import Metrics
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
@@ -32,6 +33,7 @@ from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.tree.build import lay_out
 
 HISTORY_FOLDER = "history"
 ROLLOUTS_FOLDER = "rollouts"
@@ -92,6 +94,7 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
     transformers_logging.disable_progress_bar()
     source = load_task(config.task, beside=beside)
     model = make_model(config, beside, source)
+    note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
     loop = make_loop(config, beside, source, model, compute=_compute(config, model), num_steps=num_steps)
     checkpoints = CheckpointStore(
