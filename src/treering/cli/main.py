@@ -1,7 +1,6 @@
-"""The command line: which subcommands there are, their arguments and help, and how errors end a process.
+"""The command line: subcommands with their arguments and help, and how errors end the process.
 
-This file knows words and exit codes; the work of a subcommand is in the file of its name, imported when it runs, so
-that `treering --help` is quick. It refuses to import torch.
+Each subcommand imports its own module when it runs, so `treering --help` is quick and loads no torch.
 
 Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
 """
@@ -14,8 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import treering
-from treering.cli.choice import one_of
-from treering.cli.json_output import JsonOutput
+from treering.cli.options import JsonOutput, one_of
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, TreeringError
 from treering.extras import require
@@ -23,7 +21,7 @@ from treering.extras import require
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-# The base of usage errors is click's own class before typer 0.26 and typer's copy of it since; both have this name.
+# Usage errors derive from click's own class before typer 0.26, and from typer's copy of it since; the name is the same.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -38,16 +36,16 @@ app = typer.Typer(
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,
     add_completion=False,
-    # An unexpected exception is our bug: its plain traceback is what a report needs.
+    # An unexpected exception is our bug, and a bug report needs its plain traceback.
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
 
 def main() -> None:
-    """Run the command line on `sys.argv` and exit; the `treering` script is this function."""
-    # Read when torch starts its threads: spinning ones slow every process on a shared machine down. For some tenths of
-    # a millisecond they may, as a small model's next matrix product is not that far, and to wake one up takes long.
+    """Runs the command line on `sys.argv` and exits; the `treering` script calls this."""
+    # torch reads these when it starts its threads. Spinning slows every process on a shared machine down, so they spin
+    # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     try:
@@ -56,7 +54,7 @@ def main() -> None:
     except TreeringError as error:
         code = _refused(str(error))
     except typer.Abort:
-        # Ctrl-C; newer releases of typer return the code themselves.
+        # Ctrl-C; newer typer releases return the code themselves.
         code = EXIT_INTERRUPTED
     except _UsageError as error:
         code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
@@ -207,9 +205,9 @@ def sft(
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
     require("treering sft")
-    from treering.cli.sft.command import run
+    from treering.cli.training import run_sft
 
-    run(config_path=config, overrides=overrides or [], json_output=json_output)
+    run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
 @app.command()
@@ -229,9 +227,9 @@ def train(
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
     require("treering train")
-    from treering.cli.train.command import run
+    from treering.cli.training import run_train
 
-    run(config_path=config, overrides=overrides or [], json_output=json_output)
+    run_train(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
 @app.command()

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from treering.cli.sft.command import run
+from treering.cli.training import run_sft as run
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError, StateError

@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from treering.cli.train.command import run
 from treering.cli.train.warmup import joined
+from treering.cli.training import run_train as run
 from treering.data import read_trajectories
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError

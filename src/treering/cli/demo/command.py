@@ -1,8 +1,4 @@
-"""`treering demo`: one small policy trained by GRPO twice, by the plain loop and by Treering's, compared.
-
-Knows the order of things and what is shown. How the policy is made, what the two loops are and what is reported stand
-in `demo_policy`, `demo_run` and `demo_report`.
-"""
+"""`treering demo`: trains one small policy by GRPO twice, with a plain loop and with Treering's, and compares."""
 
 import json
 from dataclasses import asdict
@@ -34,7 +30,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
         json_output: JSON instead of the table.
 
     Raises:
-        InputError: `out` holds files already.
+        InputError: `out` already holds files.
     """
     out = _free_folder() if out is None else _checked(out)
     console = Console(stderr=True, highlight=False)
@@ -51,7 +47,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 
 
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
-    """Makes the policy, trains it both ways in the folder `out`, and writes the report there too."""
+    """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
     threads = best_threads(start.model, size.max_batch)
     with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
@@ -84,7 +80,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
 
 
 def _standing(compared: Comparison) -> str:
-    """How it stands after a step: reward, rates and what the two memories save so far."""
+    """The state after a step: reward, rates, and what drafts and trees have saved so far."""
     plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
     reward = compared.reports["treering"][-1].rollouts.reward_mean or 0.0
     return (
