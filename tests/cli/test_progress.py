@@ -1,4 +1,4 @@
-"""Progress off a terminal: a few plain lines."""
+"""Progress without a terminal (a few plain lines), and the note about compiling."""
 
 from importlib import import_module
 from pathlib import Path

@@ -28,10 +28,10 @@ app = typer.Typer(
     name="treering",
     help="""Train language models on trees of trajectories: every shared token is trained once.
 
-    Start with `treering inspect FILES` to see what your trajectories share, and how much faster a tree can train at
-    best. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy on rollouts of its own,
-    with rewards. `treering demo` shows both on a small model in a few minutes, and `treering simulate` says what
-    scheduling rollouts by their lengths would gain.
+    Start with `treering inspect FILES`: it shows what your trajectories share and how much faster trees can train at
+    best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
+    `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
+    on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,

@@ -80,7 +80,7 @@ def _shares(found: Sequence[Reuse], counts: Callable[[Reuse], Sequence[int]]) ->
 def _reuse_sentence(epochs: Sequence[EpochReport]) -> str:
     found = [epoch for epoch in epochs if epoch.excess is not None]
     if not found:
-        return "No prompt ran in two epochs beside others, so there is nothing to compare."
+        return "No two prompts ran in two successive epochs, so there is nothing to compare."
     means = {source: _mean(one.rate for epoch in found if (one := epoch.reuse[source])) for source in SOURCES}
     excess = _mean(epoch.excess for epoch in found)
     return (
