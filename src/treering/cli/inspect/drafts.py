@@ -220,7 +220,7 @@ def _cells(report: DraftsReport, look: Look, epochs: Sequence[EpochDrafts]) -> l
         f"{sum(epoch.num_rollouts for epoch in epochs):,}",
         f"{drafted.num_tokens:,}",
         f"{drafted.tokens_per_step:.2f}",
-        f"{drafted.num_accepted:,} / {drafted.num_drafted:,}{share}",
+        f"{_short(drafted.num_accepted)} / {_short(drafted.num_drafted)}{share}",
         f"{report.speedup(drafted):.2f}x",
     ]
 
@@ -257,6 +257,11 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _short(count: int) -> str:
+    """61,200 as it is, 612,345 as 612k."""
+    return f"{count:,}" if count < 100_000 else f"{count / 1e3:,.0f}k"
 
 
 def _pair(gain: float, acceptance: float | None) -> str:
