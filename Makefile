@@ -34,7 +34,7 @@ OLDEST := .venv-oldest
 OLDEST_TESTS ?= tests/model tests/train tests/engine tests/cli/test_main.py tests/test_core_alone.py
 test-oldest: $(OLDEST)/.installed
 	NUMBA_CACHE_DIR=$(CURDIR)/$(OLDEST)/numba OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) \
-	  -m "$(MARKS)" -k "not triton" $(OLDEST_TESTS)
+	  -m "$(MARKS)" -k "not triton and not cuda" $(OLDEST_TESTS)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(OLDEST)

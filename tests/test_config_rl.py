@@ -10,6 +10,7 @@ from treering.config import RlConfig, load
 from treering.config.rl import EngineConfig, HistoryConfig, LoopConfig, SamplingConfig
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
+from treering.history.draft.settings import MIN_ACCEPTANCE
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
 from treering.train.loop.compute import ComputeOptions
@@ -139,3 +140,7 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
 def test_each_example_is_a_valid_configuration(name: str) -> None:
     config = load(RlConfig, EXAMPLES / name / "config.toml")
     assert config.run.dir == Path("runs") / name
+
+
+def test_drafts_have_one_default_of_the_least_acceptance() -> None:
+    assert HistoryConfig().min_acceptance == DraftOptions().min_acceptance == MIN_ACCEPTANCE

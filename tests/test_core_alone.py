@@ -76,6 +76,7 @@ def folder(tmp_path: Path) -> Path:
     [
         (["inspect", "tokens.jsonl", "--why", "--json"], '"unique_tokens": 4'),
         (["inspect", "--history", "epochs.jsonl", "--json"], '"epochs"'),
+        (["inspect", "--drafts", "epochs.jsonl", "--json"], '"speedup"'),
         (["simulate", "--workers", "2", "--rollouts", "8", "--slots", "4", "--steps", "2", "--json"], "histopipe"),
         (["--help"], "simulate"),
     ],

@@ -1,7 +1,6 @@
 """Treering: every shared token is trained once, every rollout is drafted from earlier ones.
 
-This file knows which public name lives in which module and imports it on first use. It refuses to import anything
-heavy itself: a bare `import treering` loads no torch, no transformers and no numba.
+Public names are imported on first use, so a bare `import treering` loads no torch, no transformers and no numba.
 """
 
 from importlib import import_module, metadata
@@ -79,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if name in _NEED_TRAIN:
         require(f"treering.{name}")
     value = getattr(import_module(_HOMES[name]), name)
-    # Stored, so that later look-ups cost nothing and give the same object.
+    # Stored, so that later look-ups skip this function.
     globals()[name] = value
     return value
 
@@ -92,5 +91,5 @@ def _version() -> str:
     try:
         return metadata.version("treering")
     except metadata.PackageNotFoundError:
-        # A checkout on PYTHONPATH carries no metadata; the local suffix says that no release is claimed.
+        # A checkout on PYTHONPATH has no metadata; the local suffix marks it as no release.
         return "0.0.0+source"

@@ -86,3 +86,10 @@ def test_rollouts_without_an_epoch_are_refused_with_their_number() -> None:
 def test_a_recording_without_sampled_tokens_is_refused() -> None:
     with pytest.raises(InputError, match="none of 1 rollouts has any; mark them"):
         recording(Line(response=(1,), mask=(False,)))
+
+
+def test_in_file_order_the_rollouts_of_a_prompt_are_its_epochs() -> None:
+    lines = [Line(task=task, epoch=3, step=step, response=(1, 2)) for step, task in ((2, "a"), (1, "b"), (0, "a"))]
+    found = trajectories(lines)
+    recorded = record(found, Renderer(tokenizer=None).render(found), in_file_order=True)
+    assert (recorded.epochs.tolist(), recorded.prompts.tolist()) == ([0, 0, 1], [0, 1, 0])

@@ -1,4 +1,4 @@
-"""Attention through gateways: calls cover what is seen once, values equal the whole tree's, gradients come back."""
+"""Attention through gateways: calls cover each visible pair once; values and gradients equal the whole tree's."""
 
 from collections.abc import Iterable
 
@@ -157,7 +157,7 @@ def test_short_runs_share_a_call() -> None:
 
 
 def test_a_spine_that_all_rows_see_is_one_unmasked_call_however_many_leaves_hang_off_it() -> None:
-    # Of a comb whose last branch goes on in two rows, every second key is on their path.
+    # In a comb whose last branch continues in two rows, every second key is on their path.
     keys = np.arange(40_000)
     sight = Sight(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0), position=keys)
     (call,) = ancestor_calls(sight)

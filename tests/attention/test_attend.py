@@ -32,7 +32,7 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
 class Attention(Protocol):
-    """An implementation, of which most tests give the inputs only."""
+    """An implementation; most tests pass only the inputs."""
 
     def __call__(
         self,
@@ -230,7 +230,7 @@ def test_autocast_rounds_nothing_inside_attention(name: str) -> None:
 
 
 def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
-    """Through the public function, whatever kernel the name stands for."""
+    """Calls the public function with the named kernel."""
     if name != "segments, plain kernel":
         return IMPLEMENTATIONS[name](*inputs, layout)
     with pytest.MonkeyPatch.context() as patch:

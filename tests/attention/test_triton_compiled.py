@@ -1,4 +1,4 @@
-"""The kernels compile for the GPU that they were cut for; the interpreter, which is Python, would accept much more."""
+"""The kernels compile for the GPU that they target; the interpreter, which is Python, accepts much more."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The kernels' work lists visit every pair of blocks once, heaviest items first, and share what is too much for one."""
+"""The kernels' work lists visit every pair of blocks once, heaviest items first, and split large items."""
 
 import numpy as np
 import pytest

@@ -20,9 +20,10 @@ SUBCOMMANDS = {"inspect", "sft", "train", "demo", "simulate"}
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
-    place = f"treering.cli.{name}.{'run' if name == 'simulate' else 'command'}"
+    place = {"simulate": "simulate.run", "sft": "training", "train": "training"}.get(name, f"{name}.command")
+    place = f"treering.cli.{place}"
     module = ModuleType(place)
-    module.run = run  # type: ignore[attr-defined]
+    setattr(module, f"run_{name}" if place == "treering.cli.training" else "run", run)
     monkeypatch.setitem(sys.modules, place, module)
 
 

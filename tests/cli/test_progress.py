@@ -1,4 +1,7 @@
-"""Progress off a terminal: a few plain lines."""
+"""Progress without a terminal (a few plain lines), and the note about compiling."""
+
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -28,3 +31,18 @@ def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
         "math: tree done, 20%, about 8 min left",
         "text: tree done, 90%, less than a minute left",
     ]
+
+
+def test_compiling_is_announced_while_the_cache_has_no_index(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "jitted.py").write_text("from numba import njit\n@njit(cache=True)\ndef twice(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    twice = import_module("jitted").twice
+    progress.note_compiling(Console(stderr=True), twice)
+    assert capsys.readouterr().err == (
+        "compiling functions with numba, once after installation; this may take a minute\n"
+    )
+    assert twice(3) == 6
+    progress.note_compiling(Console(stderr=True), twice)
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""The section [router]: off by default, the same for all that a configuration trains, and part of a run's identity."""
+"""The section [router]: off by default, used by every loop of a configuration, and part of a run's identity."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How steps are computed is one record, the same for all that a configuration trains."""
+"""All loops of a configuration compute their steps with the same options."""
 
 import pytest
 

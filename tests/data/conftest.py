@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer with merges, made on the spot: no file of anybody else's is needed."""
+"""A small byte-level tokenizer with merges, built here so that no external file is needed."""
 
 import json
 from pathlib import Path

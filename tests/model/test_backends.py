@@ -1,4 +1,4 @@
-"""Whole models run on every attention backend: gradients of triton's kernels, in the interpreter, and flex forward."""
+"""Whole models on every attention backend: gradients of triton's kernels in the interpreter, and flex forward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Law 2 under torch.compile: layers, decoders and whole models that were compiled give the same gradients."""
+"""Law 2 under torch.compile: compiled layers, decoders and whole models give the same gradients."""
 
 from collections.abc import Callable, Iterator
 

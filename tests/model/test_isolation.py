@@ -1,4 +1,4 @@
-"""Law 3: a changed token changes no output that does not descend from it: not a bit, experts within rounding."""
+"""Law 3: a changed token changes no output that does not descend from it: bitwise, with experts within rounding."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The flat specification of a training step: every branch alone, plain formulas, nothing of treering.train."""
+"""The flat specification of a training step: every branch alone, plain formulas, no code of treering.train."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Groups = list[list[list[int]]]  # trees' sequences: forests, then sequences, the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """An optimizer batch with everything that an objective may ask for; lists follow forests, then sequences."""
+    """An optimizer batch with all values that an objective may read; lists are ordered by forest, then sequence."""
 
     groups: Groups
     masks: list[list[int]]
@@ -88,7 +88,7 @@ def surrogate(logprob: Tensor, old: Tensor, advantage: float, clip: tuple[float,
 
 
 def entry_shares(batch: Batch, shared: str) -> list[list[float]]:
-    """What each token after the first counts for: its mask, divided among the branches that train it under `once`."""
+    """The count of each token after the first: its mask, divided by the branches that train it under `once`."""
     trained = [mask[1:] for mask in batch.masks]
     if shared == "sum":
         return [[float(m) for m in mask] for mask in trained]

@@ -1,4 +1,4 @@
-"""Fitted costs: the numbers that made the seconds come back, the model is left as it was, the file is for one model."""
+"""Fitted costs: known costs are recovered, the model is left unchanged, and a cost file is for one model only."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_the_best_fit_without_negative_costs_is_found_where_free_least_squares_g
 
 @pytest.mark.parametrize("call_s", [0.1, 3.0])
 def test_times_that_are_all_alike_still_cost_something(call_s: float) -> None:
-    """And no single cost explains them better."""
+    """No single cost explains them better."""
     fitted = fit_seconds(FORESTS, [call_s] * len(FORESTS))
     found = np.array([fitted.token_s, fitted.pair_s, fitted.segment_s])
     counts = (
@@ -108,7 +108,7 @@ def test_gradients_come_back_when_fitting_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 class Fits:
-    """Stands in for the timing; counts how often it is asked."""
+    """Replaces the timing; counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0

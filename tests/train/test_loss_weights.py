@@ -1,4 +1,4 @@
-"""Weights by hand: what each normaliser and convention makes of small masks."""
+"""Loss weights by hand: each normaliser and sharing convention on small masks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Why sharing was lost: the place, the two tokens, and the tokens that are the same again, against slow look-ups."""
+"""Why sharing was lost: position, the two tokens and the repeated tokens, against a slow reference."""
 
 import random
 
@@ -159,7 +159,7 @@ def pairs_of(found: Losses) -> dict[tuple[int | None, int | None], int]:
 
 
 def test_what_goes_on_in_another_branch_counts_against_that_one() -> None:
-    # The third branch repeats the first one's run and then what only the second one has behind the end of that run.
+    # The third branch repeats the first one's run and then what only the second one has after the end of that run.
     found = losses([[1, 2, *RUN], [1, 4, *RUN[-20:], 77, *OTHER_RUN], [1, 3, *RUN, 77, *OTHER_RUN]])
     assert pairs_of(found) == {(4, 2): 20, (3, 2): 40, (3, 4): 41}
 

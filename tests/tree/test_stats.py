@@ -21,7 +21,7 @@ sequence_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), m
 
 
 def prefixes(sequences: list[list[int]]) -> set[tuple[int, ...]]:
-    """A token of a forest is the path that leads to it."""
+    """The distinct paths of a forest, one per token."""
     return {tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))}
 
 

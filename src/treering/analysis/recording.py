@@ -6,7 +6,7 @@ Knows prompts, epochs and what was sampled. Knows nothing of files, of drafters 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
@@ -82,12 +82,24 @@ class Recorded:
         )
 
 
-def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory]) -> Recorded:
-    """The recording of trajectories, each beside its tokens; those without a sampled token are left out.
+def record(
+    trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], *, in_file_order: bool = False
+) -> Recorded:
+    """The recording of trajectories with their tokens; those without a sampled token are left out.
+
+    Args:
+        trajectories: in file order.
+        rendered: their tokens.
+        in_file_order: the n-th trajectory of a prompt counts as epoch n, and epochs in the file are ignored.
 
     Raises:
-        InputError: one has no epoch, or none has a sampled token.
+        InputError: one has no epoch and file order does not count, or none has a sampled token.
+
+    Example: prompts a, b, a in file order have the epochs 0, 0, 1.
     """
+    if in_file_order:
+        seen: dict[PromptId, int] = {}
+        trajectories = [replace(one, epoch=_count(seen, one.task_id), step=None) for one in trajectories]
     for number, one in enumerate(trajectories, start=1):
         if one.epoch is None:
             raise InputError(
@@ -116,6 +128,12 @@ def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajec
         steps=np.array([one.step if has_steps else 0 for one, _ in kept], np.int64),
         rewards=np.array([np.nan if one.reward is None else one.reward for one, _ in kept]),
     )
+
+
+def _count(seen: dict[PromptId, int], prompt: PromptId) -> int:
+    """How often the prompt was counted before; counts it."""
+    seen[prompt] = seen.get(prompt, -1) + 1
+    return seen[prompt]
 
 
 def some_prompts(recorded: Recorded, *, weights: Int64Array, limit: int) -> Recorded:

@@ -98,7 +98,7 @@ class ReuseMeter:
             return None
         num_hits, hit_tokens = np.zeros((2, len(HIT_LENGTHS)), np.int64)
         least = np.array([least for least, _ in HIT_LENGTHS], np.int64)
-        copied = _copy_all(
+        copied = copy_all(
             self._text, self._links, self._heads, self._head_offsets, self._run_ends, self._begins, rollouts, texts,
             source == "own", least, num_hits, hit_tokens,
         )  # fmt: skip
@@ -179,7 +179,7 @@ def _link_all(
 
 
 @njit(cache=True, nogil=True)
-def _copy_all(
+def copy_all(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,

@@ -44,7 +44,7 @@ def segment_attention(
 
 
 class _SegmentRun(NamedTuple):
-    """What one layer's attention needs besides its tensors."""
+    """Arguments of one layer's attention other than tensors."""
 
     layout: TreeLayout
     form: Form

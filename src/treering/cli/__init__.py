@@ -1,1 +1,1 @@
-"""The command line `treering`: `main` declares it, one file beside it per subcommand."""
+"""The command line `treering`: `main` declares it, and each subcommand has a folder."""

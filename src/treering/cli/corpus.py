@@ -1,7 +1,4 @@
-"""What `treering sft` trains on: the tasks that a configuration names, as tokens and masks.
-
-Knows where files are looked up and when the generated stand-in takes their place. Imports no torch.
-"""
+"""Loads what `treering sft` trains on: the configured files as tokens and masks, or a generated stand-in. No torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -32,19 +29,19 @@ class Corpus:
     """Tasks to train on."""
 
     tasks: tuple[Task, ...]
-    """Those with at least one trained token, files in order."""
+    """Tasks with at least one trained token, in file order."""
     num_ids: int
-    """Ids that a model must know: the tokenizer's, or one more than the largest that occurs."""
+    """Vocabulary that the model needs: the tokenizer's, or one more than the largest id."""
     source: Literal["files", "generated"]
-    """Where the tasks came from in the end."""
+    """Where the tasks came from."""
     notes: tuple[str, ...]
-    """What the user should be told about the data, a sentence each."""
+    """Sentences for the user about the data."""
     tokenizer: Path | None
-    """Folder of the tokenizer whose ids these are; None where no tokenizer made them."""
+    """Folder of the tokenizer that made the ids; None without one."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every token and mask in order: equal exactly where the training data is equal."""
+        """SHA-256 over every token and mask in order: equal for equal training data only."""
         total = hashlib.sha256()
         for task in self.tasks:
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
@@ -54,7 +51,7 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig, *, beside: Path, vocab_size: int | None) -> Corpus:
-    """Reads and renders the tasks of a configuration, or generates the stand-in.
+    """Reads and renders the configured tasks, or generates the stand-in.
 
     Args:
         config: the [data] section.
@@ -62,7 +59,7 @@ def load_corpus(config: DataConfig, *, beside: Path, vocab_size: int | None) -> 
         vocab_size: the model's, if set; folding fits ids into it.
 
     Raises:
-        InputError: a file that is in none of the places, or bad; no task with a trained token.
+        InputError: a file is missing or bad, or no task has a trained token.
     """
     corpus = _load(config, beside)
     if config.vocab == "folded":
@@ -78,10 +75,10 @@ def load_corpus(config: DataConfig, *, beside: Path, vocab_size: int | None) -> 
 
 
 def locate(path: Path, places: Sequence[Path]) -> Path:
-    """The first of `places` that has `path`; an absolute path is in all of them.
+    """`path` in the first of `places` that has it; an absolute path stays as it is.
 
     Raises:
-        InputError: none has it; the message lists them.
+        InputError: none has it.
 
     Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
     """
@@ -93,7 +90,7 @@ def locate(path: Path, places: Sequence[Path]) -> Path:
 
 
 def search_places(beside: Path) -> list[Path]:
-    """Where relative paths of a configuration are looked up: beside it, here, then in the real-data folder."""
+    """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
     folder = data_folder()
     return [beside, Path(), *([] if folder is None else [folder])]
 
@@ -115,7 +112,7 @@ def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
     renderer = Renderer(tokenizer=tokenizer, template=config.template)
     tasks: list[Task] = []
     for path in config.files:
-        # Files number their tasks each in their own way, so equal ids of two files are two tasks.
+        # Each file numbers its own tasks, so equal ids in two files are two tasks.
         tasks += group_by_task(renderer.render(read_trajectories(locate(path, places))))[: config.max_tasks]
     num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=(), tokenizer=tokenizer)

@@ -1,7 +1,6 @@
-"""The command line: which subcommands there are, their arguments and help, and how errors end a process.
+"""The command line: subcommands with their arguments and help, and how errors end the process.
 
-This file knows words and exit codes; the work of a subcommand is in the file of its name, imported when it runs, so
-that `treering --help` is quick. It refuses to import torch.
+Each subcommand imports its own module when it runs, so `treering --help` is quick and loads no torch.
 
 Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
 """
@@ -14,8 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import treering
-from treering.cli.choice import one_of
-from treering.cli.json_output import JsonOutput
+from treering.cli.options import JsonOutput, one_of
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, TreeringError
 from treering.extras import require
@@ -23,31 +21,31 @@ from treering.extras import require
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
-# The base of usage errors is click's own class before typer 0.26 and typer's copy of it since; both have this name.
+# Usage errors derive from click's own class before typer 0.26, and from typer's copy of it since; the name is the same.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
     name="treering",
     help="""Train language models on trees of trajectories: every shared token is trained once.
 
-    Start with `treering inspect FILES` to see what your trajectories share, and how much faster a tree can train at
-    best. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy on rollouts of its own,
-    with rewards. `treering demo` shows both on a small model in a few minutes, and `treering simulate` says what
-    scheduling rollouts by their lengths would gain.
+    Start with `treering inspect FILES`: it shows what your trajectories share and how much faster trees can train at
+    best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
+    `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
+    on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,
     add_completion=False,
-    # An unexpected exception is our bug: its plain traceback is what a report needs.
+    # An unexpected exception is our bug, and a bug report needs its plain traceback.
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
 
 def main() -> None:
-    """Run the command line on `sys.argv` and exit; the `treering` script is this function."""
-    # Read when torch starts its threads: spinning ones slow every process on a shared machine down. For some tenths of
-    # a millisecond they may, as a small model's next matrix product is not that far, and to wake one up takes long.
+    """Runs the command line on `sys.argv` and exits; the `treering` script calls this."""
+    # torch reads these when it starts its threads. Spinning slows every process on a shared machine down, so they spin
+    # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     try:
@@ -56,7 +54,7 @@ def main() -> None:
     except TreeringError as error:
         code = _refused(str(error))
     except typer.Abort:
-        # Ctrl-C; newer releases of typer return the code themselves.
+        # Ctrl-C; newer typer releases return the code themselves.
         code = EXIT_INTERRUPTED
     except _UsageError as error:
         code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
@@ -105,18 +103,36 @@ def inspect(
     why: Annotated[
         bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
     ] = False,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+        ),
+    ] = False,
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
+            "run's settings, or the drafter's; on CPU try 0.4.",
+        ),
+    ] = None,
     history: Annotated[
         bool,
         typer.Option(
             "--history",
-            help="Measure instead whether earlier epochs foretell rollouts, with controls. FILES is the folder of a "
-            "`treering train` run, or files whose lines have an epoch.",
+            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
+            "is the folder of a `treering train` run, or files whose lines have an epoch.",
         ),
     ] = False,
     groups: Annotated[int | None, typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.")] = None,
     max_rollouts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="history: a sample of whole prompts, the same ones in every epoch."),
+        typer.Option(metavar="N", min=1, help="drafts, history: a sample of whole prompts with all their rollouts."),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -124,15 +140,35 @@ def inspect(
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
 
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+
     Example: treering inspect --history runs/sums
     """
+    if why + drafts + history > 1:
+        raise ConfigError("--why, --drafts and --history are three reports; ask for one of them at a time")
+    if (drafts or history) and model_shape is not None:
+        raise ConfigError("--drafts and --history count tokens and no FLOPs; leave --model-shape out")
+    if groups is not None and not history:
+        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+    if verify_cost is not None and not drafts:
+        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+    if max_rollouts is not None and not (drafts or history):
+        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+    if drafts:
+        from treering.cli.inspect.drafts import run as run_drafts
+
+        run_drafts(
+            paths=files,
+            tokenizer=tokenizer,
+            template=template,
+            max_rollouts=max_rollouts,
+            verify_cost=verify_cost,
+            json_output=json_output,
+        )
+        return
     if history:
         from treering.cli.inspect.history import run as run_history
 
-        if why:
-            raise ConfigError("--why looks for lost sharing, and --history at epochs; ask for one of them at a time")
-        if model_shape is not None:
-            raise ConfigError("--history counts tokens and no FLOPs; leave --model-shape out")
         run_history(
             paths=files,
             tokenizer=tokenizer,
@@ -144,8 +180,6 @@ def inspect(
         return
     from treering.cli.inspect.command import run
 
-    if groups is not None or max_rollouts is not None:
-        raise ConfigError("--groups and --max-rollouts say how history is measured; add --history, or leave them out")
     run(
         files=files,
         tokenizer=tokenizer,
@@ -171,9 +205,9 @@ def sft(
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
     require("treering sft")
-    from treering.cli.sft.command import run
+    from treering.cli.training import run_sft
 
-    run(config_path=config, overrides=overrides or [], json_output=json_output)
+    run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
 @app.command()
@@ -193,9 +227,9 @@ def train(
     A run that was stopped goes on from its last checkpoint when it is started again.
     """
     require("treering train")
-    from treering.cli.train.command import run
+    from treering.cli.training import run_train
 
-    run(config_path=config, overrides=overrides or [], json_output=json_output)
+    run_train(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
 @app.command()

@@ -1,7 +1,4 @@
-"""The model that a configuration asks for: a pre-trained one from a folder, or a small random one.
-
-Knows Hugging Face's constructors. Knows nothing of data and training.
-"""
+"""Builds the model of a configuration: pre-trained from a folder, or small and random."""
 
 from pathlib import Path
 
@@ -13,19 +10,19 @@ from treering.errors import ConfigError, InputError
 
 
 def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | None) -> PreTrainedModel:
-    """The model with float32 weights, on the device of the configuration.
+    """The model with float32 weights, on the configured device.
 
     Args:
         config: the [model] section.
-        num_ids: token ids that the data has; a random model without `vocab_size` gets as many.
+        num_ids: number of token ids in the data; the vocabulary of a random model without `vocab_size`.
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
 
     Raises:
-        ConfigError: too small a vocabulary, or cuda where there is none.
-        InputError: a folder that holds no model.
+        ConfigError: the vocabulary is too small, or there is no cuda device.
+        InputError: the folder holds no model.
 
-    Example: the default shape with num_ids=512 has 917,000 parameters or so.
+    Example: the default shape with num_ids=512 has about 917,000 parameters.
     """
     device = choose_device(config.device)
     model = _random(config, num_ids, seed) if folder is None else _load(folder)
@@ -40,7 +37,7 @@ def choose_device(requested: str) -> torch.device:
     """The device for "auto" (cuda if there is one), "cpu" or "cuda".
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: "cuda" without a CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
@@ -67,7 +64,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
 
 def _load(folder: Path) -> PreTrainedModel:
     try:
-        # Training in place needs float32 weights; bfloat16 ones lose small updates.
+        # Training needs float32 weights; bfloat16 ones lose small updates.
         return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(

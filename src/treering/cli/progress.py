@@ -2,8 +2,9 @@
 
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -31,6 +32,26 @@ LINE_EVERY_S = 120.0
 """When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
 
 
+def note_compiling(console: Console, *functions: Any) -> None:
+    """Prints one line if numba will compile any of the functions, as it does once after installation.
+
+    Args:
+        console: writes to stderr.
+        functions: of `numba.njit(cache=True)`. Each stands for those that its command compiles with it.
+    """
+    if any(_is_cold(function) for function in functions):
+        console.print("compiling functions with numba, once after installation; this may take a minute")
+
+
+def _is_cold(function: Any) -> bool:
+    """Whether numba's cache folder has no index of the function: `FILE.NAME-LINE.py311.nbi`."""
+    folder = getattr(getattr(function, "stats", None), "cache_path", None)
+    if folder is None:
+        return False
+    code = function.py_func.__code__
+    return not any(Path(folder).glob(f"{Path(code.co_filename).stem}.*{code.co_name}-{code.co_firstlineno}.*.nbi"))
+
+
 class LiveLine:
     """A line that is redrawn until the `with` statement ends, then erased."""
 
@@ -38,6 +59,11 @@ class LiveLine:
         """`console` writes to stderr."""
         self._console = console
         self._live = Progress(*columns, console=console, transient=True, disable=not is_live)
+
+    @property
+    def console(self) -> Console:
+        """Where other lines go, so that they do not break the live one."""
+        return self._console
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -1,7 +1,4 @@
-"""What every training subcommand does around its steps: sinks of metrics, warnings as lines, settings as a file.
-
-Knows names inside a run folder. Knows nothing of data, models and losses.
-"""
+"""What every training subcommand does around its steps: metric sinks, warnings as lines, the settings file."""
 
 import warnings
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 @contextmanager
 def told_on(console: Console) -> Iterator[None]:
-    """Warnings of the block as plain lines; those of damaged checkpoints are for the user, not for a log of code."""
+    """Prints the block's warnings as plain lines: those about damaged checkpoints are for the user."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -29,7 +26,7 @@ def told_on(console: Console) -> Iterator[None]:
 
 
 def open_sinks(config: RunConfig, opened: Opened) -> list[Sink]:
-    """The sinks that `run.log` names, in the run's folder."""
+    """The metric sinks that `run.log` names, in the run's folder."""
     sinks: list[Sink] = []
     if "jsonl" in config.log:
         sinks.append(JsonlSink(config.dir / METRICS_FILE, resume_step=opened.resume_step))
@@ -39,5 +36,5 @@ def open_sinks(config: RunConfig, opened: Opened) -> list[Sink]:
 
 
 def write_settings(config: Config, run: RunConfig) -> None:
-    """Puts every setting of a start, defaults and overrides included, into `config.json` of the run's folder."""
+    """Writes all settings, with defaults and overrides, to `config.json` in the run's folder."""
     write_json(run.dir / CONFIG_FILE, config.model_dump(mode="json"))

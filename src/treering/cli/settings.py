@@ -1,10 +1,11 @@
-"""Settings that every training subcommand has, as the records that training takes, and as parts of a run's identity.
-
-Knows both spellings of them. Reads no file and builds no model.
-"""
+"""Settings of every training subcommand: translated to the records that training takes, and as a run's identity."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from treering.config import Config
@@ -13,12 +14,14 @@ from treering.config.optim import OptimConfig
 from treering.config.rl import LoopConfig
 from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
+from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import StepPlan
-from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.compute import ComputeOptions, precision, prepare_model
 from treering.train.loop.optim import OptimOptions
 
 Scalar = str | int | float | bool | None
+COSTS_FILE = "costs.json"
 
 _SHAPE = (
     "model_type",
@@ -34,7 +37,7 @@ _SHAPE = (
 
 
 def count_steps(plan: StepPlan, *, num_steps: int | None, num_epochs: int | None) -> int:
-    """Steps of the whole run: `num_steps` or `num_epochs` passes, whichever ends earlier; at least one is set.
+    """Steps of the whole run: `num_steps` or `num_epochs`, whichever ends first; at least one is set.
 
     Example: 5 tasks, 2 trees per step and 2 epochs are 6 steps.
     """
@@ -43,7 +46,7 @@ def count_steps(plan: StepPlan, *, num_steps: int | None, num_epochs: int | None
 
 
 def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
-    """The optimiser's record for a run of `num_steps` steps."""
+    """The optimizer's options for a run of `num_steps` steps."""
     return OptimOptions(
         learning_rate=config.learning_rate,
         schedule=config.schedule,
@@ -58,7 +61,7 @@ def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
 
 
 def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> ComputeOptions:
-    """How a section's steps are computed, sharing unmeasured."""
+    """How the steps of a section are computed, without costs."""
     return ComputeOptions(
         max_tokens=section.max_tokens,
         parents=section.parents,
@@ -68,25 +71,42 @@ def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> Co
     )
 
 
+def with_costs(
+    compute: ComputeOptions, sharing: Literal["always", "measured"], model: nn.Module, run_dir: Path
+) -> ComputeOptions:
+    """The options with the measured costs that decide where sharing pays; unchanged if sharing is "always".
+
+    The costs are fitted once per run and kept in its folder.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    if sharing == "always":
+        return compute
+    prepare_model(model, compute)
+    with precision(model, compute.autocast):
+        return replace(compute, costs=cached_costs(model, run_dir / COSTS_FILE))
+
+
 def router_losses(section: RouterConfig) -> RouterLosses | None:
-    """The losses on routers; None where the section sets none."""
+    """The losses on routers; None if the section sets none."""
     return RouterLosses(balance=section.balance or 0.0, z=section.z or 0.0) if section.is_set else None
 
 
 def router_identity(section: RouterConfig) -> Mapping[str, Scalar]:
-    """Part of what a resumed run has in common with the one that began, where it trains or measures routers at all."""
+    """The router settings that a resumed run must share with the original one; empty if routers are left alone."""
     return section_identity("router", section) if section.is_set else {}
 
 
 def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run's model must have in common with the one that began."""
+    """What a resumed run's model must share with the original one."""
     shape = {f"model.{key}": getattr(model.config, key, None) for key in _SHAPE}
     path = None if config.path is None else str(config.path)
     return {**shape, "model.path": path, "model.dtype": config.dtype}
 
 
 def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:
-    """The settings of a section by dotted name, without those that are free to change.
+    """The settings of a section by dotted name, except those that may change on resume.
 
     Example: the section `[train]` with seed 3 has "train.seed": 3.
     """

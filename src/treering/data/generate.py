@@ -1,7 +1,7 @@
-"""Generated agent trajectories by token ids, where no real ones are at hand.
+"""Generates agent trajectories as token ids, for use without real ones.
 
-Knows the shape of agent work: one system prompt, a task message, turns of action and observation, and trials that go
-back to an earlier turn and take another way. Knows nothing of text. Tokens follow a sparse chain, so a model can learn.
+They have the shape of agent runs: one system prompt, a task message, turns of action and observation, and trials that
+restart from an earlier turn. Tokens follow a sparse Markov chain, so a model can learn them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from treering.errors import ConfigError
 from treering.types import MAX_TOKEN_ID
 
 NUM_MARKERS = 3
-"""Ids 0, 1 and 2 open an action, open an observation or message, and close either."""
+"""Ids 0, 1 and 2: an action begins, an observation or message begins, either ends."""
 
 _OPEN_ACTION, _OPEN_TEXT, _CLOSE = range(NUM_MARKERS)
 _NUM_FOLLOWERS = 4
@@ -32,7 +32,7 @@ class AgentSpec:
     """
 
     num_tasks: int = 4
-    """Tasks, each a tree of its own."""
+    """Tasks, one tree each."""
     num_trials: int = 6
     """Trajectories per task."""
     vocab_size: int = 256
@@ -40,17 +40,17 @@ class AgentSpec:
     num_system_tokens: int = 192
     """Length of the prompt that all tasks share."""
     num_task_tokens: int = 64
-    """Length of the message that tells the task."""
+    """Length of the task message."""
     num_turns: int = 6
     """Most turns of a trial; a trial has at least half as many."""
     num_action_tokens: int = 32
-    """Mean length of what the agent writes in a turn; lengths vary by a half."""
+    """Mean length of an action; lengths vary by half of it."""
     num_observation_tokens: int = 48
-    """Mean length of a tool's answer; lengths vary by a half."""
+    """Mean length of an observation; lengths vary by half of it."""
     restart_probability: float = 0.25
-    """Chance that a trial starts from the prompt instead of going back to a turn of the trial before."""
+    """Probability that a trial starts from the prompt instead of a turn of the previous trial."""
     seed: int = 0
-    """Seed of everything random."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -67,8 +67,8 @@ class AgentSpec:
 def generate_trajectories(spec: AgentSpec) -> Iterator[Trajectory]:
     """Yields `num_tasks * num_trials` trajectories, task after task, with masks over actions and rewards of 0 or 1.
 
-    Every trial after the first keeps some turns of the trial before it, most often all but the last ones, as a
-    depth-first search does; a trial may repeat another one in full.
+    Every trial after the first keeps some turns of the previous one, most often all but the last ones, like a
+    depth-first search; a trial may repeat another one in full.
 
     Example: `next(generate_trajectories(AgentSpec()))` starts with 194 tokens that all 24 trajectories share.
     """
@@ -87,7 +87,7 @@ def _trajectory(
 ) -> Trajectory:
     parts = [(prompt, False)]
     for action, observation in turns:
-        # The opening marker of an action is the harness's, as a chat header is.
+        # The harness writes the opening marker of an action, as it writes chat headers.
         parts += [(action[:1], False), (action[1:], True), (observation, False)]
     if len(turns) > 1:
         parts.pop()
@@ -101,7 +101,7 @@ def _trajectory(
 
 
 class _Writer:
-    """Draws lengths, turns and tokens from one generator; each id has `_NUM_FOLLOWERS` likely followers."""
+    """Draws lengths, turns and tokens from one generator; each id has `_NUM_FOLLOWERS` possible successors."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""Where real trajectories may lie on this machine. Knows one folder; knows nothing of what is in it."""
+"""Finds the folder of real trajectories on this machine."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ DATA_VARIABLE = "TREERING_DATA"
 
 
 def data_folder() -> Path | None:
-    """The folder of real data: `TREERING_DATA`, else `../shared/data` beside the current folder; None where absent.
+    """The folder of real data: `TREERING_DATA`, else `../shared/data`; None if it does not exist.
 
     Callers that get None use generated trajectories and say so.
 

@@ -1,7 +1,4 @@
-"""Trajectories as they are stored: the messages or the tokens of one rollout, with what is known about it.
-
-Knows which fields fit together. Knows nothing of files, of tokenizers or of how messages become text.
-"""
+"""Trajectories as they are stored: the messages or tokens of one rollout, and what is known about it."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +12,10 @@ from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
 
 TaskId: TypeAlias = str | int
-"""What the trials of one task share: a dataset key."""
+"""A dataset key, the same for all trials of a task."""
 
 RAW_FORMAT = "raw"
-"""The format whose text is the plain concatenation of the contents; every other format is a chat."""
+"""The format whose text is the concatenated contents; every other format is a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +25,9 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: Mapping[str, Any] | str
-    """A JSON object, or the text that the model wrote where it is no JSON object."""
+    """A JSON object, or the model's text if it is not one."""
     id: str | None = None
-    """Identifier that the tool's answer refers to; None where the source has none."""
+    """Identifier that the tool's answer refers to; None if the source has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +35,19 @@ class Message:
     """One chat message."""
 
     role: str
-    """Who speaks: "system", "user", "assistant", "tool" or what the source calls it."""
+    """The speaker: "system", "user", "assistant", "tool" or the source's own word."""
     content: str | None
-    """The text; None where the message only calls tools."""
+    """The text; None if the message only calls tools."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls in the order in which they were made."""
+    """Tool calls in order."""
     name: str | None = None
-    """Name of the speaker or of the tool that answers, for templates that show it."""
+    """Name of the speaker or of the answering tool, for templates that show it."""
     tool_call_id: str | None = None
     """The call that a tool message answers."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether the policy wrote it: true for role "assistant"."""
+        """Whether the policy wrote it: True for role "assistant"."""
         return self.role == "assistant"
 
 
@@ -58,25 +55,26 @@ class Message:
 class Trajectory:
     """One rollout, either as messages or as token ids.
 
-    Raises InputError where the fields do not fit together: neither or both of messages and tokens, arrays of different
-    lengths, token ids out of range, raw text with tool calls, a number that is not finite.
+    Raises:
+        InputError: neither or both of messages and tokens, arrays of different lengths, token ids out of range, raw
+            text with tool calls, or a number that is not finite.
 
     Example: `Trajectory(task_id="a", tokens=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))`
     trains 6 and 7.
     """
 
     task_id: TaskId
-    """Trials of one task share it; their tree is built together."""
+    """The same for all trials of a task, which form one tree."""
     messages: tuple[Message, ...] | None = None
-    """The conversation, first message first; None where tokens are given."""
+    """The conversation in order; None with tokens."""
     tokens: TokenIds | None = None
-    """int32 [T]; None where messages are given."""
+    """int32 [T]; None with messages."""
     loss_mask: LossMask | None = None
-    """bool [T], True where a token is trained; only beside tokens. None beside tokens trains every token."""
+    """bool [T], True for trained tokens; only with tokens, all of which are trained if it is None."""
     logprobs: npt.NDArray[np.float64] | None = None
-    """float64 [T], log-probabilities under the policy that sampled; only beside tokens."""
+    """float64 [T], log-probabilities under the policy that sampled; only with tokens."""
     format: str = "chat"
-    """Format "raw" is text without chat markers; anything else is a chat."""
+    """"raw" is text without chat markers; anything else is a chat."""
     trial: int | None = None
     """Number of the trial within its task."""
     reward: float | None = None
@@ -86,7 +84,7 @@ class Trajectory:
     step: int | None = None
     """Optimizer step that it was sampled for."""
     epoch: int | None = None
-    """Pass over the prompts that it was sampled in."""
+    """Pass over the prompts in which it was sampled."""
     version: int | None = None
     """Policy version that sampled it."""
 

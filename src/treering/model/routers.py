@@ -121,7 +121,7 @@ def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
         raise StateError(
             f"each of the {len(routers.modules)} routers speaks once per forward, and {len(recording.routes)} did: "
             "layers that torch.compile saw before the first router losses need torch.compiler.reset() once; a kernel "
-            "that stands in for a router cannot be heard, use the plain module"
+            "that replaces a router cannot be recorded, use the plain module"
         )
 
 

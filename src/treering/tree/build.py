@@ -1,8 +1,7 @@
 """Sequences to prefix trees: one radix-tree insertion per sequence, then one depth-first walk.
 
-Knows token identity and nothing else: no masks, no rewards, no tensors. Inserting compares whole runs of tokens and
-asks the child table only where a run ends, so the cost is one comparison per flat token plus one table look-up per
-segment that a sequence passes through.
+Insertion compares whole runs of tokens and looks up the child table only where a run ends: one comparison per flat
+token plus one look-up per segment that a sequence passes.
 
     F flat tokens   K sequences   M nodes of the radix tree (at most 2K)   N distinct tokens
 """
@@ -14,17 +13,17 @@ from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
 
-# Odd 64-bit multiplier (2**64 / golden ratio), written as the signed value numba needs to stay in int64 arithmetic.
+# Odd 64-bit multiplier (2**64 / golden ratio), as a signed value so that numba stays in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)
 
 
 class RadixTree(NamedTuple):
-    """Nodes by creation: the run `flat[start:start + length]`, the parent node (-1 at a root), the child table."""
+    """Nodes in order of creation: the run `flat[start:start + length]`, the parent (-1 at a root), the child table."""
 
     start: Int64Array  # [M]
     length: Int64Array  # [M]
     parent: Int64Array  # [M]
-    seen: Int64Array  # [M] grows with the first appearance of the node among its siblings
+    seen: Int64Array  # [M] ascending in the order of first appearance among siblings
     table_keys: Int64Array
     table_nodes: Int64Array
 
@@ -43,7 +42,7 @@ class ForestArrays(NamedTuple):
 
 @njit(cache=True, inline="always")
 def _slot(keys: Int64Array, key: np.int64) -> np.int64:
-    """Index of `key` in the open-addressing table, or of the free slot where it belongs (free slots hold -1)."""
+    """Index of `key` in the open-addressing table, or of the free slot for it (free slots hold -1)."""
     mask = keys.size - 1
     mixed = key * _MULTIPLIER
     slot = (mixed ^ (mixed >> 29)) & mask
@@ -59,7 +58,7 @@ def _key(node: np.int64, token: np.int64) -> np.int64:
 
 @njit(cache=True)
 def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
-    """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree (a child table per node)."""
+    """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree."""
     num_sequences = offsets.size - 1
     capacity = 2 * num_sequences
     start = np.empty(capacity, np.int64)
@@ -79,7 +78,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
             slot = _slot(keys, _key(node, flat[at]))
             if keys[slot] == -1:
                 if node != -1 and is_leaf[node]:
-                    # Its sequence was a strict prefix of this one: the run goes on, read from the longer sequence.
+                    # Its sequence is a strict prefix of this one: the run is extended and read from this one.
                     start[node] = at - length[node]
                     length[node] += stop - at
                     break
@@ -96,8 +95,8 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
             while same < limit and flat[start[child] + same] == flat[at + same]:
                 same += 1
             if same < length[child] and at + same < stop:
-                # The new head takes over the parent's table entry; the old node keeps its number, so that the
-                # table entries of its own children stay valid.
+                # The new head takes the parent's table entry; the old node keeps its number, so that the table
+                # entries of its children stay valid.
                 head = num_nodes
                 num_nodes += 1
                 start[head], length[head], parent[head] = start[child], same, node
@@ -116,7 +115,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
 
 @njit(cache=True)
 def _pre_order(tree: RadixTree) -> Int64Array:
-    """Nodes in depth-first pre-order; siblings in the order in which their first tokens appeared in the input."""
+    """Nodes in depth-first pre-order; siblings in the order of their first appearance in the input."""
     num_nodes = tree.start.size
     first_child = np.full(num_nodes + 1, -1, np.int64)  # the last entry is the virtual root
     next_sibling = np.full(num_nodes, -1, np.int64)

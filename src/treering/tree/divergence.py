@@ -1,8 +1,7 @@
-"""Why sharing was lost: where branches part although what follows is the same.
+"""Why sharing was lost: where branches diverge although their later tokens agree.
 
-A prefix tree shares a token only if everything before it is equal. Text that is tokenized again, a system prompt with
-the time of day, an edited context: one token differs, and all that follows is computed again. Knows token ids; what
-they mean is for the reader.
+A prefix tree shares a token only if everything before it is equal. One token that differs (retokenized text, the time
+of day in a system prompt, an edited context), and everything after it is computed again.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,16 @@ from treering.tree.repeats import Repeats, Trees, find_repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """A place where two branches part, and what they still have in common behind it.
+    """A place where two branches diverge, and what they have in common after it.
 
     Attributes:
         forest, other_forest: numbers of the forests; equal for branches of one forest.
         branch, other_branch: numbers among all branches: forests in order, then sequences.
         position: the first one where the two differ.
-        token, other_token: what stands there; None for a branch that ends before.
-        num_tokens: tokens of this side that repeat the other and are computed again; between forests, those before the
-            position too.
-        shift: by how much later they stand on this side, in the longest run; 0 is a replacement of equal length.
+        token, other_token: the tokens there; None for a branch that has ended.
+        num_tokens: tokens of this branch that repeat the other and are computed again; between forests, also those
+            before the position.
+        shift: how many positions later they are on this side, in the longest run; 0 is a replacement of equal length.
     """
 
     forest: int
@@ -42,13 +41,13 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """What sharing by prefix leaves out of some forests.
+    """Tokens that sharing by prefix does not share.
 
     Attributes:
         num_tokens: distinct tokens.
-        num_repeated_tokens: those that repeat another branch in runs of 16 and more, and are computed again.
-        num_forks: places where branches part with such repeats behind them, in all.
-        divergences: the costliest ones, most tokens first.
+        num_repeated_tokens: those that repeat another branch in runs of at least 16, and are computed again.
+        num_forks: number of places where branches diverge before such repeats.
+        divergences: the costliest of them, most tokens first.
     """
 
     num_tokens: int
@@ -58,23 +57,23 @@ class Losses:
 
     @property
     def repeated_share(self) -> float:
-        """Repeated over distinct tokens; 0.0 without any."""
+        """Repeated over distinct tokens; 0.0 without tokens."""
         return self.num_repeated_tokens / self.num_tokens if self.num_tokens else 0.0
 
 
 def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
-    """Finds what branches have in common although they part, within forests and between them.
+    """Finds equal tokens of diverging branches, within forests and between them. Linear in distinct tokens.
 
-    Linear in distinct tokens. A token counts once, against the earliest branch that holds the same 16 tokens; what a
-    branch repeats of its own path does not count.
+    A token counts once, against the earliest branch that has the same 16 tokens; repeats of a branch's own path do not
+    count.
 
-    Example: `[1, 2, *run]` and `[1, 3, *run]` with a run of 20 tokens part at position 1, tokens 3 and 2, and lose 20.
+    Example: `[1, 2, *run]` and `[1, 3, *run]` with a run of 20 tokens diverge at position 1 (3 and 2) and lose 20.
     """
     joined = Forest.concatenate(forests) if forests else Forest.from_sequences([])
     trees = Trees(*(getattr(joined, name) for name in Trees._fields))
     repeats = find_repeats(trees)
     tree_of = np.searchsorted(joined.tree_start, np.stack([repeats.token, repeats.other]), side="right") - 1
-    # Between trees every run is evidence of one cause, whatever the roots: how the two trees differ.
+    # All runs between two trees have one cause: the first difference of the trees.
     is_within = repeats.fork >= 0
     ours = np.where(is_within, repeats.child, joined.tree_start[tree_of[0]] if joined.num_trees else 0)
     theirs = np.where(is_within, repeats.other_child, joined.tree_start[tree_of[1]] if joined.num_trees else 0)
@@ -93,7 +92,7 @@ def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
 
 
 def _longest_runs(repeats: Repeats, pair_of: Int64Array, num_pairs: int) -> Int64Array:
-    """The run with most tokens of each pair."""
+    """The run with the most tokens of each pair."""
     longest = np.zeros(num_pairs, np.int64)
     by_size = np.argsort(repeats.num_tokens, kind="stable")
     longest[pair_of[by_size]] = by_size
@@ -101,7 +100,7 @@ def _longest_runs(repeats: Repeats, pair_of: Int64Array, num_pairs: int) -> Int6
 
 
 class _Describer:
-    """Looks up what a run of repeats says about its two branches."""
+    """Turns a run of repeats into a `Divergence`."""
 
     def __init__(self, joined: Forest, forests: Sequence[Forest], repeats: Repeats) -> None:
         self._joined = joined
@@ -126,7 +125,7 @@ class _Describer:
         )
 
     def _branch_through(self, token: int) -> int:
-        """The first branch in packed order that a token stands in: its end is the first one from the token on."""
+        """The first branch in packed order that contains the token: its end is the first at or after the token."""
         return int(self._by_end[np.searchsorted(self._ends, token)])
 
     def _first_difference(self, run: int) -> tuple[int, int | None, int | None]:

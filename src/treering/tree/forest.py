@@ -1,7 +1,6 @@
 """The forest: sequences merged by token identity into prefix trees, each distinct token stored once.
 
-Knows tokens, parents and depths. Knows nothing of masks, losses, tensors or budgets. A branch is a view: a path of
-packed indices, found by walking, never a copy of the tokens.
+A branch is a view: a path of packed indices, found by walking up the parents, never a copy of the tokens.
 
     N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
 """
@@ -24,11 +23,11 @@ class Forest:
     """Prefix trees of K sequences in depth-first pre-order; all arrays are int32 and read-only.
 
     Key k is visible to query q iff `k <= q < subtree_end[k]`: one integer per token is the whole attention mask.
-    Siblings stand in the order in which they first appear in the input.
+    Siblings are in the order of their first appearance in the input.
 
     Attributes:
         tokens: [N] token ids.
-        parent: [N] packed index of the previous token on the path, -1 at a root; always smaller than the own index.
+        parent: [N] packed index of the previous token on the path, always smaller than the token's own; -1 at a root.
         position: [N] depth, 0 at a root; the RoPE position.
         subtree_end: [N] one past the last descendant.
         branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
@@ -64,13 +63,13 @@ class Forest:
     def from_sequences(cls, sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]]) -> "Forest":
         """Merges sequences of token ids into a forest.
 
-        Duplicates, strict prefixes of others, single tokens and no sequence at all are all fine.
+        Duplicates, strict prefixes of others, single tokens and an empty iterable are all allowed.
 
         Args:
             sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
 
         Raises:
-            InputError: an empty or ragged sequence, an entry that is no integer, an id out of range.
+            InputError: an empty or ragged sequence, an entry that is not an integer, an id out of range.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
@@ -82,7 +81,7 @@ class Forest:
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
-        """Forests side by side in one index space; nothing is merged across them, branches keep their order."""
+        """Forests side by side in one index space, without merging across them; branches keep their order."""
         if len(forests) == 1:
             return forests[0]
         token_offsets = np.cumsum([0, *(forest.num_tokens for forest in forests)])
@@ -106,7 +105,7 @@ class Forest:
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Int32Array, ...]]:
-        # Through the constructor, so that copies are read-only too.
+        # Rebuilt by the constructor, so that copies are read-only too.
         return _rebuild, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -116,7 +115,7 @@ class Forest:
 
     @property
     def num_branches(self) -> int:
-        """K, the number of sequences that the forest was made of, duplicates included."""
+        """K, the number of input sequences, duplicates included."""
         return self.branch_end.size
 
     @property
@@ -126,7 +125,7 @@ class Forest:
 
     @property
     def num_trees(self) -> int:
-        """Number of roots: sequences that differ in their first token stand in different trees."""
+        """Number of roots: sequences that differ in their first token are in different trees."""
         return self.tree_start.size
 
     @property
@@ -141,12 +140,12 @@ class Forest:
 
     @property
     def branch_tree(self) -> Int64Array:
-        """[K] number of the tree that each branch runs in."""
+        """[K] number of each branch's tree."""
         return np.searchsorted(self.tree_start, self.branch_end, side="right") - 1
 
     @property
     def num_branch_tokens(self) -> int:
-        """F, the tokens that training every branch separately would compute."""
+        """F, the tokens computed when every branch is trained separately."""
         return int(self.branch_length.sum())
 
     @property
@@ -179,7 +178,7 @@ class Forest:
         return build.branch_indices(self.parent, self.branch_end, offsets), offsets
 
     def trees(self) -> list["Forest"]:
-        """Each tree as a forest of its own; the branches of a tree keep their order."""
+        """Each tree as its own forest; the branches of a tree keep their order."""
         if self.num_trees == 1:
             return [self]
         starts = np.append(self.tree_start, self.num_tokens)
@@ -205,7 +204,7 @@ class Forest:
         return np.split(order, np.searchsorted(branch_tree[order], np.arange(1, self.num_trees)))[: self.num_trees]
 
     def _slice(self, *, tokens: slice, segments: slice, branches: Int64Array) -> "Forest":
-        # As int32 scalars, so that the differences are int32 at once: a batch may have many small trees.
+        # int32 scalars keep the differences int32 without a cast: a batch may have many small trees.
         start, first_segment = np.int32(tokens.start), np.int32(segments.start)
         return Forest(
             tokens=self.tokens[tokens],

@@ -1,7 +1,7 @@
-"""Content of one branch that another branch has too, at a place where no prefix can share it.
+"""Finds tokens of one branch that another branch has too, where no shared prefix can hold them.
 
-Knows token identity along paths. A repeat is a token that ends `GRAM` tokens which an earlier branch holds as well,
-outside the own path. Linear in tokens: rolling hashes along paths, one table, and a comparison where a repeat begins.
+A repeat is a token that ends `GRAM` tokens which an earlier branch outside its path has as well. Linear in tokens:
+rolling hashes along paths, one hash table, and a comparison where a repeat begins.
 
     N tokens of all trees   R runs of repeats
 """
@@ -14,10 +14,10 @@ from numba import njit
 from treering.arrays import BoolArray, Int32Array, Int64Array
 
 GRAM = 16
-"""Equal tokens in a row that make a repeat; shorter ones are chance or boilerplate."""
+"""Equal tokens in a row that make a repeat; shorter runs are chance or boilerplate."""
 
 _BASE = np.int64(6364136223846793005)
-# Odd 64-bit multiplier (2**64 / golden ratio), written as the signed value numba needs to stay in int64 arithmetic.
+# Odd 64-bit multiplier (2**64 / golden ratio), as a signed value so that numba stays in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)
 
 
@@ -27,13 +27,13 @@ class Repeats(NamedTuple):
     token: Int64Array  # [R] first token whose gram repeats
     other: Int64Array  # [R] the earlier token that it repeats
     num_tokens: Int64Array  # [R] tokens of the run below the fork of the two branches; each counts in one run
-    fork: Int64Array  # [R] last token that the two branches share, -1 where they are in different trees
+    fork: Int64Array  # [R] last token that the two branches share, -1 if they are in different trees
     child: Int64Array  # [R] token below the fork on the way to `token`; the root of its tree without a fork
     other_child: Int64Array  # [R] the same for `other`
 
 
 class Trees(NamedTuple):
-    """A forest as far as paths need it; the fields are those of `Forest`."""
+    """The fields of `Forest` that paths need."""
 
     tokens: Int32Array
     parent: Int32Array
@@ -81,7 +81,7 @@ def find_repeats(trees: Trees) -> Repeats:
 
 @njit(cache=True, nogil=True)
 def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
-    """Counts the tokens of the gram at `token` that stand at `top` or below and have not been counted."""
+    """Counts the uncounted tokens of the gram at `token` that are at `top` or below."""
     count = 0
     for _ in range(min(GRAM, trees.position[token] - trees.position[top] + 1)):
         count += 0 if is_counted[token] else 1
@@ -92,7 +92,7 @@ def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _first_matches(trees: Trees) -> Int64Array:
-    """[N] the earlier token, not on the own path, that ends the same gram; -1 where there is none."""
+    """[N] the earlier token, not on the token's own path, that ends the same gram; -1 for none."""
     num_tokens = trees.tokens.size
     match = np.full(num_tokens, -1, np.int64)
     grams = _gram_hashes(trees)
@@ -104,7 +104,7 @@ def _first_matches(trees: Trees) -> Int64Array:
         if trees.position[t] < GRAM - 1:
             continue
         above = trees.parent[t]
-        # What goes on after a repeat goes on in the same branch, if it can.
+        # A repeat continues in the same branch if it can.
         if above >= 0 and match[above] >= 0:
             nearby = match[above] + 1
             if nearby < t and trees.parent[nearby] == match[above] and trees.tokens[nearby] == trees.tokens[t]:
@@ -122,7 +122,7 @@ def _first_matches(trees: Trees) -> Int64Array:
 
 @njit(cache=True, nogil=True)
 def _gram_hashes(trees: Trees) -> Int64Array:
-    """[N] hash of the last GRAM tokens of the path that ends at each token; unset where the path is shorter."""
+    """[N] hash of the last GRAM tokens of the path that ends at each token; undefined on shorter paths."""
     num_tokens = trees.tokens.size
     prefix = np.empty(num_tokens, np.int64)
     grams = np.empty(num_tokens, np.int64)
@@ -161,7 +161,7 @@ def _segment_of(trees: Trees) -> Int32Array:
 def _fork(
     trees: Trees, segment_of: Int32Array, path: Int64Array, token: np.int64, other: np.int64
 ) -> tuple[np.int64, np.int64, np.int64]:
-    """Last token above both, and the tokens below it on either way. `path` is that of `token`; `other` is earlier."""
+    """Last common ancestor, and the token below it on either side. `path` is that of `token`; `other` is earlier."""
     segment = segment_of[other]
     while trees.segment_parent[segment] >= 0:
         above = trees.segment_parent[segment]

@@ -1,6 +1,6 @@
-"""What a forest saves: tokens, attention pairs and FLOPs against training its branches separately, and its shape.
+"""Counts what a forest saves over training its branches separately (tokens, attention pairs, FLOPs), and its shape.
 
-Counts in Python integers, so nothing overflows. Knows nothing of time, of memory or of any device.
+Counts are Python integers, so nothing overflows.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from treering.types import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Tokens and attention pairs of one computation; adds up over forests.
+    """Tokens and attention pairs of one computation; supports addition.
 
     Example: three tokens in a row are `Work(num_tokens=3, num_pairs=6)`: the first sees 1 token, the last 3.
     """
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Best possible speedups of a forest over its branches trained separately; 1.0 where there is nothing to train."""
+    """Best possible speedups of a forest over its branches trained separately; 1.0 for an empty forest."""
 
     token_bound: float
     """Flat tokens over distinct tokens."""
@@ -45,13 +45,13 @@ class Branching:
     """The shape of one or more forests. Lengths are tokens; all figures are 0 for empty forests."""
 
     num_leaves: int
-    """Tokens without a continuation."""
+    """Tokens without children."""
     num_branch_points: int
-    """Tokens with two continuations or more."""
+    """Tokens with two or more children."""
     max_depth: int
     """Tokens on the longest path."""
     max_segments: int
-    """Segments on the path that has most of them."""
+    """Most segments on any path."""
     num_segments: int
     """Maximal unbranched runs."""
     median_segment_length: float
@@ -101,7 +101,7 @@ def train_flops(shape: ModelShape, num_tokens: int, num_pairs: int) -> int:
 
 
 def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
-    """Bounds of doing the work `tree` in place of the work `flat` with a model of that shape."""
+    """Best possible speedups of the work `tree` over the work `flat` with a model of that shape."""
     if tree.num_tokens == 0:
         return Bounds(token_bound=1.0, flop_bound=1.0)
     flat_flops = train_flops(shape, flat.num_tokens, flat.num_pairs)
@@ -115,14 +115,14 @@ def bounds(forest: Forest, shape: ModelShape) -> Bounds:
     """Best possible speedups of training the forest instead of its branches.
 
     Example: a prompt of 1,024 tokens with 8 responses of 64 has 8,704 flat and 1,536 distinct tokens: token bound 5.67.
-    With 2 layers of hidden size 256 attention takes its part, and the FLOP bound is 5.30.
+    With 2 layers of hidden size 256 the FLOP bound, which includes attention, is 5.30.
     """
     flat = Work(num_tokens=forest.num_branch_tokens, num_pairs=flat_pairs(forest))
     return work_bounds(flat, tree_work([forest]), shape)
 
 
 def branching(*forests: Forest) -> Branching:
-    """Leaves, branch points, depths and segment lengths of the given forests taken together.
+    """Leaves, branch points, depths and segment lengths of all given forests together.
 
     Example: `[5, 6, 7]` and `[5, 6, 8, 9]` have 2 leaves, 1 branch point, depth 4 and segments of 2, 1 and 2 tokens.
     """

@@ -1,4 +1,4 @@
-"""The demo trains one policy twice from the same start and says what it measured; its policy learns."""
+"""The demo trains one policy twice from the same start and reports what it measured; the policy learns."""
 
 import io
 import json

@@ -7,55 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cli.inspect.runs import NUM_PROMPTS, call, write_run
 from tests.history.recordings import Line, trajectories
-from treering import metrics
 from treering.cli import run_folder
 from treering.cli.inspect import history as module
-from treering.cli.inspect import run_folder as inspect_run
+from treering.cli.inspect import rollouts
 from treering.cli.inspect.history import inspect_history, run
-from treering.cli.inspect.run_folder import drafter_settings, read_figures, trajectory_files
-from treering.cli.main import main
+from treering.cli.inspect.rollouts import trajectory_files
 from treering.cli.train import run as train_run
-from treering.config import RlConfig
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
-from treering.history.draft.settings import MIN_ACCEPTANCE
-from treering.rl.drafting import DraftOptions
-from treering.rl.rollout_log import RolloutLog
-
-NUM_PROMPTS = 8
-
-
-def lines_of(epoch: int) -> list[Line]:
-    """Prompt p has two rollouts of 10 + 10 p tokens that no other prompt uses; those of epoch 2 are new ones."""
-    shift = 10_000 if epoch == 2 else 0
-    return [
-        Line(
-            task=f"p{prompt}",
-            epoch=epoch,
-            step=2 * epoch + 1 + prompt // 4,
-            response=tuple(range(shift + 1000 * prompt, shift + 1000 * prompt + 10 + 10 * prompt)),
-            reward=float(sample),
-        )
-        for prompt in range(NUM_PROMPTS)
-        for sample in range(2)
-    ]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of three epochs of two steps, with what it logged of the first two."""
-    log = RolloutLog(tmp_path / "run" / train_run.ROLLOUTS_FOLDER)
-    for epoch in range(3):
-        log.write(epoch, trajectories(lines_of(epoch)))
-    rows = [(1, 0, 300, 3.0, 100, 0.5), (2, 0, 100, 1.0, 0, 0.0), (3, 1, 50, 1.0, 0, 0.0)]
-    names = (metrics.EPOCH, metrics.NUM_SAMPLED, metrics.TOKENS_PER_FORWARD, metrics.NUM_DRAFTED, metrics.ACCEPTANCE)
-    with metrics.Metrics([metrics.JsonlSink(tmp_path / "run" / "metrics.jsonl")]) as sink:
-        for step, *values in rows:
-            sink.log(step, dict(zip(names, values, strict=True)))
-    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"max_draft": 5, "sources": ["history"]}})
-    run_folder.write_settings(config, config.run.model_copy(update={"dir": tmp_path / "run"}))
-    return tmp_path / "run"
+    return write_run(tmp_path / "run")
 
 
 def as_json(
@@ -66,12 +32,9 @@ def as_json(
     return found
 
 
-def test_names_and_defaults_are_those_that_a_run_writes() -> None:
-    assert inspect_run.ROLLOUTS_FOLDER == train_run.ROLLOUTS_FOLDER
-    assert (inspect_run.CONFIG_FILE, inspect_run.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
-    history = RlConfig.model_validate({"rl": {"num_steps": 1}}).history
-    assert history.max_epochs == inspect_run.MAX_EPOCHS
-    assert history.min_acceptance == MIN_ACCEPTANCE == DraftOptions().min_acceptance
+def test_names_are_those_that_a_run_writes() -> None:
+    assert rollouts.ROLLOUTS_FOLDER == train_run.ROLLOUTS_FOLDER
+    assert (rollouts.CONFIG_FILE, rollouts.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
 
 
 def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,41 +80,6 @@ def test_predictions_are_medians_of_the_epoch_before_and_reach_as_far_as_its_lon
     assert ranks.calibration.bias == pytest.approx(np.log([13 / 5, 1 / 5, 1 / 5, 1 / 4, 1 / 4, 1 / 4]).mean())
 
 
-def test_drafting_is_replayed_with_the_settings_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, second, third = (epoch["drafted"] for epoch in as_json(capsys, folder)["epochs"])
-    assert second["history"]["tokens_per_step"] > 3
-    assert second["all"]["tokens_per_step"] > 3
-    # Five drafted tokens at most.
-    assert second["history"]["tokens_per_step"] <= 6
-    assert second["other_prompt"]["num_accepted"] == second["own"]["num_accepted"] == 0
-    assert third["history"]["num_accepted"] == 0
-    assert {look["num_tokens"] for look in second.values()} == {second["own"]["num_steps"]}
-
-
-def test_what_the_run_logged_stands_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logged = [epoch["run"] for epoch in as_json(capsys, folder)["epochs"]]
-    assert logged == [
-        {"tokens_per_forward": 400 / 200, "acceptance": 0.5},
-        {"tokens_per_forward": 1.0, "acceptance": None},
-        None,
-    ]
-    files = sorted((folder / "rollouts").glob("*.jsonl"))
-    assert [epoch["run"] for epoch in as_json(capsys, *files)["epochs"]] == [None] * 3
-    assert read_figures(files[0]) == {}
-
-
-def test_settings_of_a_run_are_read_and_those_of_files_are_the_defaults(folder: Path, tmp_path: Path) -> None:
-    max_epochs, settings = drafter_settings(folder)
-    assert (max_epochs, settings["max_draft"], settings["sources"]) == (2, 5, ("history",))
-    assert drafter_settings(tmp_path) == (2, {})
-
-
-def test_a_run_without_drafts_is_asked_what_history_would_have_given(tmp_path: Path) -> None:
-    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"drafts": "off", "sources": []}})
-    run_folder.write_settings(config, config.run.model_copy(update={"dir": tmp_path}))
-    assert drafter_settings(tmp_path)[1]["sources"] == ("history", "own")
-
-
 def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted((folder / "rollouts").glob("*.jsonl"))
     assert trajectory_files([folder]) == trajectory_files([folder / "rollouts"]) == trajectory_files(files) == files
@@ -159,17 +87,13 @@ def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys
     assert reports[0]["epochs"][1]["reuse"] == reports[1]["epochs"][1]["reuse"] == reports[2]["epochs"][1]["reuse"]
 
 
-def test_a_sample_is_whole_prompts_and_says_so(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_whole_prompts_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = as_json(capsys, folder, limit=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [4, 4, 4]
-    monkeypatch.setattr(module, "REPLAY_TOKENS", 100)
     run([folder], None, "plain", 4, 12, json_output=False)
     out = " ".join(capsys.readouterr().out.split())
     assert "a sample of whole prompts, the same ones in every epoch; 48 rollouts are recorded" in out
-    assert "drafting is replayed on 6 rollouts of whole prompts" in out
 
 
 def test_tables_show_the_figures_and_say_what_they_mean(
@@ -178,13 +102,11 @@ def test_tables_show_the_figures_and_say_what_they_mean(
     monkeypatch.setenv("COLUMNS", "160")
     run([folder], None, "plain", 4, None, json_output=False)
     printed = capsys.readouterr()
-    assert printed.err == ""
     rows = [line.split() for line in printed.out.splitlines()]
     rate = f"{(720 - 48) / 720:.1%}"
     assert ["1", "16", rate, "0.0%", "0.0%", rate, rate, rate] in rows
     assert ["0", "16", "-", "-", "0.0%", rate, "-", rate] in rows
     assert ["1", "100.0%", "0.0%", "0.0%", "0.0%"] in rows
-    assert any(row[:1] == ["0"] and row[-3:] == ["2.00", "/", "50%"] for row in rows)
     assert "In the mean of epochs 46.7% of tokens could be copied from the prompt's last epoch, 0.0%" in printed.out
     assert "46.7 points are the history's own" in printed.out
     assert "100.0% of rollouts were in the group that their prompt's last median says" in printed.out
@@ -232,21 +154,6 @@ def test_one_epoch_has_siblings_and_its_own_past(tmp_path: Path, capsys: pytest.
         0,
         None,
     )
-    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
-    assert "With one epoch alone there is no history" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("config.json", '{"history": {}}', r"config.json: a run's configuration .*inspect the files"),
-        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl:1: a line of a run's metrics"),
-    ],
-)
-def test_a_damaged_run_is_refused_with_the_file(folder: Path, name: str, text: str, message: str) -> None:
-    (folder / name).write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=message):
-        inspect_history([folder], None)
 
 
 def test_a_folder_without_rollouts_is_refused_with_the_setting_that_writes_them(tmp_path: Path) -> None:
@@ -270,13 +177,6 @@ def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path
         inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer")
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["treering", "inspect", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
-
-
 def test_history_is_an_option_and_its_options_reach_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,8 +198,8 @@ def test_history_is_an_option_and_its_options_reach_it(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["a", "--groups", "4"], "add --history, or leave them out"),
-        (["a", "--max-rollouts", "4"], "add --history, or leave them out"),
+        (["a", "--groups", "4"], "add --history, or leave it out"),
+        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
         (["a", "--history", "--why"], "ask for one of them at a time"),
         (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
         (["a", "--history", "--groups", "1"], "Invalid value for '--groups'"),

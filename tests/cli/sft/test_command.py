@@ -1,4 +1,4 @@
-"""`treering sft`: what it reads, where it looks, what it writes, and that a killed one goes on."""
+"""`treering sft`: what it reads, where it looks for files, what it writes, and that a killed run resumes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from treering.cli.sft.command import run
+from treering.cli.training import run_sft as run
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError, StateError
@@ -57,7 +57,7 @@ def config(folder: Path, data: str = GENERATED) -> Path:
 
 
 def sft(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
-    """The JSON summary and what was said on stderr."""
+    """The JSON summary and stderr."""
     run(config_path=path, overrides=list(overrides), json_output=True)
     out, err = capsys.readouterr()
     return json.loads(out), err

@@ -1,4 +1,4 @@
-"""`treering simulate`: what is asked, what is answered, and what is refused."""
+"""`treering simulate`: its options, results and errors."""
 
 import json
 from dataclasses import replace

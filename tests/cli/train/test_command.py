@@ -1,4 +1,4 @@
-"""`treering train`: what it reads, what it writes, and that a stopped one goes on."""
+"""`treering train`: what it reads, what it writes, and that a stopped run resumes."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from treering.cli.train.command import run
 from treering.cli.train.warmup import joined
+from treering.cli.training import run_train as run
 from treering.data import read_trajectories
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
@@ -92,7 +92,7 @@ def prompts(folder: Path, reward: str = "tests_rewards:length_of") -> Path:
 
 
 def train(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
-    """The JSON summary and what was said on stderr."""
+    """The JSON summary and stderr."""
     run(config_path=path, overrides=list(overrides), json_output=True)
     out, err = capsys.readouterr()
     return json.loads(out), err

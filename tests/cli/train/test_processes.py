@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.cli.train.test_command import config, folder, prompts
-from treering.cli.train.command import run
 from treering.cli.train.summary import times_of
+from treering.cli.training import run_train as run
 from treering.config.runtime import Lengths, Schedule
 from treering.data import read_trajectories
 from treering.errors import ConfigError, StateError

@@ -1,8 +1,10 @@
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from tests.schedule.timelines import timeline
@@ -52,10 +54,6 @@ def test_a_bar_is_where_its_time_is_on_an_axis_common_to_all():
 
 
 def test_training_waits_for_the_update_before():
-    from dataclasses import replace
-
-    import numpy as np
-
     late = replace(timeline(training_s=5.0), sampled_s=np.array([40.0, 42.0]), trained_s=np.array([45.0, 50.0]))
     words = [words for words, *_ in bars(draw([late], title="x")) if words.startswith("training")]
     assert words == ["training, step 1: 40 s to 45 s", "training, step 2: 45 s to 50 s"]
@@ -68,13 +66,6 @@ def test_every_step_has_one_colour_in_all_policies_and_neighbours_differ():
         colours.setdefault(re.search(r"step (\d+)", words).group(1), set()).add(colour)
     assert [len(colours[step]) for step in "12345"] == [1] * 5
     assert len(set.union(*colours.values())) == 5
-
-
-def test_workers_have_rows_and_policies_panels_below_each_other():
-    found = bars(draw([timeline("a", num_workers=3), timeline("b", num_workers=3)], title="x"))
-    tops = [top for words, _, _, top, _ in found if words.startswith("worker") and "step 1" in words]
-    assert tops == sorted(tops)
-    assert len(set(tops)) == 6
 
 
 def test_figures_stand_above_each_policy_with_speedups_over_the_first():

@@ -1,4 +1,4 @@
-"""What a case of an objective is, and the per-token data and penalties that cases share."""
+"""A test case of an objective, and the per-token data and penalties that cases share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from treering.train.objectives import Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An objective and what it should be."""
+    """An objective and its flat loss."""
 
     make: Callable[[Data], Objective]
     loss: Callable[[Data, Flat], Tensor]

@@ -53,6 +53,6 @@ def flat_router_terms(model: nn.Module, sequences: Sequence[Sequence[int]]) -> t
 
 
 def flat_router_loss(model: nn.Module, sequences: Sequence[Sequence[int]], losses: RouterLosses) -> Tensor:
-    """What router losses add to the loss of the batch."""
+    """The router losses of the batch."""
     balance, z = flat_router_terms(model, sequences)
     return losses.balance * balance + losses.z * z

@@ -1,4 +1,4 @@
-"""What each family adds to attention and heads, left out or done wrong on purpose: law 2's check must catch it."""
+"""Each family's additions to attention and heads, omitted or done wrong on purpose: law 2's check must fail."""
 
 from collections.abc import Callable
 from dataclasses import replace

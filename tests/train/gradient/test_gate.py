@@ -1,4 +1,4 @@
-"""The gate changes what is computed together, never the gradient, however tokens are shared and weighted."""
+"""Skipping sharing changes what is computed together, never the gradient."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Laws 2 and 4 for models with recurrent layers, each trap of state routing as a failing mutation."""
+"""Laws 2 and 4 for models with recurrent layers; each typical error of state routing must fail the check."""
 
 from collections.abc import Callable, Iterator
 
@@ -118,7 +118,7 @@ def test_activation_checkpointing_in_partitions_changes_nothing(
 
 
 def unrouted_state(patch: pytest.MonkeyPatch) -> None:
-    """Every run starts from nothing."""
+    """Every run starts from a zero state."""
     honest = routing._started
 
     def fresh(above: States | None, call: plan.RowCall) -> States | None:
@@ -129,7 +129,7 @@ def unrouted_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def context_of_zeros(patch: pytest.MonkeyPatch) -> None:
-    """The convolution starts from nothing behind a fork."""
+    """The convolution starts from zeros after a fork."""
     honest = routing._started
 
     def fresh(above: States | None, call: plan.RowCall) -> States | None:
@@ -140,7 +140,7 @@ def context_of_zeros(patch: pytest.MonkeyPatch) -> None:
 
 
 def context_of_another_row(patch: pytest.MonkeyPatch) -> None:
-    """The convolution's context is that of the row beside, which is what stands before it in packed order."""
+    """The convolution's context is that of the neighbouring row, the tokens before it in packed order."""
     honest = routing._started
 
     def beside(above: States | None, call: plan.RowCall) -> States | None:
@@ -183,7 +183,7 @@ def context_behind_the_padding(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_gradient_into_states(patch: pytest.MonkeyPatch) -> None:
-    """States are handed on detached."""
+    """States are passed on detached."""
     honest = CallCache.ends
 
     def detached(self: CallCache, rows: torch.Tensor, length: torch.Tensor) -> States:
@@ -193,7 +193,7 @@ def no_gradient_into_states(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_gateway_gradients(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """What partitions below leave for the state, or for the context, is lost."""
+    """Gradients from partitions below for the state, or for the context, are lost."""
 
     def drop(patch: pytest.MonkeyPatch) -> None:
         honest = StateGateway.add_gradient
@@ -208,7 +208,7 @@ def drop_gateway_gradients(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def runs_that_ignore_the_boundary(patch: pytest.MonkeyPatch) -> None:
-    """Partitions hand over the state of the wrong boundary token."""
+    """Partitions export the state of the wrong boundary token."""
     honest = plan.plan_schedule
 
     def reversed_slots(*args: object) -> plan.RecurrencePlan:
@@ -249,7 +249,7 @@ IN_PARTITIONS = [
 
 
 def cut_small(tree: Forest) -> tuple[Partition, ...]:
-    """The first five tokens are the top; all that hangs off them is one partition."""
+    """The first five tokens are the top partition, all others one partition below."""
     top = np.arange(tree.num_tokens) < 5
     numbers = [np.flatnonzero(chosen).astype(np.int32) for chosen in (top, ~top)]
     return (Partition(tokens=numbers[0], parent=-1), Partition(tokens=numbers[1], parent=0))

@@ -1,4 +1,4 @@
-"""Laws 2 and 4 for recurrent layers as they ship: their scans compute in float32, and in bfloat16 around it."""
+"""Laws 2 and 4 for stock recurrent layers: scans compute in float32, the rest in bfloat16."""
 
 import pytest
 import torch

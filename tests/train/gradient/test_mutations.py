@@ -1,4 +1,4 @@
-"""The traps of tree training, each built in on purpose: law 2's check must catch every one of them."""
+"""Typical errors of tree training, each built in on purpose: law 2's check must fail for every one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Law 4: a tree trained in partitions gives the gradients of the whole tree, in the memory that was promised."""
+"""Law 4: a tree trained in partitions gives the gradients of the whole tree within the promised memory."""
 
 import copy
 import gc
@@ -222,7 +222,7 @@ def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[
 
 
 def lose_gateway_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Partitions below leave nothing."""
+    """Partitions below add no gradients."""
     patch.setattr(Gateway, "take_gradient", lambda self, layer: None)
 
 
@@ -233,7 +233,7 @@ def lose_one_layer(patch: pytest.MonkeyPatch) -> None:
 
 
 def see_no_ancestors(patch: pytest.MonkeyPatch) -> None:
-    """A partition begins as if nothing were above it."""
+    """A partition ignores the partitions above it."""
     honest = partitioned.TreeLayout
     patch.setattr(
         partitioned,
@@ -422,7 +422,7 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
     few = backward(MODEL, forest, sft(masks), 16)
     assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
     assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
-    # Elsewhere a pass without gradients would be the price, ranks plan alike, and None is everything at one time.
+    # Otherwise: a pass without gradients would be needed, ranks must plan alike, or None runs everything at once.
     for objective, max_tokens, num_passes in ((by_sequence, 16, 0), (sft(masks), 16, 1), (sft(masks), None, 0)):
         plan = backward(MODEL, forest, objective, max_tokens, min_micro_batches=num_passes).plan
         assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)

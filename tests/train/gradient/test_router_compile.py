@@ -1,4 +1,4 @@
-"""Router losses of compiled models: what routers say is heard, and where it cannot be, that is said."""
+"""Router losses of compiled models: outputs of routers are recorded, or an error says why they cannot be."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from treering.train.gradient.backward import backward
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.objectives import sft
 
-# The tracer cannot read through the test run's type checks, and warns of what it does itself.
+# The tracer cannot read through the test run's type checks, and warns about its own actions.
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
 
 BATCH = batch_of([SHAPES["bushy"][:3], SHAPES["duplicates"]])
@@ -45,7 +45,7 @@ def step(model: nn.Module, max_tokens: int | None, losses: RouterLosses | None =
 @pytest.mark.parametrize("compiled", [compile_experts, compile_layers, compile_decoder, wrap])
 def test_compiled_routers_are_heard(compiled: Callable[[nn.Module], nn.Module]) -> None:
     alone, model = build_float64("mixtral"), compiled(build_float64("mixtral"))
-    # The second runs a pass without gradients and partitions, whose memory is probed by forwards that none records.
+    # The second runs a pass without gradients and partitions, and measures memory by forwards that are not recorded.
     for max_tokens in (None, 40):
         assert_gradients_equal(step(model, max_tokens), step(alone, max_tokens), 1e-10)
 

@@ -1,4 +1,4 @@
-"""Router losses of models that have recurrent layers beside their experts."""
+"""Router losses of models that have both recurrent layers and experts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The traps of router losses on trees, each built in on purpose: law 2's check must catch every one of them."""
+"""Typical errors of router losses on trees, each built in on purpose: law 2's check must fail for every one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

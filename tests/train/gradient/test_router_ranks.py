@@ -1,4 +1,4 @@
-"""Router losses over ranks: they add up to those of one flat batch, and ranks that keep step run equally often."""
+"""Router losses over ranks: they sum to those of one flat batch, and sharded ranks run equally many forwards."""
 
 import copy
 import threading
@@ -21,7 +21,7 @@ from treering.tree.forest import Forest
 
 
 class Ranks:
-    """Ranks in threads, with a sum over them that all must reach."""
+    """Ranks as threads, with a sum that all of them must call."""
 
     def __init__(self, count: int) -> None:
         self._barrier = threading.Barrier(count, timeout=60)
@@ -81,7 +81,7 @@ def test_ranks_add_up_to_one_flat_batch_and_keep_step(
             [Forest.from_sequences(group) for group in groups[rank]],
             sft(masks[rank]),
             max_tokens,
-            # "auto" would probe memory with forwards of its own.
+            # "auto" would run extra forwards to measure memory.
             parents="keep",
             min_micro_batches=min_micro_batches,
             sum_over_ranks=ranks.sum_of(rank),

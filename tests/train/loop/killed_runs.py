@@ -1,4 +1,4 @@
-"""Supervised runs that are killed; a program of its own: `python -m tests.train.loop.killed_runs FOLDER`."""
+"""Supervised runs that are killed; a separate program: `python -m tests.train.loop.killed_runs FOLDER`."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny tasks, loops and checkpoint folders that tests of training share."""
+"""Tiny tasks, loops and checkpoint folders for tests of training."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -34,7 +34,7 @@ def tiny_tasks(num_tasks: int = 5) -> list[Task]:
 
 
 def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None = None, **options: object) -> SftLoop:
-    """A loop over `tiny_tasks`, two trees per step unless the options, those of computing too, say otherwise."""
+    """A loop over `tiny_tasks`, two trees per step unless the options say otherwise."""
     chosen = LoopOptions(**({"trees_per_step": 2} | nested(options)))  # type: ignore[arg-type]
     return SftLoop(
         build() if model is None else model,
@@ -45,7 +45,7 @@ def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None =
 
 
 def nested(options: Mapping[str, object]) -> dict[str, object]:
-    """Options of a loop with those of computing as its `compute`."""
+    """Options of a loop; compute options become its `compute`."""
     names = {field.name for field in fields(ComputeOptions)}
     compute = ComputeOptions(**{name: value for name, value in options.items() if name in names})  # type: ignore[arg-type]
     return {name: value for name, value in options.items() if name not in names} | {"compute": compute}

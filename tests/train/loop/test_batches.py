@@ -1,4 +1,4 @@
-"""Which trees train in which step: every task once an epoch, the same for the same seed, the same in both layouts."""
+"""Which trees train in which step: every task once per epoch, reproducible by seed, equal in both layouts."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints: Hugging Face loads them, they come back bit by bit, and a damaged one is never used."""
+"""Checkpoints: Hugging Face loads them, they restore bitwise, and a damaged one is never used."""
 
 import json
 import os

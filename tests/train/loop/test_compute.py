@@ -1,4 +1,4 @@
-"""How a step computes: what a block changes is put back."""
+"""How a step computes: context managers restore what they change."""
 
 import pytest
 import torch

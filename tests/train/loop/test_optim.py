@@ -1,4 +1,4 @@
-"""The optimiser: the schedule's formula, what decays, and clipping by the global norm."""
+"""The optimizer: the schedule formula, which parameters decay, and clipping by the global norm."""
 
 import math
 from itertools import pairwise

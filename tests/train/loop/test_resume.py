@@ -1,4 +1,4 @@
-"""Law 8: a run killed at any moment and started again ends with bitwise the weights of one that was not."""
+"""Law 8: a run killed at any moment and resumed ends with bitwise the weights of an uninterrupted one."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from treering.train.loop.step_report import StepReport
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `killed_runs` says: the run that was left alone, then those that were killed."""
+    """The results of `killed_runs`: the uninterrupted run, then the killed ones."""
     return reports_of("tests.train.loop.killed_runs", tmp_path_factory.mktemp("runs"))
 
 

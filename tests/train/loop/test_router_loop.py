@@ -1,4 +1,4 @@
-"""Loops with router losses: they train what `backward` says, log it, and refuse models without routers at once."""
+"""Loops with router losses: they train as `backward` does, log the losses, and refuse models without routers."""
 
 import pytest
 

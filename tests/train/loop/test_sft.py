@@ -1,4 +1,4 @@
-"""The loop: its steps are those of plain flat training, in either layout, with any memory option."""
+"""The SFT loop: its steps equal plain flat training in either layout, with any memory option."""
 
 import math
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""The flat specification of every objective: plain loops over sequences, nothing of treering.train.
+"""The flat specification of every objective: plain loops over sequences, no code of treering.train.
 
-`Data` holds whatever an objective may ask for, different in every branch on shared tokens and NaN where nothing is
-trained. `Flat` holds what the stock forward says of each sequence alone.
+`Data` holds every value that an objective may read, different in every branch on shared tokens and NaN where nothing is
+trained. `Flat` holds the stock forward's outputs for each sequence alone.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Every objective and option by name, each beside its flat loss: what whole and partitioned trees must pass."""
+"""Every objective and option by name, each with its flat loss, for whole and partitioned trees."""
 
 import tests.train.objectives.option_cases
 import tests.train.objectives.sequence_cases

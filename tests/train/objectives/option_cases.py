@@ -1,4 +1,4 @@
-"""Value losses and the options of all policy objectives, each beside its flat loss."""
+"""Value losses and the options of all policy objectives, each with its flat loss."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Objectives of whole sequences and of pairs, each beside its flat loss."""
+"""Objectives of whole sequences and of pairs, each with its flat loss."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Preferences by hand, their metrics, and what is refused."""
+"""DPO by hand: losses, metrics and errors."""
 
 import math
 

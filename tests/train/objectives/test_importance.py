@@ -1,4 +1,4 @@
-"""Importance weights by hand, and what their options refuse."""
+"""Importance weights by hand, and the errors of their options."""
 
 import math
 

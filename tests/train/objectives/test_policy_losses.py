@@ -1,4 +1,4 @@
-"""Policy losses by hand: their defaults, what they must see together, and the ratios of tokens and sequences."""
+"""Policy losses by hand: defaults, scopes, and the ratios of tokens and sequences."""
 
 import math
 from collections.abc import Callable

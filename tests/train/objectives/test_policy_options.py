@@ -1,6 +1,7 @@
-"""The shared options of policy objectives: names, metrics, and what is refused before any gradient."""
+"""The shared options of policy objectives: names, metrics, and errors before any gradient."""
 
 import math
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -90,8 +91,9 @@ def test_every_policy_objective_needs_masks_and_a_sane_clip(make: Callable[..., 
     with pytest.raises(InputError, match=f"{make.__name__} needs loss_masks"):
         make([1.0], None)
     for old in (None, [[0, -1]]):
-        with pytest.raises(ConfigError, match=r"clip must be \(low, high\)"):
-            make([1.0], [[0, 1]], old, clip=(0.2, -0.1))
+        for clip in ((0.2, -0.1), (1.5, 0.2), 0.2, None, (0.1,), ("a", "b"), (0.2, math.inf)):
+            with pytest.raises(ConfigError, match=rf"clip must be \(low, high\).*got {re.escape(repr(clip))}"):
+                make([1.0], [[0, 1]], old, clip=clip)
 
 
 @pytest.mark.parametrize(

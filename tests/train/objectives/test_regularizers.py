@@ -1,4 +1,4 @@
-"""KL estimators by hand and on average, value losses by hand, and what their options refuse."""
+"""KL estimators by hand and on average, value losses by hand, and the errors of their options."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Objectives whose terms are a token's own, each beside its flat loss."""
+"""Objectives with one term per token, each with its flat loss."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""A fragment keeps structure and positions of its tree, and a query sees a key iff it descends from it."""
+"""A fragment keeps structure and positions of its tree, and a query sees a key iff the query descends from the key."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from treering.tree.plan.fragment import sight_of, take_fragment
 
 
 def ancestors_of(tree: Forest, token: int) -> set[int]:
-    """The token and all above it."""
+    """The token and its ancestors."""
     path = set()
     while token >= 0:
         path.add(token)

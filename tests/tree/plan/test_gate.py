@@ -1,4 +1,4 @@
-"""Sharing is skipped exactly where the cost model says that it loses, and the plan says so."""
+"""A tree is not shared iff the cost model says that sharing loses, and the plan says so."""
 
 import numpy as np
 from hypothesis import given

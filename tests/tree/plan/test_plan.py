@@ -1,4 +1,4 @@
-"""Packing keeps every branch and the budget, and takes the fewest micro-batches where there are few trees."""
+"""Packing keeps every branch and the budget, and takes the fewest micro-batches for a few trees."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_many_trees_are_packed_by_first_fit_by_falling_size(sizes: list[int], ca
 
 
 def fewest_bins(sizes: list[int], capacity: int) -> int:
-    """By putting each size into every bin that is open, or into a new one."""
+    """Fewest bins by trying each size in every open bin and in a new one."""
     best = len(sizes)
 
     def put(at: int, rooms: list[int]) -> None:

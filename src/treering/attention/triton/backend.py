@@ -61,7 +61,7 @@ def triton_attention(
 
 
 class _TritonRun(NamedTuple):
-    """What one layer's attention needs besides its tensors."""
+    """Arguments of one layer's attention other than tensors."""
 
     layout: TreeLayout
     form: Form

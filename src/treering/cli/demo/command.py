@@ -1,8 +1,4 @@
-"""`treering demo`: one small policy trained by GRPO twice, by the plain loop and by Treering's, compared.
-
-Knows the order of things and what is shown. How the policy is made, what the two loops are and what is reported stand
-in `demo_policy`, `demo_run` and `demo_report`.
-"""
+"""`treering demo`: trains one small policy by GRPO twice, with a plain loop and with Treering's, and compares."""
 
 import json
 from dataclasses import asdict
@@ -15,9 +11,11 @@ from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, wa
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
-from treering.cli.progress import StepProgress
+from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.train.summary import totals
 from treering.errors import InputError
+from treering.history.draft.kernel import propose
+from treering.tree.build import lay_out
 
 DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"
@@ -32,7 +30,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
         json_output: JSON instead of the table.
 
     Raises:
-        InputError: `out` holds files already.
+        InputError: `out` already holds files.
     """
     out = _free_folder() if out is None else _checked(out)
     console = Console(stderr=True, highlight=False)
@@ -49,7 +47,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 
 
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
-    """Makes the policy, trains it both ways in the folder `out`, and writes the report there too."""
+    """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
     threads = best_threads(start.model, size.max_batch)
     with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
@@ -63,6 +61,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> WarmStart:
     task = demo_task(size.num_prompts, seed)
+    note_compiling(console, lay_out, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
     with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:
         start = warm_start(
@@ -81,7 +80,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
 
 
 def _standing(compared: Comparison) -> str:
-    """How it stands after a step: reward, rates and what the two memories save so far."""
+    """The state after a step: reward, rates, and what drafts and trees have saved so far."""
     plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
     reward = compared.reports["treering"][-1].rollouts.reward_mean or 0.0
     return (

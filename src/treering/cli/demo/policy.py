@@ -1,7 +1,4 @@
-"""The demo's policy: a small model that gets about half of its sums right, so that rewards have something to teach.
-
-Knows how it is made and how its answers are judged. Knows nothing of the loops that are compared afterwards.
-"""
+"""The demo's policy: a small model that gets about half of its sums right, so that rewards can improve it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +17,14 @@ from treering.train.loop.sft import LoopOptions, SftLoop
 
 MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=384)
 MAX_NUMBER = 9
-"""Largest number of a sum: what so small a model learns in a minute."""
+"""Largest number in a sum: small enough for this model to learn in a minute."""
 MAX_ROLLOUT_TOKENS = 64
-"""The longest right response has 35."""
+"""The longest right response has 35 tokens."""
 ENOUGH = 0.4
-"""Share of right answers at which the warm start ends: it rises steeply here, and half of the time ends nearer 0.6."""
+"""Share of right answers at which the warm start ends. The share rises steeply here and often ends nearer 0.6."""
 
 MAX_STEPS = 600
-"""Supervised steps at most."""
+"""Most supervised steps."""
 
 _SUMS_PER_STEP = 32
 _CHECK_EVERY = 25
@@ -36,17 +33,17 @@ _NUM_CHECKED = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WarmStart:
-    """A policy, and how it came about."""
+    """A policy and how it was trained."""
 
     model: PreTrainedModel
     num_steps: int
     """Supervised steps."""
     accuracy: float
-    """Share of right answers to sums that it was not trained on."""
+    """Share of right answers to sums outside its training data."""
 
 
 OnStep = Callable[[int, float], None]
-"""Told after each step: its number, and the accuracy when it was last measured."""
+"""Called after each step with its number and the last measured accuracy."""
 
 
 def demo_task(num_prompts: int, seed: int) -> ChainedSums:
@@ -55,7 +52,7 @@ def demo_task(num_prompts: int, seed: int) -> ChainedSums:
 
 
 def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step: OnStep) -> WarmStart:
-    """Supervised training on solved sums, none of them the task's, until the policy gets `enough` of others right.
+    """Supervised training on solved sums outside the task, until the policy gets `enough` of held-out ones right.
 
     Example: with seed 0 it takes 225 steps of 32 sums to an accuracy of 0.38, and 275 to 0.84.
     """
@@ -80,7 +77,7 @@ def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step:
 def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
     """Share of a task's prompts that one sampled rollout each gets right.
 
-    Its engine drafts from a history of its own: so the compiled code of both loops is ready before either is timed.
+    The engine drafts from its own history, so that all compiled code is ready before either loop is timed.
     """
     store = HistoryStore()
     engine = TorchEngine(model, Drafter(store), max_batch=16, num_threads=1, costs="none")

@@ -1,7 +1,4 @@
-"""What the demo measured: for machines as fields, for people as one table.
-
-Knows step reports of two runs. Knows nothing of how they came about.
-"""
+"""What the demo measured, as fields and as one table."""
 
 import os
 import platform
@@ -30,7 +27,7 @@ class DemoReport:
     warm_steps: int
     """Supervised steps before both runs."""
     warm_accuracy: float
-    """Share of right answers after them."""
+    """Share of right answers after the warm start."""
     plain: Totals
     treering: Totals
     rollout_ratio: float
@@ -42,20 +39,20 @@ class DemoReport:
     """Best possible ratio of training by counted FLOPs."""
     share_of_flop_bound: float
     first_difference: int | None
-    """First step at which any token of the two runs differs; None where none did."""
+    """First step at which any token of the two runs differs; None if none does."""
     num_steps: int
     machine: str
     num_threads: int
-    """That train."""
+    """Training threads."""
     engine_threads: dict[Side, int]
-    """That sample."""
+    """Sampling threads."""
     versions: dict[str, str]
 
 
 def make_report(
     start: WarmStart, folder: Path, size: DemoSize, threads: Mapping[Side, int], compared: Comparison, *, seed: int
 ) -> DemoReport:
-    """The report of two finished runs; `folder` holds the model that both began with."""
+    """The report of two finished runs; `folder` holds the model that both started from."""
     plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
     best = work_bounds(compared.flat, compared.tree, read_shape(folder))
     train_ratio = plain.train_s / ours.train_s

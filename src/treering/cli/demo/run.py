@@ -1,8 +1,7 @@
-"""The two runs of the demo: one policy trained by two loops from the same start and seeds, step by step in turns.
+"""The two runs of the demo: one policy trained by two loops from the same start and seeds, taking turns step by step.
 
-Taking turns, both sides get the same share of whatever else the machine does. The plain loop is ours with its two
-memories switched off: the same engine and shared prompts, sequences packed without padding, no drafts. Knows how the
-loops differ and what is compared; knows nothing of tables.
+Because they take turns, other load on the machine slows both alike. The plain loop is ours without drafts and trees:
+the same engine and shared prompts, sequences packed without padding.
 """
 
 import json
@@ -42,7 +41,7 @@ class DemoSize:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that show every prompt once."""
+        """Steps of one pass over the prompts."""
         return -(-self.num_prompts // self.prompts_per_step)
 
     @property
@@ -57,11 +56,11 @@ class Comparison:
 
     reports: dict[Side, list[RlStepReport]] = field(default_factory=lambda: {side: [] for side in SIDES})
     flat: Work = _NO_WORK
-    """What the plain side trained."""
+    """Work of the plain side's training."""
     tree: Work = _NO_WORK
-    """What the other side computed for it."""
+    """Work of the same training as trees."""
     first_difference: int | None = None
-    """First step at which any token of the two runs differs; None where none did."""
+    """First step at which any token of the two runs differs; None if none does."""
 
     @property
     def num_steps(self) -> int:
@@ -72,7 +71,7 @@ class Comparison:
 def compare(
     out: Path, size: DemoSize, threads: Mapping[Side, int], *, seed: int, on_step: Callable[[Comparison], None]
 ) -> Comparison:
-    """Trains the model in `out/start` in the run folders `out/plain` and `out/treering`; threads are for sampling."""
+    """Trains the model of `out/start` in `out/plain` and `out/treering`; `threads` are for sampling."""
     result = Comparison()
     with ExitStack() as stack:
         runs: dict[Side, OpenRun] = {
@@ -98,10 +97,7 @@ def compare(
 
 
 def write_config(out: Path, size: DemoSize, *, side: Side, num_threads: int, seed: int) -> Path:
-    """Writes the configuration of one side, which `treering train` reads.
-
-    The sides differ in two settings, and in threads where each is faster with another number.
-    """
+    """Writes the configuration of one side for `treering train`; sides differ in two settings and in threads."""
     ours = side == "treering"
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": START_FOLDER},
@@ -125,12 +121,12 @@ def write_config(out: Path, size: DemoSize, *, side: Side, num_threads: int, see
 
 
 def _toml(name: str, section: Mapping[str, Any]) -> str:
-    # JSON spells these strings, numbers and lists as TOML does.
+    # JSON writes these strings, numbers and lists as TOML does.
     return "".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in section.items())])
 
 
 def _forests(trajectories: list[Trajectory]) -> list[Forest]:
-    """The trees that a step trained: groups whose rewards differ."""
+    """The trees that a step trained: one per group whose rewards differ."""
     groups: dict[object, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.task_id, []).append(trajectory)

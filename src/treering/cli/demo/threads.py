@@ -1,6 +1,6 @@
-"""With how many threads the demo's engines sample: each with the number that its own passes are fastest with here.
+"""Chooses the sampling threads of each of the demo's engines by timing passes.
 
-A token a row keeps one core busy, its drafts more. Knows passes and their seconds; knows nothing of the runs.
+One token per row keeps one core busy; drafts use more.
 """
 
 import torch
@@ -12,11 +12,11 @@ from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import seconds_of
 
 _TOKENS_PER_ROW = 8
-"""Of a typical pass with drafts."""
+"""In a typical pass with drafts."""
 
 
 def best_threads(model: PreTrainedModel, max_batch: int) -> dict[Side, int]:
-    """One thread or as many as torch has, for each side: by passes of a token a row, and of eight.
+    """One thread or torch's number of threads per side, by passes of one token per row and of eight.
 
     Example: where 8 tokens take 0.35 ms with one thread and 0.40 ms with two, and 64 tokens 1.5 ms and 1.1 ms, the
     plain side gets one thread and the other one two.
@@ -29,7 +29,7 @@ def best_threads(model: PreTrainedModel, max_batch: int) -> dict[Side, int]:
 
 
 def fastest(costs: dict[int, VerifyCosts], max_batch: int) -> dict[Side, int]:
-    """Of numbers of threads with their costs, the best for each side; of equal ones the first."""
+    """The best number of threads for each side, given the costs of each; ties go to the first."""
 
     def best(num_tokens: float) -> int:
         return min(costs, key=lambda count: seconds_of(num_tokens, costs[count].num_tokens, costs[count].seconds))

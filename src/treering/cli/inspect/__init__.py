@@ -1,1 +1,1 @@
-"""`treering inspect`: what sharing trajectory files hold, and what history would bring."""
+"""`treering inspect`: what trajectory files share, and what drafting from earlier rollouts would save."""

@@ -1,7 +1,4 @@
-"""`treering inspect`: what sharing a set of trajectory files holds, and the best speedup that it allows.
-
-Knows how the figures of a report are counted and shown. Knows nothing of training; every figure is a count, no clock.
-"""
+"""`treering inspect`: how much trajectory files share, and the best speedup that allows. It counts and never times."""
 
 import json
 import sys
@@ -17,8 +14,11 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
+from treering.cli.progress import note_compiling
 from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
+from treering.tree.build import lay_out
 from treering.tree.forest import Forest
+from treering.tree.repeats import find_repeats
 from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
 from treering.types import ModelShape, find_shape
 
@@ -29,7 +29,7 @@ SHAPE_COLUMNS = ("leaves", "forks", "depth", "levels", "segments", "median", "me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeSetReport:
-    """All trajectories of a file in one forest, whatever their tasks."""
+    """All trajectories of a file in one forest, across tasks."""
 
     unique_tokens: int
     sharing: float
@@ -39,7 +39,7 @@ class WholeSetReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsReport:
-    """Each assistant turn a sample of its own: the tokens from the start of its trajectory to the end of the turn."""
+    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
 
     samples: int
     flat_tokens: int
@@ -50,7 +50,7 @@ class TurnsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReport:
-    """One file, one tree per task, figures summed over the tasks. Bounds are best possible speedups."""
+    """One file with one tree per task; figures are sums over tasks, bounds are best possible speedups."""
 
     file: str
     trajectories: int
@@ -61,12 +61,12 @@ class FileReport:
     token_bound: float
     flop_bound: float
     prompt_only_bound: float
-    """Token bound where only prompts, the tokens before the first trained one, are merged."""
+    """Token bound if only prompts, the tokens before the first trained one, are merged."""
     whole_set: WholeSetReport
     turns: TurnsReport
     branching: Branching
     why: WhyReport | None = None
-    """Where sharing is lost; None if that was not asked for."""
+    """Where sharing is lost; None without `--why`."""
 
 
 def inspect_files(
@@ -76,19 +76,22 @@ def inspect_files(
     template: Literal["plain", "hf"] = "plain",
     num_causes: int = 0,
 ) -> list[FileReport]:
-    """Reads, renders and measures trajectory files, with a progress bar on stderr where that is a terminal.
+    """Reads, renders and measures trajectory files, with a progress bar if stderr is a terminal.
 
-    With `num_causes` above 0 the report of each file says at how many places, and at which ones, sharing is lost.
+    With `num_causes` above 0, each report lists that many places where sharing is lost.
 
-    Raises InputError for bad files or messages without a tokenizer, ConfigError for an unknown model shape.
+    Raises:
+        InputError: a bad file, or messages without a tokenizer.
+        ConfigError: an unknown model shape.
 
     Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task reports 6 flat tokens, 4 unique ones and sharing 0.33.
     """
     shape = find_shape(model_shape)
     renderer = Renderer(tokenizer=tokenizer_dir, template=template)
     reports: list[FileReport] = []
+    console = Console(stderr=True)
     columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         job = progress.add_task("", total=3 * len(paths))
         for path in paths:
             progress.update(job, description=f"{path.name}: reading")
@@ -96,6 +99,8 @@ def inspect_files(
             progress.update(job, advance=1, description=f"{path.name}: tokenizing")
             rendered = renderer.render(trajectories)
             progress.update(job, advance=1, description=f"{path.name}: merging")
+            if path == paths[0]:
+                note_compiling(console, lay_out, *([find_repeats] if num_causes else []))
             reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
             progress.advance(job)
     return reports
@@ -137,10 +142,7 @@ def as_json(reports: Sequence[FileReport]) -> str:
 
 
 def as_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
-    """The reports as tables for a terminal: what sharing gives, other cuts of the data, how the trees branch.
-
-    One more for each file follows where it was asked why sharing is lost.
-    """
+    """The reports as tables: what sharing gives, other cuts of the data, how trees branch; with `--why`, the causes."""
     gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
     cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
     shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
@@ -192,7 +194,7 @@ def _whole_set(trajectories: Sequence[RenderedTrajectory], shape: ModelShape) ->
 
 
 def _turns(tasks: Sequence[Sequence[RenderedTrajectory]], shape: ModelShape) -> TurnsReport:
-    # Samples of one trajectory are prefixes of its last one, so only that one adds tokens to the tree.
+    # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
     trained = [[t for t in task if t.turn_ends.size] for task in tasks]
     tree = tree_work(Forest.from_sequences([t.tokens[: t.turn_ends[-1]] for t in task]) for task in trained)
     lengths = np.concatenate([np.empty(0, np.int32), *(t.turn_ends for task in trained for t in task)])

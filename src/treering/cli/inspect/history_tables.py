@@ -1,7 +1,4 @@
-"""The report of `treering inspect --history` for people: tables, and what they say in a sentence each.
-
-Knows rich and rounding. Decides nothing; every figure is in the report.
-"""
+"""The report of `treering inspect --history` for people: tables, each with a sentence that says what it shows."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,16 +7,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treering.analysis.replay import Drafted
 from treering.analysis.reuse import HIT_LENGTHS, Reuse
-from treering.cli.inspect.history import LOOKS, SOURCES, EpochReport, HistoryReport
+from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryReport
 
-NAMES = {"all": "all", "history": "history", "other_prompt": "other prompt", "own": "own", "siblings": "siblings"}
+NAMES = {"history": "history", "other_prompt": "other prompt", "own": "own", "siblings": "siblings"}
 _NOTHING = "-"
 
 
 def show(report: HistoryReport, console: Console) -> None:
-    """Prints the tables, and under each what it says."""
+    """Prints the tables, and a sentence under each."""
     for line in _head(report):
         console.print(line, soft_wrap=True, highlight=False)
     ranked = [epoch for epoch in report.epochs if epoch.ranks]
@@ -28,8 +24,6 @@ def show(report: HistoryReport, console: Console) -> None:
     if ranked:
         console.print(_rank_table(ranked), _matrix_table(ranked))
         console.print(_rank_sentence(ranked), soft_wrap=True, highlight=False)
-    console.print(_drafted_table(report.epochs))
-    console.print(_drafted_sentence(report.epochs), soft_wrap=True, highlight=False)
 
 
 def _head(report: HistoryReport) -> Iterable[str]:
@@ -39,8 +33,6 @@ def _head(report: HistoryReport) -> Iterable[str]:
     )
     if report.num_rollouts < report.num_recorded:
         yield f"a sample of whole prompts, the same ones in every epoch; {report.num_recorded:,} rollouts are recorded"
-    if report.num_replayed < report.num_rollouts:
-        yield f"drafting is replayed on {report.num_replayed:,} rollouts of whole prompts"
     if left_out := sum(epoch.num_left_out for epoch in report.epochs):
         yield f"{left_out:,} rollouts are left out of reuse and ranks: their prompts did not run in the epoch before"
 
@@ -88,7 +80,7 @@ def _shares(found: Sequence[Reuse], counts: Callable[[Reuse], Sequence[int]]) ->
 def _reuse_sentence(epochs: Sequence[EpochReport]) -> str:
     found = [epoch for epoch in epochs if epoch.excess is not None]
     if not found:
-        return "No prompt ran in two epochs beside others, so there is nothing to compare."
+        return "No two prompts ran in two successive epochs, so there is nothing to compare."
     means = {source: _mean(one.rate for epoch in found if (one := epoch.reuse[source])) for source in SOURCES}
     excess = _mean(epoch.excess for epoch in found)
     return (
@@ -131,36 +123,6 @@ def _rank_sentence(epochs: Sequence[EpochReport]) -> str:
         f"{_percent(accurate)} of rollouts were in the group that their prompt's last median says, or in a shorter "
         f"one; by another prompt's median it would be {_percent(control)}."
     )
-
-
-def _drafted_table(epochs: Sequence[EpochReport]) -> Table:
-    looks = [NAMES[look] for look in LOOKS]
-    table = _table("Drafting, replayed: tokens per step / accepted drafts", "epoch", *looks, "the run's own")
-    for epoch in epochs:
-        cells = [_drafted(epoch.drafted[look]) for look in LOOKS]
-        own = _NOTHING if epoch.run is None else _pair(epoch.run.tokens_per_forward, epoch.run.acceptance)
-        table.add_row(str(epoch.epoch), *cells, own)
-    return table
-
-
-def _drafted_sentence(epochs: Sequence[EpochReport]) -> str:
-    later = [epoch for epoch in epochs if epoch.before is not None]
-    gains = {look: _mean(one.tokens_per_step for epoch in later if (one := epoch.drafted[look])) for look in LOOKS}
-    if None in gains.values():
-        return "With one epoch alone there is no history to draft from."
-    return (
-        f"With a history a drafter gives {gains['history']:.2f} tokens per step, with another prompt's "
-        f"{gains['other_prompt']:.2f}, from the rollout alone {gains['own']:.2f}, from all that the run looks at "
-        f"{gains['all']:.2f}."
-    )
-
-
-def _drafted(drafted: Drafted | None) -> str:
-    return _NOTHING if drafted is None else _pair(drafted.tokens_per_step, drafted.acceptance)
-
-
-def _pair(gain: float, acceptance: float | None) -> str:
-    return f"{gain:.2f} / {_NOTHING if acceptance is None else f'{acceptance:.0%}'}"
 
 
 def _percent(share: float | None) -> str:

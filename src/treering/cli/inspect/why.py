@@ -1,7 +1,4 @@
-"""`treering inspect --why`: the places where trajectories part although what follows is the same.
-
-Knows rows of a file and how tokens read. The search itself is `tree.divergence`.
-"""
+"""`treering inspect --why`: where trajectories diverge though later tokens agree; found by `tree.divergence`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +24,7 @@ _MAX_CHARACTERS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One place where two trajectories part; rows are trajectories of the file, the first one is 1."""
+    """One place where two trajectories diverge; rows count the trajectories of the file from 1."""
 
     row: int
     other_row: int
@@ -35,24 +32,24 @@ class Cause:
     position: int
     """The first one where they differ."""
     token: int | None
-    """What stands there; None where the trajectory has ended."""
+    """The token there; None if the trajectory has ended."""
     other_token: int | None
     text: str | None
-    """What this one reads from there on; None without a tokenizer."""
+    """The text of this one from there on; None without a tokenizer."""
     other_text: str | None
     tokens: int
-    """Tokens that are the same again behind it (between tasks, before it too) and are computed again."""
+    """Tokens after it (between tasks, before it too) that agree again and are computed twice."""
     shift: int
-    """By how much later they stand."""
+    """How many positions later they are in this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyReport:
-    """What one tree per task leaves unshared although it is the same, in runs of 16 tokens and more."""
+    """Equal tokens that one tree per task does not share, in runs of at least 16."""
 
     repeated_tokens: int
     repeated_share: float
-    """Of the distinct tokens."""
+    """Share of the distinct tokens."""
     places: int
     causes: tuple[Cause, ...]
     """The costliest places, most tokens first."""
@@ -68,10 +65,10 @@ def explain_tasks(
     """The `num_causes` costliest places of a file.
 
     Args:
-        trajectories: of the file, in its order.
+        trajectories: of the file, in file order.
         tasks: the same trajectories by task.
         forests: one per task.
-        tokenizer_dir: decodes tokens; None shows ids alone.
+        tokenizer_dir: decodes tokens; None shows ids only.
         num_causes: at least 1.
 
     Example: rows `[1, 2, *run]` and `[1, 3, *run]` of one task with a run of 20 tokens have one cause, with 20 tokens.
@@ -115,7 +112,7 @@ def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
         table.add_column(name, justify="left" if "reads" in name else "right", no_wrap="reads" in name)
     for cause in why.causes:
         other = f"{cause.other_row}" if cause.same_task else f"{cause.other_row}, other task"
-        # As `Text`: what trajectories hold must not be read as markup.
+        # As `Text`, so that trajectory text is not parsed as markup.
         reads = [Text(_short(cause.text, cause.token)), Text(_short(cause.other_text, cause.other_token))]
         share = f"{cause.tokens / unique_tokens:.1%}"
         table.add_row(

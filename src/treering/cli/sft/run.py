@@ -1,7 +1,4 @@
-"""The training of `treering sft`: data, model, loop, run folder and sinks, put together as a configuration says.
-
-Translates nothing (`sft_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
-"""
+"""Runs `treering sft`: builds data, model, loop, run folder and metric sinks from a configuration, and trains."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,12 +9,11 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
-from treering.cli.progress import StepProgress
+from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, told_on, write_settings
-from treering.cli.settings import compute_options, count_steps, optim_options
+from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
-from treering.cli.sharing import with_costs
 from treering.config import SftConfig
 from treering.metrics import Metrics
 from treering.train.loop.batches import StepPlan
@@ -25,15 +21,17 @@ from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.loop.step_report import StepReport
+from treering.tree.build import lay_out
 
 
 def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
-    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
-    # Its bars for files of a second would flicker through ours.
+    """Trains as a configuration in the folder `beside` says, or resumes the run that its run folder holds."""
+    # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
+    note_compiling(console, lay_out)
     compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
     options = loop_options(config, compute)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)

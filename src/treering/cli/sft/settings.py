@@ -1,7 +1,4 @@
-"""The settings of `treering sft` as the records that training takes, and as what makes a run the same run.
-
-Knows both spellings of every setting. Reads no file and builds no model.
-"""
+"""Translates the settings of `treering sft` to the records that training takes, and to the run's identity."""
 
 from transformers import PreTrainedModel
 
@@ -11,13 +8,13 @@ from treering.config import SftConfig
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions
 
-# Settings that change rounding at most, or only how long a run is.
+# Settings that change rounding at most.
 _FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
 def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
-    """The loop's record."""
+    """The options of the loop."""
     return LoopOptions(
         trees_per_step=config.train.trees_per_step,
         compute=compute,
@@ -31,9 +28,9 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
 
 
 def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must have in common with the one that began: model shape, data, optimisation, layout.
+    """What a resumed run must share with the original one: model shape, data, optimization, layout.
 
-    Length, with a constant rate, is no part of it: a finished run may be trained on with a larger num_steps.
+    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.train.schedule == "constant" else frozenset())
     train = section_identity("train", config.train, free=free)

@@ -1,7 +1,4 @@
-"""What a call of `treering sft` leaves to be read: its summary, for machines as fields and for people as a table.
-
-Knows step reports. Knows nothing of how they came about.
-"""
+"""The summary of a call of `treering sft`, as fields and as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +23,14 @@ class SftSummary:
     num_steps: int
     """Steps of the whole run."""
     first_loss: float | None
-    """Loss of this call's first step; None where nothing was left to do."""
+    """Loss of this call's first step; None if no step was left."""
     last_loss: float | None
     seconds: float
     flat_tokens: int
     unique_tokens: int
     sharing: float
     num_micro_batches: int
-    """Forwards; more than steps where a step's trees do not fit into `max_tokens` together."""
+    """Forward passes; more than steps if the trees of a step do not fit `max_tokens` together."""
     flat_tokens_per_s: float
     unique_tokens_per_s: float
     checkpoint: str
@@ -42,7 +39,7 @@ class SftSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over the steps of one call; all 0, and no losses, where there was none."""
+    """Sums over the steps of one call; zeros without losses if there was no step."""
 
     first_loss: float | None
     last_loss: float | None

@@ -1,7 +1,4 @@
-"""What `treering simulate` replays: traces from a log or from a law, and the workers for them.
-
-Knows options and what they mean. Knows nothing of policies, and nothing of how results look.
-"""
+"""Turns the options of `treering simulate` into traces, from a log or from a length law, and workers."""
 
 from dataclasses import dataclass, fields
 from math import isfinite
@@ -24,12 +21,12 @@ NOISE = 0.25
 ROLLOUTS = 4096
 STEPS = 12
 GROUP_SIZE = 16
-"""Defaults of options whose absence means something: groups exist where lengths have a stability."""
+"""Defaults of options that are None unless given; groups exist only with a stability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """The options of the subcommand that make cases; None where one was not given.
+    """The options of the subcommand that make cases; None for an option that was not given.
 
     Example: `SimulateOptions(num_workers=4, lengths="constant:100")` leaves the rest at the defaults.
     """
@@ -56,7 +53,7 @@ class SimulateOptions:
 
 
 Case = tuple[Trace, Cluster, Cluster]
-"""A trace, its workers, and what policies believe of them."""
+"""A trace, its workers, and the workers as the policies see them."""
 
 _OF_LAWS = {
     "lengths": "--lengths",
@@ -68,11 +65,11 @@ _OF_LAWS = {
 
 
 def make_cases(options: SimulateOptions) -> list[Case]:
-    """A case for each seed.
+    """One case per seed.
 
     Raises:
-        ConfigError: options that contradict each other, or a value out of its range.
-        InputError: a file, a law or a latency that cannot be read.
+        ConfigError: options contradict each other, or a value is out of range.
+        InputError: a file, length law or latency cannot be read.
     """
     _check(options)
     latency = _latency(options)

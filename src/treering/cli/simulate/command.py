@@ -1,16 +1,13 @@
-"""The arguments of `treering simulate` and their help.
-
-Knows words. What they mean is known to `treering.cli.simulate.run`, which is imported when it runs.
-"""
+"""The arguments of `treering simulate` and their help; `treering.cli.simulate.run` does the work."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from treering.cli.choice import one_of
+from treering.cli.options import JsonOutput, one_of
 
-_FROM_LAWS = "Rollouts that are made up"
+_FROM_LAWS = "Synthetic rollouts"
 _FROM_LOGS = "Rollouts of a log"
 _CLUSTER = "Workers and times"
 
@@ -21,7 +18,7 @@ def simulate(
         typer.Argument(
             metavar="[FILE]",
             help='A log, JSON Lines, plain or .gz: {"prompt", "epoch", "length"} and, if known, "step" and '
-            '"prompt_tokens"; or the folder of a `treering train` run. Without it rollouts are made up.',
+            '"prompt_tokens"; or the folder of a `treering train` run. Without it, rollouts are synthetic.',
         ),
     ] = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Rollout workers.", rich_help_panel=_CLUSTER)] = 32,
@@ -36,7 +33,7 @@ def simulate(
         int | None, typer.Option(metavar="N", min=1, help="Steps: 12. Of a log: the first N instead of all.")
     ] = None,
     staleness: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Updates that the sampling weights may lie behind.")
+        int, typer.Option(metavar="N", min=0, help="Most updates between the sampling weights and the trainer's.")
     ] = 1,
     lengths: Annotated[
         str | None,
@@ -57,8 +54,8 @@ def simulate(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="Instead of noise: groups that share the median of their last epoch as prediction, and vary so much "
-            "that this share moves to a longer one of 8 ranks. RhymeRL reports 0.16 for maths and 0.28 for code.",
+            help="Instead of noise: each group is predicted by its last median, and lengths vary so much that this "
+            "share moves to a longer one of 8 rank groups. RhymeRL reports 0.16 for maths and 0.28 for code.",
             rich_help_panel=_FROM_LAWS,
         ),
     ] = None,
@@ -66,8 +63,8 @@ def simulate(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="With --stability, the share that moves up by one rank only, into its shorter half; met by rollouts "
-            "that end early. RhymeRL reports 0.13 for maths, which spread alone gives, and 0.24 for code.",
+            help="With --stability: the share that moves up by one rank group only, into its shorter half, because "
+            "rollouts end early. RhymeRL reports 0.13 for maths, which spread alone gives, and 0.24 for code.",
             rich_help_panel=_FROM_LAWS,
         ),
     ] = None,
@@ -77,13 +74,13 @@ def simulate(
             metavar="N", min=1, help="With --stability, rollouts of a prompt: 16.", rich_help_panel=_FROM_LAWS
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Report means over so many seeds, and the worst.")] = 1,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Report the mean over N seeds, and the worst.")] = 1,
     predictor: Annotated[
         Literal["median", "ema", "quantile"] | None,
         typer.Option(
             parser=one_of("median", "ema", "quantile"),
             metavar="median|ema|quantile",
-            help="What predicts lengths from the steps before: median.",
+            help="How lengths are predicted from earlier steps: median.",
             rich_help_panel=_FROM_LOGS,
         ),
     ] = None,
@@ -92,7 +89,7 @@ def simulate(
         typer.Option(
             parser=one_of("reversed", "constant", "random"),
             metavar="reversed|constant|random",
-            help="Control: predictions that are wrong on purpose.",
+            help="Control: deliberately wrong predictions.",
         ),
     ] = None,
     decode: Annotated[
@@ -106,7 +103,7 @@ def simulate(
         typer.Option(
             metavar="SHARE",
             min=0,
-            help="An update's time, as a share of the time that all workers at their best batch need for a step.",
+            help="Time of an update, as a share of a step's decoding time on all workers at their best batch.",
             rich_help_panel=_CLUSTER,
         ),
     ] = 0.07,
@@ -120,22 +117,20 @@ def simulate(
     ] = 0.0,
     believed_latency: Annotated[
         float,
-        typer.Option(metavar="FACTOR", help="Control: policies are told decode times that are wrong by this factor."),
+        typer.Option(metavar="FACTOR", help="Control: policies plan with decode times that are off by this factor."),
     ] = 1.0,
     policies: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="These policies only, such as histopipe,fifo; sync comes along.")
+        str | None, typer.Option(metavar="NAMES", help="Only these, such as histopipe,fifo; sync always runs.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Draw who runs what when; the first seed's.")
+        Path | None, typer.Option(metavar="FILE.html", help="Draw a timeline of the first seed.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
-    ] = False,
+    json_output: JsonOutput = False,
 ) -> None:
-    """Say how long rollouts and training take with each scheduling policy, and what ours would gain.
+    """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
 
-    Everything happens in virtual time: continuous batching on every worker, weights, training.
+    Time is virtual: continuous batching on every worker, weight loading, training.
 
     Example: treering simulate --rollouts 16384 --timeline pipe.html
 

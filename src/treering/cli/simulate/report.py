@@ -1,7 +1,4 @@
-"""How the results of `treering simulate` look: one JSON object, or a table and the answer in a sentence.
-
-Knows results. Knows nothing of how they came about.
-"""
+"""Formats the results of `treering simulate`: one JSON object, or a table and a sentence."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +13,7 @@ from treering.schedule.predict.calibration import calibrate, group_ranks
 from treering.schedule.traces.trace import Trace
 
 OURS = "histopipe"
-"""The policy that the answer is about."""
+"""The policy that the sentence is about."""
 
 _BAR_WIDTH = 12
 
@@ -28,7 +25,7 @@ def as_json(results: Sequence[Result], lower_bound_s: float) -> str:
 
 
 def as_table(results: Sequence[Result], *, title: str, num_seeds: int) -> Table:
-    """A row for each policy, with a bar as long as its speedup; the worst seed's where there are several."""
+    """A row per policy, with a bar as long as its speedup; with several seeds, the worst one's speedup too."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     names = ["stale", "seconds", "of bound", "bubble", "speedup", *(["worst"] if num_seeds > 1 else [])]
@@ -43,7 +40,7 @@ def as_table(results: Sequence[Result], *, title: str, num_seeds: int) -> Table:
 
 
 def answer(results: Sequence[Result]) -> str:
-    """What a user would gain, in a sentence; empty where no policy but the synchronous one was asked for.
+    """What the best policy gains, in a sentence; empty if only the synchronous policy ran.
 
     Example: "histopipe ends the run 1.62x as fast as the synchronous loop and 1.57x as fast as FIFO over random
     shards at staleness 1, at 0.91 of the lower bound; its workers decode nothing for 12 % of their time."
@@ -65,7 +62,7 @@ def answer(results: Sequence[Result]) -> str:
 
 
 def about_predictions(trace: Trace) -> str:
-    """How good the predictions of a trace are, in a sentence."""
+    """How good a trace's predictions are, in a sentence."""
     predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
     actual = np.concatenate([step.lengths for step in trace.steps])
     figures = calibrate(predicted, actual)
@@ -79,7 +76,7 @@ def about_predictions(trace: Trace) -> str:
 
 
 def in_seconds(time_s: float) -> str:
-    """A time without its unit, in at least three digits.
+    """A time without its unit, with at least three digits.
 
     >>> in_seconds(2023935.4), in_seconds(7.026)
     ('2,023,935', '7.03')
@@ -102,7 +99,7 @@ def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
 
 
 def _bar(share: float) -> str:
-    """A bar of that share of the width, in eighths of a character.
+    """A bar of that share of the full width, in eighths of a character.
 
     >>> _bar(0.25)
     '███'

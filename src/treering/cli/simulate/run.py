@@ -1,7 +1,4 @@
-"""`treering simulate`: how long a run would take with each scheduling policy, and what ours would gain.
-
-Knows what is asked for and where answers go. Everything is computed in virtual time; nothing is measured here.
-"""
+"""`treering simulate`: runs every policy on every case in virtual time, and prints or writes the results."""
 
 import sys
 from pathlib import Path
@@ -27,18 +24,18 @@ def run(
     out: Path | None,
     json_output: bool,
 ) -> None:
-    """Simulates, prints the results as JSON or as a table, and writes what was asked for.
+    """Simulates, prints the results as JSON or as a table, and writes the requested files.
 
     Args:
         options: what makes the cases.
-        policies: names with commas between them; None is all.
-        timeline: HTML file for a picture of the first seed.
+        policies: comma-separated names; None means all.
+        timeline: HTML file for a timeline of the first seed.
         out: file for the JSON.
-        json_output: one JSON object on stdout in place of the table.
+        json_output: print one JSON object on stdout instead of the table.
 
     Raises:
-        ConfigError: what `make_cases` refuses, or a policy that there is not.
-        InputError: what `make_cases` refuses, or a file whose folder does not exist.
+        ConfigError: see `make_cases`; an unknown policy.
+        InputError: see `make_cases`; a file whose folder does not exist.
     """
     for flag, file in (("--timeline", timeline), ("--out", out)):
         if file is not None and not file.absolute().parent.is_dir():

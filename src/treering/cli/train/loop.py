@@ -1,7 +1,4 @@
-"""The loop of `treering train`: in this process, or in processes that build their parts from the same configuration.
-
-Translates nothing (`train_settings`), and knows nothing of folders and logs.
-"""
+"""Builds the loop of `treering train`: in this process, or in child processes that read the same configuration."""
 
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +26,10 @@ from treering.train.loop.compute import ComputeOptions
 
 
 class TrainRecipe:
-    """A `Recipe` of a configuration; what it has built stays in the process that built it."""
+    """The `Recipe` of a configuration; pickling leaves out what it has built."""
 
     def __init__(self, config: RlConfig, beside: Path) -> None:
-        """`beside`: folder of the configuration's file."""
+        """`beside` is the folder of the configuration file."""
         self._config = config
         self._beside = beside
 
@@ -63,7 +60,7 @@ class TrainRecipe:
 
 
 def make_model(config: RlConfig, beside: Path, source: TaskSource) -> PreTrainedModel:
-    """The model that a configuration names, for the ids of its task."""
+    """The configured model, with a vocabulary for the task's ids."""
     folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
     return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
 
@@ -77,7 +74,7 @@ def make_loop(
     compute: ComputeOptions,
     num_steps: int,
 ) -> RlLoop | PipelineLoop:
-    """The loop over a task and a model that are built already."""
+    """The loop over a given task and model."""
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model, source)

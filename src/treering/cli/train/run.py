@@ -1,7 +1,4 @@
-"""The training of `treering train`: task, model, loop, run folder and sinks, put together as a configuration says.
-
-Translates nothing (`train_settings`) and shows nothing but sentences and steps; decides nothing about training itself.
-"""
+"""Runs `treering train`: builds task, model, loop, run folder and metric sinks from a configuration, and trains."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,16 +10,16 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.progress import RlProgress, StepProgress
+from treering.cli.progress import RlProgress, StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, told_on, write_settings
-from treering.cli.settings import compute_options, count_steps
-from treering.cli.sharing import with_costs
+from treering.cli.settings import compute_options, count_steps, with_costs
 from treering.cli.train.loop import make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource, load_task
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
+from treering.history.draft.kernel import propose
 from treering.metrics import Metrics
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
@@ -32,6 +29,7 @@ from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.tree.build import lay_out
 
 HISTORY_FOLDER = "history"
 ROLLOUTS_FOLDER = "rollouts"
@@ -42,15 +40,15 @@ Loop: TypeAlias = RlLoop | PipelineLoop
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenRun:
-    """A run that is ready to go on.
+    """An open run, new or resumed.
 
     Attributes:
         config: as it was read.
         source: its task.
-        loop: as its newest checkpoint left it, or new.
-        opened: whether it is resumed, and where.
+        loop: new, or in the state of the newest checkpoint.
+        opened: whether and where the run resumes.
         num_steps: of the whole run.
-        steps: does a step, logs and saves it, and gives its report.
+        steps: each item trains, logs and saves one step and is its report.
     """
 
     config: RlConfig
@@ -62,7 +60,7 @@ class OpenRun:
 
 
 def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
-    """Runs the training of a configuration whose file lies in the folder `beside`; resumes the run that is there."""
+    """Trains as a configuration in the folder `beside` says, or resumes the run that its run folder holds."""
     with (
         open_training(config, beside=beside, console=console) as run,
         StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
@@ -87,11 +85,12 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
 
 @contextmanager
 def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterator[OpenRun]:
-    """Opens the run of a configuration: model and warm-up, newest checkpoint, logs; closes the logs at the end."""
-    # Its bars for files of a second would flicker through ours.
+    """Opens a run: model, warm-up, newest checkpoint, logs; closes the logs at the end."""
+    # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     source = load_task(config.task, beside=beside)
     model = make_model(config, beside, source)
+    note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
     loop = make_loop(config, beside, source, model, compute=_compute(config, model), num_steps=num_steps)
     checkpoints = CheckpointStore(

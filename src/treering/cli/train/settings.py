@@ -1,7 +1,4 @@
-"""The settings of `treering train` as the records that training takes, and as what makes a run the same run.
-
-Knows both spellings of every setting. Reads no file and builds no model.
-"""
+"""Translates the settings of `treering train` to the records that training takes, and to the run's identity."""
 
 import os
 
@@ -27,19 +24,19 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
 
-# Settings that change rounding at most, or only how long a run is. So do those of [engine], its seed excepted, and of
-# [history]: what a rollout says does not depend on them.
+# Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
+# except its seed: no rollout's tokens depend on them.
 _FREE_TO_CHANGE = frozenset(
     {"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 SHARED_HISTORY_FOLDER = "history-shared"
-"""In the run folder: what rollout workers read."""
+"""In the run folder: the history that rollout workers read."""
 
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
-    """The loop's record."""
+    """The options of the loop."""
     rl = config.rl
     return RlOptions(
         prompts_per_step=rl.prompts_per_step,
@@ -64,7 +61,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
-    """The run's memory, in a folder where other processes read it; None where drafts are off."""
+    """The run's history and drafter, in a folder if workers read it too; None if drafts are off."""
     if config.history.drafts == "off":
         return None
     folder = config.run.dir / SHARED_HISTORY_FOLDER if config.runtime.workers else None
@@ -74,8 +71,8 @@ def make_drafting(config: RlConfig) -> Drafting | None:
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
     """Makes engines of this model.
 
-    Without `max_tokens` one holds `max_batch` rollouts of the longest prompt, and the prompts of a step beside them as
-    far as they need no more than that again.
+    Without `max_tokens`, an engine has room for `max_batch` rollouts of the longest prompt and for the prompts of a
+    step, the latter up to the same size again.
     """
     engine = config.engine
     running = engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
@@ -84,7 +81,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
         if drafter is not None and is_fixed:
-            # A run that measured them until now has them in its state.
+            # A resumed run that measured costs before has them in its state.
             drafter.use_costs(None)
         return TorchEngine(
             model,
@@ -105,14 +102,14 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 
 def _engine_threads(config: RlConfig) -> int | None:
-    """Threads of one engine: where workers and a trainer share the machine, its own part unless the user says so."""
+    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine."""
     if config.engine.num_threads is not None or config.runtime.workers == 0:
         return config.engine.num_threads
     return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
 
 
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
-    """Records of the supervised start, in which all solutions of a step are one tree."""
+    """Options of the warm-up, in which all solutions of a step form one tree."""
     warmup = config.warmup
     optim = OptimOptions(
         learning_rate=warmup.learning_rate,
@@ -135,13 +132,13 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
 
 
 def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must have in common with the one that began.
+    """What a resumed run must share with the original one.
 
-    Length, with a constant rate, is no part of it: a finished run may be trained on with a larger num_steps.
+    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
     if config.rl.staleness == 0:
-        # As in runs that began before there was any.
+        # Runs from before this setting existed have no entry for it.
         free |= {"staleness"}
     return {
         **model_identity(config.model, model),
@@ -158,7 +155,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed warm-up must have in common with the one that began."""
+    """What a resumed warm-up must share with the original one."""
     return {
         **model_identity(config.model, model),
         **section_identity("task", config.task),

@@ -1,7 +1,4 @@
-"""What a call of `treering train` leaves to be read: its summary, for machines as fields and for people as a table.
-
-Knows step reports. Knows nothing of how they came about.
-"""
+"""The summary of a call of `treering train`, as fields and as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +11,17 @@ from treering.schedule.latency import Latency
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums and means over the steps of one call; all 0, and no rewards, where there was none."""
+    """Sums and means over the steps of one call; zeros without rewards if there was no step."""
 
     first_reward: float | None
-    """Mean over the rollouts of the first epoch that this call trained in; None where there was none."""
+    """Mean over the rollouts of this call's first epoch; None without one."""
     last_reward: float | None
-    """Mean over the rollouts of the last one."""
+    """Mean over the rollouts of its last epoch."""
     num_updates: int
-    """Steps that moved the weights."""
+    """Steps that changed the weights."""
     num_groups: int
     num_zero_variance: int
-    """Groups whose rollouts all had one reward."""
+    """Groups whose rollouts all had the same reward."""
     num_reward_errors: int
     num_empty: int
     num_overlong: int
@@ -40,9 +37,9 @@ class Totals:
     num_drafted: int
     acceptance: float
     flat_tokens: int
-    """Tokens that were trained as prompts and rollouts."""
+    """Trained tokens of all prompts and rollouts."""
     unique_tokens: int
-    """Tokens that were computed for it."""
+    """Tokens that were computed for them."""
     sharing: float
 
 
@@ -62,9 +59,9 @@ class TrainSummary:
     checkpoint: str
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
     account: Mapping[str, int] | None = None
-    """What became of every rollout of the whole run, see `treering.runtime.account`; None without processes."""
+    """What became of every rollout of the run, see `treering.runtime.account`; None without processes."""
     latency: Mapping[str, float] | None = None
-    """What the run has measured and plans with, see `times_of`; None where it has measured nothing."""
+    """Measured times that the run plans with, see `times_of`; None if it has measured none."""
 
 
 def totals(reports: Sequence[RlStepReport]) -> Totals:
@@ -103,14 +100,14 @@ def totals(reports: Sequence[RlStepReport]) -> Totals:
 
 
 def times_of(latency: Latency) -> dict[str, float]:
-    """Seconds of a latency that is a line: "step_s" of a pass, "row_s" more a row, and those of its other names.
+    """Seconds of a linear latency: "step_s" per pass, "row_s" per row of it, and the other times by name.
 
     Example: passes of 1 and 2 rows that take 3 and 4 ms have the step_s 0.002 and the row_s 0.001.
     """
     row_s = float(latency.decode_s[-1] - latency.decode_s[0]) / int(latency.num_rows[-1] - latency.num_rows[0])
     step_s = float(latency.decode_s[0]) - row_s * int(latency.num_rows[0])
     others = {name: getattr(latency, name) for name in ("prefill_s", "load_s", "training_s")}
-    # Rounding may leave a hair below 0.
+    # Rounding may give slightly less than 0.
     return {"step_s": max(0.0, step_s), "row_s": row_s, **others}
 
 
@@ -144,7 +141,7 @@ def as_table(summary: TrainSummary) -> Table:
 
 
 def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
-    """Where every scheduled rollout went, and which processes died on the way."""
+    """Where every scheduled rollout went, and which processes died."""
     if account is None:
         return {}
     left_out = {"of one reward": "without_variance", "without reward": "reward_errors", "empty": "empty"}
@@ -164,7 +161,7 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
 
 
 def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
-    """What plans are made with."""
+    """The times that the run plans with."""
     if latency is None:
         return {}
     milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}

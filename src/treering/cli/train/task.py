@@ -1,7 +1,4 @@
-"""The task that a configuration of `treering train` names, with what its run must know about it.
-
-Knows where files are looked up, and the constructors of tasks. Imports no torch.
-"""
+"""Builds the configured task of `treering train`, with what the run needs to know about it. Imports no torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,24 +24,24 @@ _TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskSource:
-    """A task, and where it came from."""
+    """A task and where it came from."""
 
     task: Task
     """Prompts and rewards."""
     kind: str
-    """As the configuration calls it."""
+    """Its name in the configuration."""
     max_turns: int
-    """Turns of a rollout, where the configuration says nothing else."""
+    """Default number of turns of a rollout."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer whose ids these are; None where no tokenizer made them."""
+    """Folder of the tokenizer that made the ids; None without one."""
     decode: Decode | None = None
     """Tokens to text, for stop strings; None without a tokenizer."""
     notes: tuple[str, ...] = ()
-    """What the user should be told, a sentence each."""
+    """Sentences for the user."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the prompts in order: equal exactly where ids, tokens and answers are equal."""
+        """SHA-256 over the prompts in order: equal only if ids, tokens and answers are."""
         total = hashlib.sha256()
         for prompt in self.task.prompts:
             total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
@@ -58,10 +55,10 @@ class TaskSource:
 
 
 def load_task(config: TaskConfig, *, beside: Path) -> TaskSource:
-    """Draws or reads the prompts of a configuration whose file lies in the folder `beside`.
+    """Draws or reads the prompts of a configuration in the folder `beside`.
 
     Raises:
-        ConfigError, InputError: settings or files that make no task.
+        ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
         return _from_file(config, beside)
@@ -69,7 +66,7 @@ def load_task(config: TaskConfig, *, beside: Path) -> TaskSource:
 
 
 def draw_sums(config: TaskConfig) -> SumTask:
-    """The sums of a configuration whose kind is one of sums."""
+    """The prompts of a task of kind sums or calculator."""
     return _SUMS[config.kind](
         config.num_prompts,
         config.seed,

@@ -1,7 +1,4 @@
-"""The supervised start of `treering train`: a run of its own inside the run's folder, so that it can be killed as well.
-
-Knows which solutions are trained. Decides nothing about training itself.
-"""
+"""The supervised warm-up of `treering train`, a resumable run of its own inside the run's folder."""
 
 from collections.abc import Sequence
 
@@ -24,7 +21,7 @@ WARMUP_FOLDER = "warmup"
 
 
 def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
-    """Trains the model on solved prompts, none of them the task's; goes on with a warm-up that was stopped."""
+    """Trains the model on solved prompts outside the task; resumes a stopped warm-up."""
     num_steps = config.warmup.num_steps
     if num_steps == 0:
         return
@@ -48,7 +45,7 @@ def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
 
 
 def joined(tasks: Sequence[Task], size: int) -> list[Task]:
-    """Tasks of `size` tasks each, the last one smaller: their sequences share what they begin with, across prompts.
+    """Joins each `size` tasks into one, the last one smaller, so that sequences share prefixes across prompts.
 
     Example: five tasks of one sequence each, joined by two, are three tasks of 2, 2 and 1 sequences.
     """

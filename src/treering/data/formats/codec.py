@@ -1,7 +1,4 @@
-"""Trajectories to and from JSON values: one place that knows the spelling of the file format.
-
-Knows field names, both spellings of tool calls and the type of every field. Knows nothing of files or line numbers.
-"""
+"""Trajectories to and from JSON values: field names, types, and both spellings of tool calls."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +15,10 @@ _SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version")
 
 
 def decode(record: object) -> Trajectory:
-    """The trajectory that a JSON value stands for; fields that are null count as absent, unknown ones are ignored.
+    """Parses a trajectory; null fields count as absent, unknown ones are ignored.
 
-    Raises InputError that names the field, its value and the rule.
+    Raises:
+        InputError: a bad field; the message has its name, value and rule.
 
     Example: `decode({"task_id": 3, "tokens": [5, 6], "loss_mask": [0, 1], "source": "x"}).loss_mask` is
     `[False, True]`.
@@ -46,7 +44,7 @@ def decode(record: object) -> Trajectory:
 
 
 def encode(trajectory: Trajectory) -> dict[str, Any]:
-    """The JSON value of a trajectory, without the fields that are None; `decode` gives the trajectory back.
+    """The JSON value of a trajectory, without fields that are None; `decode` reads it back.
 
     Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """
@@ -127,7 +125,7 @@ def _arguments(value: object, where: str) -> Mapping[str, Any] | str:
         return value
     if not isinstance(value, str):
         raise InputError(f"{where} must be an object or its JSON text, got {_show(value)}; wrap it in an object")
-    # Models write broken JSON now and then: that is data to train on or to learn from, so the text is kept as it is.
+    # Models sometimes write broken JSON. It is training data, so the text is kept as it is.
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):

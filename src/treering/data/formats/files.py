@@ -1,8 +1,4 @@
-"""Trajectory files: JSON Lines, plain or gzipped, one trajectory a line.
-
-Knows lines, compression and atomic replacement, and puts file and line in front of every error. Knows nothing of what
-a trajectory means.
-"""
+"""Trajectory files: JSON Lines, plain or gzipped, one trajectory per line. Every error begins with file and line."""
 
 import gzip
 import json
@@ -18,10 +14,10 @@ from treering.errors import InputError
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """All trajectories of a JSONL file, in file order; names in .gz are decompressed, blank lines skipped.
+    """All trajectories of a JSONL file, in file order; `.gz` files are decompressed, blank lines skipped.
 
-    Raises InputError as "FILE:LINE: rule, value, fix" for a bad line, and naming the file where it is missing, corrupt
-    or holds no trajectory.
+    Raises:
+        InputError: a bad line, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or empty.
 
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
@@ -33,9 +29,9 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes a file that `read_trajectories` gives back; a name that ends in .gz is compressed.
+    """Writes a file for `read_trajectories`; a name that ends in .gz is compressed.
 
-    The file appears whole or not at all: an error or a kill half-way leaves what stood there before.
+    The write is atomic: after an error or a kill the old file is still there.
 
     Example: `write_trajectories("set.jsonl", [Trajectory(task_id=1, tokens=np.array([5, 6], np.int32))])` writes
     `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
@@ -56,9 +52,9 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
 
 
 def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Adds lines to a plain file, which is made with its folder where it is absent.
+    """Adds lines to a plain file; creates it and its folder if needed.
 
-    Once it returns, a killed process does not lose them; a kill half-way may leave the last line half written.
+    Once it returns, a killed process does not lose them; a kill during the call may leave a partial last line.
 
     Example: two calls with one trajectory each leave a file of two lines.
     """
@@ -79,7 +75,7 @@ def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
     if suffix != ".gz":
         stream.writelines(lines)
         return
-    # A fixed time stamp makes equal trajectories equal bytes.
+    # With a fixed time stamp, equal trajectories give equal bytes.
     with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as compressed:
         compressed.writelines(lines)
 
@@ -87,7 +83,8 @@ def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     r"""The lines of a file, plain or .gz, with their numbers from 1; blank ones are skipped but counted.
 
-    Raises InputError where the file cannot be read or is no whole gzip file.
+    Raises:
+        InputError: the file cannot be read or is not a whole gzip file.
 
     Example: a file with the lines "a", "" and "b" gives (1, b"a\n") and (3, b"b\n").
     """

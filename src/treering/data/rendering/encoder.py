@@ -1,7 +1,6 @@
-"""Scripts to token ids and masks with a tokenizer from a folder.
+"""Encodes scripts to token ids and masks: a token is trained if its first character is in a trained span.
 
-Knows offsets: a token is trained where its first character lies in a trained span. Knows nothing of messages, and
-loads the small `tokenizers` package instead of a model library.
+Uses the small `tokenizers` package, no model library.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ class EncodedScript:
 
 
 def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
-    """One encoded script of several, turn ends moved along.
+    """Joins encoded scripts and shifts their turn ends.
 
     Example: 3 tokens without a turn and 2 tokens with turn end 2 join to 5 tokens with turn end 5.
     """
@@ -54,14 +53,14 @@ class Encoder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens `folder/tokenizer.json`; raises ConfigError where it is absent or broken."""
+        """Opens `folder/tokenizer.json`; raises ConfigError if it is missing or broken."""
         self._tokenizer = open_tokenizer(folder)
         self._isolates_turns = _isolates(self._tokenizer, TURN_START)
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
-        """Encodes each list of scripts as the tokenizer encodes their concatenation, without any added token.
+        """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 
-        Where the start marker is a special token it splits the text anyway, so equal messages are tokenized once.
+        If the start marker is a special token, it splits the text anyway, so equal messages are tokenized once.
         """
         parts = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
         unique = list(dict.fromkeys(script for scripts in parts for script in scripts))
@@ -73,7 +72,8 @@ class Encoder:
 def open_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a Hugging Face folder, without truncation and padding.
 
-    Raises ConfigError where the folder holds no tokenizer.json, or a broken one.
+    Raises:
+        ConfigError: the folder has no tokenizer.json, or a broken one.
 
     Example: `open_tokenizer(Path("qwen3")).token_to_id("<|im_end|>")` is 151645.
     """
@@ -87,7 +87,7 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust binding raises bare Exception for every broken file
         raise ConfigError(f"tokenizer.json must be readable, {file} is not ({error}); fetch it again") from error
-    # A stored limit or padding would cut or stretch trajectories behind the caller's back.
+    # A stored limit or padding would silently cut or extend trajectories.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -102,7 +102,7 @@ def _align(script: Script, encoding: "Encoding") -> EncodedScript:
     tokens = np.array(encoding.ids, dtype=np.int32)
     starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
     edges = np.array(script.spans, dtype=np.int64).reshape(-1)
-    # Position among the edges start0, stop0, start1, ...: odd inside a span, and span k is position 2k + 1.
+    # Index among the edges start0, stop0, start1, ...: odd inside a span; span k has index 2k + 1.
     place = np.searchsorted(edges, starts, side="right")
     inside = np.arange(1, edges.size, 2)
     first, past = np.searchsorted(place, inside, side="left"), np.searchsorted(place, inside, side="right")

@@ -1,8 +1,4 @@
-"""Trajectories to token ids and masks: the one way from what is stored to what is trained.
-
-Knows which form a trajectory takes: its own tokens, raw text, the plain chat form or the tokenizer's template. Knows
-nothing of trees.
-"""
+"""Renders trajectories to token ids and masks: their own tokens, raw text, the plain chat form or a chat template."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,25 +21,25 @@ Template: TypeAlias = Literal["plain", "hf"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RenderedTrajectory:
-    """A trajectory as tokens, ready to be merged and trained.
+    """A trajectory as tokens, ready for merging and training.
 
     Example: tokens `[5, 6, 7, 8]` with mask `[0, 0, 1, 1]` have `num_prompt_tokens` 2 and `turn_ends` `[4]`.
     """
 
     task_id: TaskId
-    """Trials of one task share it."""
+    """The same for all trials of a task."""
     tokens: TokenIds
     """int32 [T], T >= 1."""
     loss_mask: LossMask
-    """bool [T], True where a token is trained."""
+    """bool [T], True for trained tokens."""
     turn_ends: npt.NDArray[np.int32]
     """int32 [turns], ascending: one past the last trained token of each assistant turn."""
     reward: float | None = None
-    """Reward of the whole rollout; None where unknown."""
+    """Reward of the whole rollout; None if unknown."""
     advantage: float | None = None
-    """Advantage of the whole rollout; None where unknown."""
+    """Advantage of the whole rollout; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
-    """float64 [T] of the policy that sampled; None where unknown."""
+    """float64 [T] under the policy that sampled; None if unknown."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
@@ -51,18 +47,18 @@ class RenderedTrajectory:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first trained one; all of them where none is trained."""
+        """Tokens before the first trained one; all tokens if none is trained."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.tokens.size
 
 
 class Renderer:
-    """Turns trajectories into tokens with one tokenizer, opened on first need.
+    """Turns trajectories into tokens with one tokenizer, opened on first use.
 
     Example: `Renderer(tokenizer=None).render([Trajectory(task_id=1, tokens=ids)])[0].tokens` is `ids`.
     """
 
     def __init__(self, *, tokenizer: Path | None, template: Template = "plain") -> None:
-        """`tokenizer` is a Hugging Face tokenizer folder; None is enough where every trajectory has tokens."""
+        """`tokenizer` is a Hugging Face tokenizer folder; None will do if every trajectory has tokens."""
         if template not in ("plain", "hf"):
             raise ConfigError(f'template is "plain" or "hf", got {template!r}; choose one of them')
         self._folder = tokenizer
@@ -73,7 +69,8 @@ class Renderer:
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
 
-        Raises InputError for messages without a tokenizer, and for messages without any text.
+        Raises:
+            InputError: messages without a tokenizer, or without any text.
         """
         trajectories = list(trajectories)
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
@@ -104,17 +101,17 @@ class Renderer:
 def render(
     trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "plain"
 ) -> list[RenderedTrajectory]:
-    """Renders trajectories with a `Renderer` made for this call.
+    """Renders trajectories with a new `Renderer`.
 
-    Example: user "2+2=" and assistant "4" of format "raw" are the tokens of "2+2=4", and only that of "4" is trained.
+    Example: user "2+2=" and assistant "4" of format "raw" become the tokens of "2+2=4", of which only "4" is trained.
     """
     return Renderer(tokenizer=tokenizer, template=template).render(trajectories)
 
 
 def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
-    """Trajectories of equal `task_id` together, tasks and trajectories in the order in which they first appear.
+    """Groups trajectories by `task_id`; tasks and trajectories stay in order of first appearance.
 
-    Example: trajectories of the tasks a, b, a give two groups: the two of a, then that of b.
+    Example: trajectories of the tasks a, b, a give two groups: the two of a, then the one of b.
     """
     tasks: dict[TaskId, list[RenderedTrajectory]] = {}
     for trajectory in trajectories:

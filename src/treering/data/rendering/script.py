@@ -1,7 +1,4 @@
-"""Scripts: the text of a trajectory with the character spans that the policy wrote.
-
-Knows the plain forms of raw text and of chats. Knows nothing of tokens; how a script becomes tokens is the encoder's.
-"""
+"""Scripts: the text of a trajectory with the character spans that the policy wrote, for raw text and plain chats."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -23,10 +20,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """Text with the spans in it that are trained, one span per assistant turn."""
+    """Text with its trained spans, one per assistant turn."""
 
     text: str
-    """What is tokenized."""
+    """The text to tokenize."""
     spans: tuple[Span, ...] = ()
     """Ascending, disjoint and not empty."""
 
@@ -47,8 +44,8 @@ def message_script(message: Message) -> Script:
 def tool_calls_text(calls: Iterable[ToolCall]) -> str:
     """Tool calls as compact JSON objects, one per line, keys "name" then "arguments", characters unescaped.
 
-    Arguments that hold a JSON object are written as an object even where the source has them as text, so that both
-    spellings of one call are the same tokens; anything else stays a JSON string.
+    Arguments that are a JSON object are written as an object even if the source has them as text, so that both
+    spellings of a call give the same tokens; anything else stays a JSON string.
 
     Example: `{"name":"search","arguments":{"query":"Zürich"}}`.
     """
@@ -56,7 +53,7 @@ def tool_calls_text(calls: Iterable[ToolCall]) -> str:
 
 
 def raw_script(messages: Sequence[Message]) -> Script:
-    """The contents one after another without any marker; each assistant message with text is a span.
+    """The concatenated contents without markers; each assistant message with text is a span.
 
     Example: user "2+2=" and assistant "4" are the text "2+2=4" with the span (4, 5).
     """
@@ -64,7 +61,7 @@ def raw_script(messages: Sequence[Message]) -> Script:
 
 
 def join_scripts(scripts: Iterable[Script]) -> Script:
-    """One script of several, their spans moved along with their text.
+    """Joins scripts and shifts their spans.
 
     Example: "ab" without span and "cd" with the span (0, 2) join to "abcd" with the span (2, 4).
     """
@@ -79,7 +76,7 @@ def join_scripts(scripts: Iterable[Script]) -> Script:
 
 
 def plain_scripts(trajectory: Trajectory) -> list[Script]:
-    """The plain form of a trajectory with messages: one script per message of a chat, one in all of raw text."""
+    """The plain form of a trajectory with messages: one script per message of a chat, one script for raw text."""
     assert trajectory.messages is not None, "only messages have a script"
     if trajectory.format == RAW_FORMAT:
         return [raw_script(trajectory.messages)]

@@ -1,7 +1,6 @@
-"""Scripts from a tokenizer's own chat template.
+"""Scripts from a tokenizer's own chat template: a turn is the text that an assistant message adds when rendered.
 
-Knows the template's text only through what it renders: a turn is what an assistant message adds to the text before it.
-Loads transformers on first use and never its models.
+Imports transformers on first use, without its models.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the folder; raises ConfigError where it is no tokenizer or has no chat template."""
+        """Opens the folder; raises ConfigError if it has no tokenizer or no chat template."""
         require("--template hf", "transformers")
         from transformers import AutoTokenizer
 
@@ -35,8 +34,9 @@ class ChatTemplate:
     def script(self, messages: Sequence[Message]) -> Script:
         """The rendered conversation; each assistant message is a span without its header and last line break.
 
-        Raises InputError where the template refuses the messages, drops a tool call, or rewrites earlier text when a
-        message is added: then no span of the whole text is what the policy saw.
+        Raises:
+            InputError: the template refuses the messages, drops a tool call, or rewrites earlier text when a message is
+                added, so that no span of the whole text is what the policy saw.
         """
         records = [_record(message) for message in messages]
         text = self._render(records, opens_turn=False)

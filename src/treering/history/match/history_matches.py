@@ -1,17 +1,19 @@
-"""Matches in the published rollouts of a row's own prompt."""
+"""Matches in published rollouts: those of a row's own prompt, and those of other prompts."""
 
-from treering.arrays import Int32Array
-from treering.history.features import HISTORY, shift_bucket
+from treering.arrays import Int32Array, Int64Array
+from treering.history.features import FAR, HISTORY, OTHERS, shift_bucket
 from treering.history.jit import lean
 from treering.history.match.arena import Histories, order_of
-from treering.history.match.matches import IN_HISTORY, Matches, put
+from treering.history.match.matches import IN_HISTORY, IN_OTHERS, Matches, put
+from treering.history.match.recent import Others
 from treering.history.match.sides import next_match, sides_of
-from treering.history.match.suffix_search import LONG_ENOUGH, with_edit
+from treering.history.match.suffix_search import LONG_ENOUGH, agree_after_edit, with_edit
 from treering.history.store.prompt_index import MARKER
 
 _MAX_MATCHES = 12
 _FEW_MATCHES = 8
 _MAX_LOOKS = 48
+_MAX_OTHERS = 6
 _WEAK, _ENOUGH_STRONG = 3, 4
 """Matches shorter than a third of the longest are left out once there are four."""
 
@@ -63,3 +65,28 @@ def _put_history(
         return num
     shift = shift_bucket(history.positions[at] - (context.size - begin))
     return int(put(matches, num, HISTORY, IN_HISTORY, at + 1, length, edit, shift))
+
+
+@lean
+def find_in_others(
+    matches: Matches, num: int, others: Others, own: Int64Array, context: Int32Array, begin: int, right: int
+) -> int:
+    """Adds the longest matches of the row's context in other prompts' rollouts, longest first.
+
+    The row's own prompt spans `own[0]` to `own[1]`; `right` positions sort before the context.
+    """
+    text, order = others.text, others.order
+    own_begin, own_end = own[0], own[1]
+    sides = sides_of(right)
+    most, last = num + _MAX_OTHERS, context.size - 1
+    for _ in range(2 * _MAX_OTHERS):
+        at, length, sides = next_match(sides, text, order, 0, context, begin)
+        if num == most or length == 0:
+            break
+        if own_begin <= at < own_end or text[at + 1] == MARKER:
+            continue
+        edit = 0
+        if length < LONG_ENOUGH:
+            edit = agree_after_edit(text, at - length, context, last - length, begin)
+        num = put(matches, num, OTHERS, IN_OTHERS, at + 1, length, edit, FAR)
+    return num

@@ -10,9 +10,8 @@ from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
 from treering.history.jit import lean
 from treering.history.match.arena import Histories
 from treering.history.match.batched_search import BatchedSearch, add_history_query, add_query, run_queries
-from treering.history.match.history_matches import find_in_history
+from treering.history.match.history_matches import find_in_history, find_in_others
 from treering.history.match.matches import Matches, longest_of
-from treering.history.match.other_prompts import find_in_others
 from treering.history.match.recent import Others
 from treering.history.match.row_states import RowStates, update_state
 from treering.history.match.running import Running

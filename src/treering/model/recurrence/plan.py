@@ -51,18 +51,11 @@ class RecurrencePlan:
         levels: calls by level; the first level starts from states of the partition above.
         source: int64 [N] index of each token's output in the concatenated outputs of all calls.
         left: int64 [R] index of the state after each boundary token among the kept states of all calls.
-        num_computed: computed tokens, with rescanned ones and padding.
     """
 
     levels: tuple[tuple[RowCall, ...], ...]
     source: Tensor
     left: Tensor
-    num_computed: int
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of each recurrent layer."""
-        return sum(len(level) for level in self.levels)
 
 
 def plan_of(layout: TreeLayout) -> RecurrencePlan:
@@ -111,7 +104,6 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
         levels=tuple(levels),
         source=torch.from_numpy(source).to(layout.device),
         left=torch.from_numpy(left).to(layout.device),
-        num_computed=num_computed,
     )
 
 

@@ -51,5 +51,5 @@ def boundary_of(
 def _places(tokens: NDArray[np.int32], wanted: NDArray[np.int32]) -> NDArray[np.int64]:
     """Index of each wanted token in `tokens`; both are ascending."""
     places = np.searchsorted(tokens, wanted).astype(np.int64)
-    assert (tokens[places] == wanted).all(), "a partition hangs off tokens that its parent does not leave"
+    assert (tokens[places] == wanted).all(), "a partition starts from tokens whose state its parent does not export"
     return places

@@ -1,1 +1,1 @@
-"""What is computed together: packing, cutting, balancing, and their costs."""
+"""Plans what is computed together: packing, cutting, balancing, and their costs."""

@@ -1,6 +1,6 @@
 """Bin packing: sizes into as few bins of one capacity as possible.
 
-Knows integers only. First fit by falling size in n log n; for a few sizes the fewest bins there can be.
+First-fit decreasing in O(n log n); the optimum for a few sizes.
 """
 
 import numpy as np
@@ -9,15 +9,15 @@ from numba import njit
 from treering.arrays import Int64Array
 
 MAX_EXACT = 12
-"""Most sizes whose fewest bins are searched for; the search takes 2**n steps."""
+"""Most sizes for which the optimum is searched, in 2**n steps."""
 
 
 @njit(cache=True, nogil=True)
 def pack(sizes: Int64Array, capacity: int) -> Int64Array:
     """Bin number of each size, int64 [n]; every size lies in [1, capacity].
 
-    First fit by falling size, ties in input order: never more than 11/9 of the fewest bins (plus one). Up to
-    `MAX_EXACT` sizes get the fewest bins.
+    First-fit decreasing, ties in input order: at most 11/9 of the fewest bins, plus one. Up to `MAX_EXACT` sizes get
+    the fewest bins.
 
     Example: sizes 4, 4, 3, 3, 3, 3 in bins of 10 take the bins 0 0 1 1 1 2 by first fit, and 0 1 0 0 1 1 here.
     """
@@ -35,17 +35,17 @@ def pack(sizes: Int64Array, capacity: int) -> Int64Array:
 
 @njit(cache=True, nogil=True)
 def stable_order(keys: Int64Array) -> Int64Array:
-    """`np.argsort` with ties in input order; one function, since numba takes seconds to compile a sort."""
+    """Stable `np.argsort`; one shared function, because numba takes seconds to compile a sort."""
     return np.argsort(keys, kind="mergesort")
 
 
 @njit(cache=True, nogil=True)
 def _first_fit(sizes: Int64Array, capacity: int) -> Int64Array:
-    """The bin that each size goes into: the first with room for it; all bins stand open from the start."""
+    """The bin of each size: the first with room for it; all bins are open from the start."""
     width = 1
     while width < sizes.size:
         width *= 2
-    # A tournament over the bins: each node holds the most room of any bin below it.
+    # A tournament tree over the bins: each node holds the largest room of any bin below it.
     room = np.full(2 * width, capacity, np.int64)
     bins = np.empty(sizes.size, np.int64)
     for i in range(sizes.size):
@@ -62,7 +62,7 @@ def _first_fit(sizes: Int64Array, capacity: int) -> Int64Array:
 
 @njit(cache=True, nogil=True)
 def _fewest_bins(sizes: Int64Array, capacity: int) -> Int64Array:
-    """Fewest bins by search over subsets: each subset's fewest bins, and with them the least fill of its last one."""
+    """Fewest bins by dynamic programming over subsets: fewest bins first, then the least fill of the last one."""
     n = sizes.size
     num_bins = np.full(1 << n, n + 1, np.int64)
     fill = np.zeros(1 << n, np.int64)

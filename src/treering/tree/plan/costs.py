@@ -1,6 +1,6 @@
-"""What computing a forest costs in seconds: a linear model of tokens, visible pairs and segments.
+"""The cost of computing a forest in seconds: a linear model of tokens, visible pairs and segments.
 
-Knows three numbers and how they are stored. Measures nothing and reads no clock: `train.fit_costs` fits them.
+`train.fit_costs` fits it; nothing is measured here.
 """
 
 import json
@@ -14,7 +14,7 @@ from treering.tree.stats import flat_pairs, visible_pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds of forward and backward, beside what every micro-batch costs whatever is in it.
+    """Seconds of forward and backward, without the constant cost of a micro-batch.
 
     Attributes:
         token_s: seconds per distinct token.
@@ -47,11 +47,11 @@ class CostModel:
         return self.cost(forest.num_tokens, visible_pairs(forest), forest.num_segments)
 
     def of_branches(self, forest: Forest) -> float:
-        """Seconds of computing every branch of a forest as a sequence of its own."""
+        """Seconds of computing every branch of a forest as a separate sequence."""
         return self.cost(forest.num_branch_tokens, flat_pairs(forest), forest.num_branches)
 
     def to_json(self) -> str:
-        """One JSON object that `from_json` reads back to the same numbers."""
+        """One JSON object that `from_json` reads back exactly."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -59,7 +59,7 @@ class CostModel:
         """The cost model that `to_json` wrote.
 
         Raises:
-            StateError: the text is no such object.
+            StateError: the text is not such an object.
         """
         try:
             return cls(**json.loads(text))

@@ -1,7 +1,7 @@
-"""Where a tree over the budget is cut: every segment becomes runs, every run gets the label of the part it is cut into.
+"""Cuts a tree over the budget into parts: each segment becomes runs, and each run gets the label of its part.
 
-Knows segment lengths and parents, no tokens. Works from the leaves up: what hangs together below a segment is cut off
-where it no longer fits. Parts that hang off different parts in the end are told apart later, in `grouping`.
+Works from the leaves up: the connected tokens below a segment are cut off where they no longer fit. Parts with
+different parents in the end are separated later, in `grouping`.
 
     S segments   R runs (parts of one segment, without a gap)
 """
@@ -15,9 +15,9 @@ from treering.arrays import BoolArray, Int64Array
 from treering.tree.plan.bins import stable_order
 
 LARGEST_FIRST = 0
-"""Where children do not fit together, cut the largest off whole until they do: no cut below a fork."""
+"""If children do not fit together, cut the largest ones off whole until they do; no cut below a fork."""
 FULL_PARTS = 1
-"""Where children do not fit together, cut parts of exactly the budget off their lower ends."""
+"""If children do not fit together, cut parts of exactly the budget off their lower ends."""
 
 
 class Runs(NamedTuple):
@@ -25,17 +25,17 @@ class Runs(NamedTuple):
 
     start: Int64Array  # [R] packed index
     stop: Int64Array  # [R]
-    above: Int64Array  # [R] run that the token before its first one lies in, -1 at the root
+    above: Int64Array  # [R] run of the token before its first one, -1 at the root
     label: Int64Array  # [R] equal for runs that were cut off together
 
 
 class _State(NamedTuple):
-    """What is not cut off yet: of each segment a first run, all of them in a linked list in packed order."""
+    """What is not cut off yet: the upper part of each segment, as a linked list in packed order."""
 
     start: Int64Array  # [S] packed index
     live: Int64Array  # [S] tokens of the segment that are not cut off
-    size: Int64Array  # [S] tokens below and in the segment that are not cut off
-    tail: Int64Array  # [S] last segment below with a token that is not cut off, or the segment itself
+    size: Int64Array  # [S] tokens in and below the segment that are not cut off
+    tail: Int64Array  # [S] last segment below with a live token, or the segment itself
     before: Int64Array  # [S + 1] list links
     after: Int64Array  # [S + 1]
     runs: Int64Array  # [capacity, 4] segment, start, stop, label of what is cut off
@@ -56,7 +56,7 @@ def _open(start: Int64Array, num_tokens: int, budget: int) -> _State:
 
 @njit(cache=True, nogil=True)
 def _emit(state: _State, segment: int, first: int) -> None:
-    """Cuts the live tokens of a segment off, from its own token number `first` on."""
+    """Cuts off the live tokens of a segment from number `first` on."""
     if first == state.live[segment]:
         return
     row = state.runs[state.counts[0]]
@@ -76,7 +76,7 @@ def _unlink(state: _State, first: int, last: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _cut_range(state: _State, first: int, last: int) -> None:
-    """Cuts all that is live of the segments from `first` to `last` off."""
+    """Cuts off all live tokens of the segments from `first` to `last`."""
     segment = first
     while segment <= last:
         _emit(state, segment, 0)
@@ -86,7 +86,7 @@ def _cut_range(state: _State, first: int, last: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _trim(state: _State, top: int, num_tokens: int) -> None:
-    """Cuts the last `num_tokens` live tokens below `top` off; fewer than there are, so that its first one stays."""
+    """Cuts off the last `num_tokens` live tokens below `top`; at least one token must stay."""
     state.size[top] -= num_tokens
     while num_tokens > 0:
         tail = state.tail[top]
@@ -100,7 +100,7 @@ def _trim(state: _State, top: int, num_tokens: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _cut_largest(state: _State, children: Int64Array, budget: int) -> None:
-    """Cuts children off, largest first, until the rest fits. `children` stand by falling size."""
+    """Cuts off children, largest first, until the rest fits. `children` are sorted by falling size."""
     total = state.size[children].sum()
     for child in children:
         if total <= budget:
@@ -112,10 +112,10 @@ def _cut_largest(state: _State, children: Int64Array, budget: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _cut_full_parts(state: _State, children: Int64Array, budget: int) -> None:
-    """Cuts parts of exactly `budget` tokens off while the children hold as many; `children` stand by falling size.
+    """Cuts off parts of exactly `budget` tokens while the children have as many; `children` are sorted by falling size.
 
-    A part is whole children from both ends, and for the gap the lower end of the smallest one that is left. What stays
-    of that one is not cut again: the part below it would hang off the next one, and off nothing else in its own.
+    A part is whole children from both ends of the order, and the lower end of the smallest child that is left for the
+    rest. That child is not cut again: the part below it would hang off the next part alone.
     """
     total = state.size[children].sum()
     largest, smallest = 0, children.size - 1
@@ -139,7 +139,7 @@ def _cut_full_parts(state: _State, children: Int64Array, budget: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _cut_segment(state: _State, segment: int, below: int, budget: int) -> None:
-    """Cuts full parts off the lower end of a segment, the first with the `below` tokens that hang off it."""
+    """Cuts full parts off the lower end of a segment; the first includes the `below` tokens that hang off it."""
     room = budget - below
     if below + state.live[segment] > budget:
         _emit(state, segment, state.live[segment] - room)
@@ -166,7 +166,7 @@ def cut_runs(
         num_tokens: of the tree.
         budget: at least 1.
         policy: `LARGEST_FIRST` or `FULL_PARTS`.
-        is_cut: [S] segments that are cut off at their upper end whatever fits.
+        is_cut: [S] segments that are cut off at their upper end even if they fit.
 
     Example: one segment of 10 tokens and budget 4 gives runs of 2, 4 and 4 tokens.
     """
@@ -195,7 +195,7 @@ def cut_runs(
 
 @njit(cache=True, nogil=True)
 def _largest_first(state: _State, children: Int64Array) -> Int64Array:
-    """Those children that are not cut off whole, by falling size, ties as they stand."""
+    """The children that are not cut off whole, by falling size, ties in order."""
     kept = np.empty(children.size, np.int64)
     num_kept = 0
     for child in children:
@@ -209,7 +209,7 @@ def _largest_first(state: _State, children: Int64Array) -> Int64Array:
 
 @njit(cache=True, nogil=True)
 def _children(parent: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Children of each segment, one segment after another, and where each one's begin: [S - 1] and [S + 1]."""
+    """Children of each segment, one segment after another, and where each segment's begin: [S - 1] and [S + 1]."""
     first = np.zeros(parent.size + 1, np.int64)
     for above in parent:
         if above >= 0:

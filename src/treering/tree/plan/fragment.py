@@ -1,8 +1,6 @@
-"""Fragments: some tokens of a tree as a forest of their own, and what they see of the tokens above.
+"""Fragments: some tokens of a tree as a separate forest, and which of the tokens above they see.
 
-Knows packed indices and nothing of budgets, models or tensors.
-
-    N tokens of the tree   M tokens of the fragment
+N tokens of the tree   M tokens of the fragment
 """
 
 from typing import NamedTuple
@@ -14,9 +12,9 @@ from treering.tree.forest import Forest
 
 
 class Sight(NamedTuple):
-    """For each key, the range of query rows that see it: `first[k] <= q < stop[k]`; empty where `first == stop`.
+    """For each key, the range of query rows that see it: `first[k] <= q < stop[k]`; empty if `first == stop`.
 
-    `position` is the key's depth in the whole tree, which is what sliding windows count.
+    `position` is the key's depth in the whole tree, which sliding windows use.
     """
 
     first: Int64Array
@@ -25,7 +23,7 @@ class Sight(NamedTuple):
 
     @classmethod
     def within(cls, forest: Forest) -> "Sight":
-        """Of a forest's own tokens: each is seen by itself and all that descends from it.
+        """The ranges of a forest's own tokens: each is seen by itself and its descendants.
 
         Example: in a forest of the branches 5, 6 and 5, 7 the rows that see the three tokens are 0:3, 1:2 and 2:3.
         """
@@ -39,7 +37,7 @@ class Sight(NamedTuple):
 def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
     """Some tokens of a tree, ascending int32 [M], as a forest without branches.
 
-    Tokens whose parent is outside become roots; positions stay those of the whole tree, so a root's need not be 0.
+    Tokens whose parent is outside become roots. Positions stay those of the whole tree, so a root's need not be 0.
 
     Example: of the chain 5, 6, 7 the last two tokens are a forest with parents -1, 0 and positions 1, 2.
     """
@@ -47,7 +45,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
     above = np.searchsorted(tokens, parent)
     is_inside = (parent >= 0) & (tokens[np.minimum(above, tokens.size - 1)] == parent)
     subtree_end = np.searchsorted(tokens, tree.subtree_end[tokens]).astype(np.int32)
-    # A run of tokens with one end is a chain: where a chain branches, or stops, the end changes.
+    # Tokens in a row with the same subtree end form a chain; the end changes where a chain branches or stops.
     is_start = np.concatenate([np.ones(min(1, tokens.size), bool), subtree_end[1:] != subtree_end[:-1]])
     segment_start = np.flatnonzero(is_start)
     local_parent = np.where(is_inside, above, -1)
@@ -65,7 +63,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
 
 
 def sight_of(tree: Forest, keys: Int32Array, queries: Int32Array) -> Sight:
-    """Which of the query tokens see each of the key tokens, as ranges of places in `queries`.
+    """Which query tokens see each key token, as ranges of indices into `queries`.
 
     Args:
         tree: the whole tree.

@@ -1,6 +1,6 @@
-"""The gate: trees whose branches would be computed sooner one by one are not computed as trees.
+"""The gate: trees whose branches would be faster one by one are not computed as trees.
 
-Knows estimated seconds. The gradient does not depend on its decisions, only time and memory do.
+Only time and memory depend on this decision; the gradient does not.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from treering.tree.plan.costs import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unshared:
-    """A tree that is computed as separate chains, and why.
+    """A tree that is computed as separate chains, with the reason.
 
     Attributes:
         tree: its number among the trees of the batch: forests in order, then their trees.
@@ -41,7 +41,7 @@ class Unshared:
 
 
 def why_unshared(number: int, tree: Forest, costs: CostModel) -> Unshared | None:
-    """The record of a tree that costs more than its branches one by one; None where it does not."""
+    """The record of a tree that costs more than its branches one by one; None if it does not."""
     tree_s, chains_s = costs.of(tree), costs.of_branches(tree)
     if tree_s <= chains_s:
         return None
@@ -55,6 +55,6 @@ def why_unshared(number: int, tree: Forest, costs: CostModel) -> Unshared | None
 
 
 def chains_of(tree: Forest) -> list[Forest]:
-    """Each branch of a tree as a tree of its own, in order."""
+    """Each branch of a tree as a separate tree, in order."""
     indices, offsets = tree.paths()
     return [Forest.from_sequences([tokens]) for tokens in np.split(tree.tokens[indices], offsets[1:-1])]

@@ -1,8 +1,8 @@
-"""Labelled runs to partitions: parts that hang off one partition are put together as far as the budget allows.
+"""Labelled runs to partitions: parts that hang off one partition are joined as far as the budget allows.
 
-Knows runs and sizes. Works from the top down, since what hangs off one partition depends on what was put into it.
+Works from the top down, because what hangs off a partition depends on what was put into it.
 
-    R runs   Q components (runs of one label that hang together)   P partitions
+    R runs   Q components (connected runs of one label)   P partitions
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from treering.tree.plan.cutting import Runs, cut_runs
 
 
 class Grouping(NamedTuple):
-    """Partitions in the order in which they were found: parents before children."""
+    """Partitions in order of discovery: parents before children."""
 
     partition: Int64Array  # [R] of each run
     parent: Int64Array  # [P] partition above, -1 for the top one
@@ -26,7 +26,7 @@ class Grouping(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def group_runs(runs: Runs, budget: int) -> Grouping:
-    """Puts runs together into partitions of at most `budget` tokens.
+    """Joins runs into partitions of at most `budget` tokens.
 
     Example: three leaves of 4 tokens that hang off one partition make two partitions under a budget of 8.
     """
@@ -63,7 +63,7 @@ def group_runs(runs: Runs, budget: int) -> Grouping:
 
 @njit(cache=True, nogil=True)
 def _components(runs: Runs) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Component of each run, and of each component its parent, size and label; components in packed order."""
+    """Component of each run, and the parent, size and label of each component; components in packed order."""
     component = np.empty(runs.start.size, np.int64)
     parent = np.empty(runs.start.size, np.int64)
     size = np.zeros(runs.start.size, np.int64)
@@ -84,7 +84,7 @@ def _components(runs: Runs) -> tuple[Int64Array, Int64Array, Int64Array, Int64Ar
 
 @njit(cache=True, nogil=True)
 def _by_parent(parent: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Components but the first by parent, and where each parent's begin: [Q - 1] and [Q + 1]."""
+    """All components but the first, sorted by parent, and where each parent's begin: [Q - 1] and [Q + 1]."""
     first = np.zeros(parent.size + 1, np.int64)
     for above in parent[1:]:
         first[above + 1] += 1
@@ -108,7 +108,7 @@ def _hanging(members: Int64Array, order: Int64Array, first: Int64Array) -> Int64
 
 @njit(cache=True, nogil=True)
 def _put_together(label: Int64Array, size: Int64Array, budget: int) -> Int64Array:
-    """Bin of each component; those of one label were cut to fit one bin and stay together."""
+    """Bin of each component; those of one label were cut to fit one bin and stay in it together."""
     by_label = stable_order(label)
     item = np.empty(label.size, np.int64)
     totals = np.zeros(label.size, np.int64)
@@ -136,7 +136,7 @@ def search_cuts(
 ) -> tuple[Runs, Grouping]:
     """The best grouping over both policies and every choice of forced cuts among the segments 1 to `num_choices`.
 
-    Best is fewest partitions, then the shortest longest chain of them, then the choice that comes first.
+    Best means the fewest partitions, then the shortest longest chain of them, then the first choice.
     """
     is_cut = np.zeros(start.size, np.bool_)
     runs = cut_runs(start, parent, num_tokens, budget, 0, is_cut)

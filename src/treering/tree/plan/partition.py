@@ -1,7 +1,4 @@
-"""Partitions: the parts that a tree over the token budget is computed in, and what hangs off what.
-
-Knows tokens and the parts they belong to. Knows nothing of how cuts are chosen, of models or of memory.
-"""
+"""Partitions: the parts in which a tree over the token budget is computed, and their parents."""
 
 from dataclasses import dataclass
 
@@ -14,18 +11,18 @@ from treering.tree.plan.grouping import search_cuts
 from treering.types import is_count
 
 SMALL = 9
-"""Most segments of a tree whose forks are all tried as cuts: 2 ** 8 choices, under 10 ms."""
+"""Most segments of a tree for which every set of cuts at forks is tried: 2 ** 8 choices, under 10 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
     """Tokens of one tree that are computed at one time.
 
-    It may hold several subtrees. All hang off tokens of one other partition, its parent, so that the partitions of a
-    tree form a tree themselves.
+    It may have several subtrees. All hang off tokens of one other partition, its parent, so the partitions of a tree
+    form a tree themselves.
 
     Attributes:
-        tokens: int32 [M] packed indices of its own tokens in its tree, ascending.
+        tokens: int32 [M] packed indices of its tokens in the tree, ascending.
         parent: number of its parent among the tree's partitions, smaller than its own; -1 for the top one.
     """
 
@@ -38,7 +35,7 @@ class Partition:
 
     @property
     def num_tokens(self) -> int:
-        """M, the tokens that it computes."""
+        """M, the number of tokens that it computes."""
         return self.tokens.size
 
 
@@ -71,14 +68,13 @@ class PartitionedTree:
 
 
 def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
-    """Cuts one tree into partitions of at most `max_tokens` tokens: few, then a short longest chain of them.
+    """Cuts one tree into the fewest partitions of at most `max_tokens` tokens that it finds, in short chains.
 
-    A cut may fall anywhere. Trees of up to `SMALL` segments try every choice of forks to cut at; larger ones take
-    linear time (times the logarithm that sorting costs). Either way two policies compete: cutting at forks, and cutting
-    full parts that end inside segments.
+    A cut may fall anywhere. Trees of up to `SMALL` segments try every set of forks to cut at; larger ones take
+    O(n log n) time. Either way two policies compete: cuts at forks, and full parts that end inside segments.
 
     Raises:
-        InputError: a forest that is not one tree, or a budget below one.
+        InputError: a forest that is not one tree, or a budget below 1.
 
     Example: one sequence of 10 tokens and a budget of 4 give partitions of 2, 4 and 4 tokens, each under the last.
     """

@@ -1,6 +1,6 @@
-"""The plan of an optimizer batch: whole trees packed into micro-batches, larger ones cut, losing ones not shared.
+"""The plan of an optimizer batch: trees packed into micro-batches, larger ones cut, and trees that lose not shared.
 
-Knows sizes and, where it is given one, a cost model; no models and no clock. Equal inputs give equal plans.
+Planning uses sizes and optionally a cost model, no clock. Equal inputs give equal plans.
 """
 
 import heapq
@@ -24,7 +24,7 @@ class MicroBatch:
     """Trees that are computed at one time.
 
     Attributes:
-        forest: the trees side by side; without any in a micro-batch that only keeps step with other ranks.
+        forest: the trees side by side; empty in a micro-batch that only matches other ranks' number of passes.
         branches: int64 [K] number of each of its branches among all branches of the plan, in the forest's order.
     """
 
@@ -41,9 +41,9 @@ class Plan:
 
     Attributes:
         micro_batches: in the order in which they run.
-        max_tokens: the budget of distinct tokens that each micro-batch and each partition keeps, None for no limit.
+        max_tokens: the most distinct tokens of a micro-batch or partition; None for no limit.
         partitioned: trees over the budget.
-        unshared: trees that are computed as separate chains, since that is estimated to be faster.
+        unshared: trees that are computed as separate chains because that is estimated to be faster.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def forests(self) -> tuple[Forest, ...]:
-        """What is computed: the forests of the micro-batches, then the partitioned trees."""
+        """The forests of the micro-batches, then the partitioned trees."""
         return (*(batch.forest for batch in self.micro_batches), *(tree.forest for tree in self.partitioned))
 
     @property
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def num_branch_tokens(self) -> int:
-        """Tokens that training every branch separately would compute."""
+        """Tokens computed when every branch is trained separately."""
         return sum(forest.num_branch_tokens for forest in self.forests)
 
     @property
@@ -83,7 +83,7 @@ class Plan:
         return 1.0 - self.num_tokens / flat if flat else 0.0
 
     def in_words(self) -> str:
-        """A few lines for a log: what is computed in what, and each tree that is not shared, with the reason."""
+        """A few lines for a log: sharing, numbers of passes, and each tree that is not shared with the reason."""
         lines = [
             f"{self.num_tokens:,} of {self.num_branch_tokens:,} tokens are computed (sharing {self.sharing:.2f}), in "
             f"{len(self.micro_batches)} micro-batches and {len(self.partitioned)} partitioned trees"
@@ -102,22 +102,21 @@ def plan_batch(
 ) -> Plan:
     """Plans the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
 
-    Whole trees go into the fewest micro-batches where there are few of them, else by first fit by falling size (never
-    more than 11/9 of the fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
+    Up to 12 whole trees go into the fewest micro-batches, more of them by first-fit decreasing (at most 11/9 of the
+    fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
 
     Args:
         forests: branches are numbered through all of them in order.
         max_tokens: None computes everything at one time.
-        fill_tokens: where several trees go together, they hold at most this many tokens; a larger tree stands alone.
-            None fills up to `max_tokens`.
-        cut_tokens: a tree over it is cut into partitions of at most so many tokens, even where `max_tokens` has room
-            for all of it.
-        costs: a tree that costs more than its branches one by one is planned as chains; None shares whatever can be.
-        min_micro_batches: forward passes that there must be at least, so that data-parallel ranks run equally many:
-            micro-batches of several trees are split, then empty ones added.
+        fill_tokens: most tokens of several trees together; a larger tree is alone in its micro-batch. None fills up to
+            `max_tokens`.
+        cut_tokens: a larger tree is cut into partitions of at most this many tokens, even if it fits `max_tokens`.
+        costs: a tree that costs more than its branches one by one is planned as chains; None shares everything.
+        min_micro_batches: least number of forward passes, so that data-parallel ranks run equally many: micro-batches
+            of several trees are split first, then empty ones are added.
 
     Raises:
-        InputError: a budget below one, a negative number of micro-batches, or costs that are no cost model.
+        InputError: a budget below 1, a negative number of micro-batches, or `costs` is not a cost model.
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
@@ -160,7 +159,7 @@ def _check_options(costs: CostModel | None, min_micro_batches: int) -> None:
 
 
 def _least(*limits: int | None) -> int | None:
-    """The least limit; None where there is none."""
+    """The least limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -204,7 +203,7 @@ def _bins(
 
 
 def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
-    """At least `num_wanted` bins: of those with several trees the fullest is halved, and then empty ones follow."""
+    """At least `num_wanted` bins: the fullest bin with several trees is halved repeatedly, then empty ones follow."""
     single = [members for members in bins if len(members) == 1]
     splittable = [(-int(sizes[members].sum()), members) for members in bins if len(members) > 1]
     heapq.heapify(splittable)
@@ -220,7 +219,7 @@ def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int
 
 
 def _halves(members: list[int], sizes: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Two parts of about equal size: the largest first, each to the part with less so far."""
+    """Two parts of about equal size: largest trees first, each to the smaller part so far."""
     halves: tuple[list[int], list[int]] = ([], [])
     room = [0, 0]
     for tree in sorted(members, key=lambda i: -int(sizes[i])):

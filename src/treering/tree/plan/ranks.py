@@ -1,7 +1,4 @@
-"""Data-parallel balance: which rank trains which forests, by estimated cost, in equally many forward passes.
-
-Knows costs and counts. Knows nothing of processes or of how gradients are summed.
-"""
+"""Data-parallel balance: which rank trains which forests, by estimated cost, in equally many forward passes."""
 
 import heapq
 from collections.abc import Sequence
@@ -23,8 +20,8 @@ class RankShare:
 
     Attributes:
         forests: int64, numbers of its forests, ascending; a rank may have none.
-        num_micro_batches: forward passes that every rank runs, for `plan_batch(..., min_micro_batches=...)`.
-        cost: its estimated seconds; its distinct tokens where no cost model is given.
+        num_micro_batches: forward passes of every rank, for `plan_batch(..., min_micro_batches=...)`.
+        cost: its estimated seconds; its distinct tokens without a cost model.
     """
 
     forests: NDArray[np.int64]
@@ -35,19 +32,19 @@ class RankShare:
 def share_among_ranks(
     forests: Sequence[Forest], num_ranks: int, max_tokens: int | None = None, costs: CostModel | None = None
 ) -> tuple[RankShare, ...]:
-    """Gives every forest to one rank: the costliest first, each to the rank with the least cost so far.
+    """Assigns every forest to one rank: the costliest first, each to the rank with the least cost so far.
 
-    The largest cost of a rank is at most 4/3 of the smallest possible. Deterministic: every rank can compute all shares
-    by itself, from the same forests and the same (stored) cost model.
+    The largest cost of a rank is at most 4/3 of the optimum. Deterministic: every rank computes all shares by itself,
+    from the same forests and the same stored cost model.
 
     Args:
-        forests: of the whole optimizer batch; one is never split.
+        forests: of the whole optimizer batch; a forest is never split.
         num_ranks: at least 1.
         max_tokens: budget of each rank's micro-batches.
-        costs: as each rank will plan with; None balances distinct tokens.
+        costs: the cost model that each rank plans with; None balances distinct tokens.
 
     Raises:
-        InputError: no rank, or a budget below one.
+        InputError: `num_ranks` or the budget is below 1.
 
     Example: forests of 5, 4, 3 and 3 tokens on two ranks give {5, 3} and {4, 3}.
     """

@@ -1,15 +1,18 @@
-"""What a run folder of `treering train` holds that inspection reads: rollouts, drafter settings, logged figures.
+"""Reads recorded rollouts from trajectory files or the run folder of `treering train`, with its drafter settings.
 
-Knows file names and keys. They are written by files that load torch, which this one does not; tests hold them together.
+The names of files and keys repeat those of modules that load torch, which this one does not; a test compares them.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from treering import metrics
+from treering.analysis.recording import Recorded, record
+from treering.cli.progress import StageProgress
+from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
 from treering.data.formats.files import numbered_lines
 from treering.errors import InputError
 
@@ -17,26 +20,52 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 
+<<<<<<< HEAD:src/treering/cli/inspect/run_folder.py
 MAX_EPOCHS = 2
 """Epochs that the store of a run keeps by default."""
 
+=======
+>>>>>>> 89a0a956daf78c3633d7cf8e6b23980aa9131fc3:src/treering/cli/inspect/rollouts.py
 _SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """What a run logged of an epoch, its steps weighed by their tokens.
+    """What a run logged about the drafts of an epoch, summed over its steps.
 
     Example: steps with 300 tokens in 100 row-steps and 100 tokens in 100 have 2.0 tokens per forward together.
     """
 
     tokens_per_forward: float
     acceptance: float | None
-    """None where nothing was drafted."""
+    """None if nothing was drafted."""
+
+
+def read_rollouts(
+    paths: Sequence[Path], renderer: Renderer, progress: StageProgress, *, allow_file_order: bool = False
+) -> tuple[Recorded, Literal["epochs", "file"]]:
+    """The rollouts of all paths as one recording, and what orders them.
+
+    With `allow_file_order`, the n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
+
+    Raises:
+        InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch.
+    """
+    files = trajectory_files(paths)
+    progress.begin("reading", len(files), "files")
+    trajectories: list[Trajectory] = []
+    rendered: list[RenderedTrajectory] = []
+    for file in files:
+        found = read_trajectories(file)
+        trajectories += found
+        rendered += renderer.render(found)
+        progress.advance(1)
+    in_file_order = allow_file_order and any(one.epoch is None for one in trajectories)
+    return record(trajectories, rendered, in_file_order=in_file_order), "file" if in_file_order else "epochs"
 
 
 def trajectory_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of each path: itself, or those of a run folder, or of its folder of rollouts.
+    """The files of each path: the path itself, or those of a run folder or of its folder of rollouts.
 
     Raises:
         InputError: a folder without such files.
@@ -44,19 +73,23 @@ def trajectory_files(paths: Sequence[Path]) -> list[Path]:
     return [file for path in paths for file in _files_of(path)]
 
 
-def drafter_settings(path: Path) -> tuple[int, dict[str, Any]]:
-    """Epochs that the store of a run keeps, and the settings of its drafter; the defaults where `path` is no run.
+def drafter_settings(path: Path) -> tuple[int, dict[str, Any]] | None:
+    """Epochs that the store of a run keeps, and the settings of its drafter; None if `path` is not a run's folder.
 
     Raises:
         InputError: the run's configuration cannot be read.
     """
     file = path / CONFIG_FILE
     if not file.is_file():
+<<<<<<< HEAD:src/treering/cli/inspect/run_folder.py
         return MAX_EPOCHS, {}
+=======
+        return None
+>>>>>>> 89a0a956daf78c3633d7cf8e6b23980aa9131fc3:src/treering/cli/inspect/rollouts.py
     try:
         history = json.loads(file.read_text(encoding="utf-8"))["history"]
         settings = {name: history[name] for name in _SETTINGS} | {"sources": tuple(history["sources"])}
-        # A run without drafts may have no source; what drafts would have done is asked all the same.
+        # A run without drafts may have no source; the replay says what drafts would have done.
         return history["max_epochs"], settings if settings["sources"] else settings | {"sources": ("history", "own")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
@@ -66,7 +99,7 @@ def drafter_settings(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def read_figures(path: Path) -> dict[int, RunFigures]:
-    """By epoch, what a run logged of its own drafts; nothing where `path` is no run or logged nothing.
+    """What a run logged about its own drafts, by epoch; empty if `path` is not a run's folder.
 
     Raises:
         InputError: a damaged line.
@@ -88,7 +121,7 @@ def read_figures(path: Path) -> dict[int, RunFigures]:
 
 
 def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
-    """Of each step the epoch, and its tokens, row-steps, drafted and accepted tokens."""
+    """The epoch of each step, with its tokens, row-steps, drafted and accepted tokens."""
     for number, line in numbered_lines(file):
         try:
             row = json.loads(line)

@@ -1,12 +1,17 @@
-"""An option that takes one of a few words, in every typer since 0.12; typer reads `Literal` only since 0.19."""
+"""Command-line options that several subcommands share."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]
+
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """A parser for `typer.Option(parser=...)` that returns one of the words and refuses anything else.
+    """A parser for `typer.Option(parser=...)` that accepts only these words.
+
+    It works in every typer since 0.12; typer reads `Literal` only since 0.19.
 
     Example: `one_of("plain", "hf")("hff")` raises BadParameter: 'hff' is not one of 'plain', 'hf'.
     """

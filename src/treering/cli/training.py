@@ -1,0 +1,48 @@
+"""`treering sft` and `treering train`: read the configuration, train, print the summary.
+
+The configuration is read before torch is imported, so mistakes in it are reported at once.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from treering.config import RlConfig, SftConfig, load
+
+
+def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
+    """Fine-tunes as the configuration says; the summary goes to stdout, everything else to stderr.
+
+    Raises:
+        ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
+    """
+    config = load(SftConfig, config_path, overrides)
+    from treering.cli.sft.run import train
+    from treering.cli.sft.summary import as_table
+
+    _report(train(config, beside=config_path.parent, console=_stderr()), as_table, json_output)
+
+
+def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
+    """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
+    config = load(RlConfig, config_path, overrides)
+    from treering.cli.train.run import train
+    from treering.cli.train.summary import as_table
+
+    _report(train(config, beside=config_path.parent, console=_stderr()), as_table, json_output)
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool) -> None:
+    if json_output:
+        print(json.dumps(asdict(summary), indent=2))
+    else:
+        Console().print(as_table(summary))

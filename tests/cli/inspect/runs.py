@@ -1,0 +1,55 @@
+"""A small run of `treering train`, written without training, and calls of `treering inspect`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.history.recordings import Line, trajectories
+from treering import metrics
+from treering.cli import run_folder
+from treering.cli.main import main
+from treering.cli.train import run as train_run
+from treering.config import RlConfig
+from treering.rl.rollout_log import RolloutLog
+
+NUM_PROMPTS = 8
+
+
+def lines_of(epoch: int) -> list[Line]:
+    """Prompt p has two rollouts of 10 + 10 p tokens that no other prompt uses; those of epoch 2 are new ones."""
+    shift = 10_000 if epoch == 2 else 0
+    return [
+        Line(
+            task=f"p{prompt}",
+            epoch=epoch,
+            step=2 * epoch + 1 + prompt // 4,
+            response=tuple(range(shift + 1000 * prompt, shift + 1000 * prompt + 10 + 10 * prompt)),
+            reward=float(sample),
+        )
+        for prompt in range(NUM_PROMPTS)
+        for sample in range(2)
+    ]
+
+
+def write_run(folder: Path) -> Path:
+    """A run of three epochs of two steps, with what it logged of the first two."""
+    log = RolloutLog(folder / train_run.ROLLOUTS_FOLDER)
+    for epoch in range(3):
+        log.write(epoch, trajectories(lines_of(epoch)))
+    rows = [(1, 0, 300, 3.0, 100, 0.5), (2, 0, 100, 1.0, 0, 0.0), (3, 1, 50, 1.0, 0, 0.0)]
+    names = (metrics.EPOCH, metrics.NUM_SAMPLED, metrics.TOKENS_PER_FORWARD, metrics.NUM_DRAFTED, metrics.ACCEPTANCE)
+    with metrics.Metrics([metrics.JsonlSink(folder / "metrics.jsonl")]) as sink:
+        for step, *values in rows:
+            sink.log(step, dict(zip(names, values, strict=True)))
+    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"max_draft": 5, "sources": ["history"]}})
+    run_folder.write_settings(config, config.run.model_copy(update={"dir": folder}))
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of `treering inspect` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["treering", "inspect", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)

@@ -1,0 +1,204 @@
+import json
+import subprocess
+import sys
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.inspect.runs import call, write_run
+from tests.history.recordings import Line, trajectories
+from treering.cli.inspect import drafts as module
+from treering.cli.inspect.drafts import inspect_drafts, run
+from treering.cli.inspect.rollouts import drafter_settings, read_figures
+from treering.cli.run_folder import write_settings
+from treering.config import RlConfig
+from treering.data import write_trajectories
+from treering.errors import InputError
+from treering.history.draft.drafter import Drafter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def as_json(
+    capsys: pytest.CaptureFixture[str], *paths: Path, limit: int | None = None, cost: float | None = None
+) -> dict[str, Any]:
+    run(list(paths), None, "plain", limit, cost, json_output=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def write_tokens(file: Path, *tasks: tuple[str, int]) -> Path:
+    """Rollouts without an epoch, a mask and a prompt: 21 tokens of the task that begin at a number."""
+    lines = [{"task_id": task, "tokens": list(range(first, first + 21))} for task, first in tasks]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return file
+
+
+def test_a_run_is_replayed_by_epoch_with_its_own_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = as_json(capsys, folder)
+    assert (report["order"], report["num_rollouts"], report["num_prompts"], report["num_with_history"]) == (
+        "epochs", 48, 8, 32,
+    )  # fmt: skip
+    _, second, third = (epoch["drafted"] for epoch in report["epochs"])
+    assert second["history"]["tokens_per_step"] > 3
+    assert second["all"]["tokens_per_step"] > 3
+    # Five drafted tokens at most.
+    assert second["history"]["tokens_per_step"] <= 6
+    assert second["other_prompt"]["num_accepted"] == second["own"]["num_accepted"] == 0
+    assert third["history"]["num_accepted"] == 0
+    assert {look["num_tokens"] for look in second.values()} == {second["own"]["num_steps"]}
+
+
+def test_what_the_run_logged_stands_with_the_replay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged = [epoch["run"] for epoch in as_json(capsys, folder)["epochs"]]
+    assert logged == [
+        {"tokens_per_forward": 400 / 200, "acceptance": 0.5},
+        {"tokens_per_forward": 1.0, "acceptance": None},
+        None,
+    ]
+    files = sorted((folder / "rollouts").glob("*.jsonl"))
+    assert [epoch["run"] for epoch in as_json(capsys, *files)["epochs"]] == [None] * 3
+    assert read_figures(files[0]) == {}
+
+
+def test_without_epochs_the_lines_before_are_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("b", 200), ("a", 100), ("b", 200), ("a", 100))
+    report = as_json(capsys, file)
+    assert (report["order"], report["num_with_history"], report["num_tokens"]) == ("file", 3, 105)
+    assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [2, 2, 1]
+    first, second, third = (epoch["drafted"]["history"] for epoch in report["epochs"])
+    assert (first["num_steps"], first["num_drafted"]) == (42, 0)
+    assert second["num_tokens"] == 42
+    assert max(second["tokens_per_step"], third["tokens_per_step"]) > 3
+    assert report["later"]["history"]["num_steps"] == second["num_steps"] + third["num_steps"]
+
+
+def test_the_speedup_counts_steps_and_verified_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("a", 100))
+    report = as_json(capsys, file, cost=0.1)
+    found = report["drafted"]["all"]
+    assert found["num_drafted"] > 0
+    assert report["verify_cost"] == 0.1
+    assert found["speedup"] == pytest.approx(42 / (found["num_steps"] + 0.1 * found["num_drafted"]))
+    assert as_json(capsys, file)["verify_cost"] == signature(Drafter).parameters["min_acceptance"].default
+
+
+def test_the_table_has_the_figures_and_the_assumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("b", 200), ("a", 100))
+    report = as_json(capsys, file, cost=0.05)
+    run([file], None, "plain", None, 0.05, json_output=False)
+    out = capsys.readouterr().out
+    found = report["drafted"]["all"]
+    [row] = [line.split() for line in out.splitlines() if line.startswith(" all sources")]
+    assert row[2:] == [
+        "3", "63", f"{found['tokens_per_step']:.2f}", str(found["num_accepted"]), "/", str(found["num_drafted"]),
+        f"{found['acceptance']:.0%}", f"{found['speedup']:.2f}x",
+    ]  # fmt: skip
+    assert "1 have history, which is the prompt's rollouts in the lines before" in out
+    assert "a drafted token costs 0.05 of a row's decoding step" in " ".join(out.split())
+
+
+def test_a_run_shows_its_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run([folder], None, "plain", None, None, json_output=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any(row[:1] == ["0"] and row[-3:] == ["2.00", "/", "50%"] for row in rows)
+
+
+def test_prompts_with_one_rollout_have_nothing_to_draft_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("b", 200))
+    report = as_json(capsys, file)
+    assert (report["num_with_history"], report["later"], report["drafted"]["all"]["speedup"]) == (0, None, 1.0)
+    run([file], None, "plain", None, None, json_output=False)
+    assert "There is nothing to draft from: no prompt has an earlier rollout." in capsys.readouterr().out
+
+
+def test_a_sample_is_whole_prompts_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = as_json(capsys, folder, limit=12)
+    assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
+    monkeypatch.setattr(module, "REPLAY_TOKENS", 100)
+    run([folder], None, "plain", None, None, json_output=False)
+    assert "a sample of whole prompts; 48 rollouts are recorded" in capsys.readouterr().out
+
+
+def test_settings_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
+    found = drafter_settings(folder)
+    assert found is not None
+    assert (found[0], found[1]["max_draft"], found[1]["sources"]) == (2, 5, ("history",))
+    assert drafter_settings(tmp_path) is None
+    history = RlConfig.model_validate({"rl": {"num_steps": 1}}).history
+    assert history.max_epochs == module.MAX_EPOCHS
+    assert inspect_drafts([folder], None).verify_cost == history.min_acceptance
+
+
+def test_a_run_without_drafts_is_replayed_all_the_same(tmp_path: Path) -> None:
+    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"drafts": "off", "sources": []}})
+    write_settings(config, config.run.model_copy(update={"dir": tmp_path}))
+    found = drafter_settings(tmp_path)
+    assert found is not None
+    assert found[1]["sources"] == ("history", "own")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"history": {}}', r"config.json: a run's configuration .*inspect the files"),
+        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl:1: a line of a run's metrics"),
+    ],
+)
+def test_a_damaged_run_is_refused_with_the_file(folder: Path, name: str, text: str, message: str) -> None:
+    (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        inspect_drafts([folder], None)
+
+
+def test_an_epoch_without_sampled_tokens_is_no_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [Line(task="a", response=(1, 2, 3, 4)), Line(task="a", epoch=1, response=(1,), mask=(False,))]
+    write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
+    assert [epoch["epoch"] for epoch in as_json(capsys, tmp_path / "set.jsonl")["epochs"]] == [0]
+
+
+def test_drafts_is_an_option_and_its_options_reach_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(module, "run", lambda **given: got.update(given))
+    assert call(monkeypatch, "--drafts", "a", "--max-rollouts", "5", "--verify-cost", "0.4", "--json") == 0
+    assert got == {"paths": [Path("a")], "tokenizer": None, "template": "plain"} | {
+        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["a", "--drafts", "--why"], "ask for one of them at a time"),
+        (["a", "--drafts", "--history"], "ask for one of them at a time"),
+        (["a", "--drafts", "--groups", "4"], "add --history, or leave it out"),
+        (["a", "--history", "--verify-cost", "0.4"], "add --drafts, or leave it out"),
+        (["a", "--drafts", "--verify-cost", "0"], "Invalid value for '--verify-cost'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *arguments) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_replaying_loads_no_model_library(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("a", 100))
+    code = (
+        "import sys; from pathlib import Path; from treering.cli.inspect.drafts import run; "
+        f"run([Path({str(file)!r})], None, 'plain', None, None, True); "
+        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
