@@ -20,12 +20,6 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 
-<<<<<<< HEAD:src/treering/cli/inspect/run_folder.py
-MAX_EPOCHS = 2
-"""Epochs that the store of a run keeps by default."""
-
-=======
->>>>>>> 89a0a956daf78c3633d7cf8e6b23980aa9131fc3:src/treering/cli/inspect/rollouts.py
 _SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
 
 
@@ -81,11 +75,7 @@ def drafter_settings(path: Path) -> tuple[int, dict[str, Any]] | None:
     """
     file = path / CONFIG_FILE
     if not file.is_file():
-<<<<<<< HEAD:src/treering/cli/inspect/run_folder.py
-        return MAX_EPOCHS, {}
-=======
         return None
->>>>>>> 89a0a956daf78c3633d7cf8e6b23980aa9131fc3:src/treering/cli/inspect/rollouts.py
     try:
         history = json.loads(file.read_text(encoding="utf-8"))["history"]
         settings = {name: history[name] for name in _SETTINGS} | {"sources": tuple(history["sources"])}
