@@ -104,7 +104,7 @@ peers: .venv-peers/.installed
 
 .venv-peers/.installed: benchmarks/peers/constraints.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch transformers \
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< prefix_grouper torch transformers \
 	  cmake grpcio-tools nanobind ninja numpy protobuf setuptools wheel
 	PATH="$(CURDIR)/.venv-peers/bin:$$PATH" .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c $< \
 	  --no-build-isolation --no-deps arctic-inference

@@ -2,7 +2,8 @@
 
 `python -m benchmarks tree` measures three published cases with a small model (one thread, process time), the same model
 on trees ten times the budget, and samples of real trajectories with a model of eight layers (all threads, wall time).
-The baseline is the fastest of three tuned ways to train the branches.
+The baseline is the fastest of three tuned ways to train the branches; PrefixGrouper trains the star too where
+`make peers` has installed it.
 """
 
 import difflib
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import check_runs, cpu_name, interleaved_medians, one_thread, process_seconds, versions
+from benchmarks.peers.peer import PeerResult, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, published_cases
 from benchmarks.tree.partitions import PARTITIONS, measure_partitions
 from benchmarks.tree.real import MAX_TOKENS, MIN_MEAN_SEGMENT, MIN_SHARING, measure_sets
@@ -56,6 +58,8 @@ class CaseResult:
     """Seconds by name."""
     baseline_grad_errors: dict[str, float]
     """As `grad_error`, by name: a baseline must compute the same gradient."""
+    peers: dict[str, PeerResult]
+    """Other projects' tree trainers, where `make peers` has installed them and they can train the case."""
 
 
 def measure(
@@ -113,6 +117,8 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
     seconds = interleaved_medians(
         steps, num_runs, process_seconds, lambda done, total: on_progress(f"{case.name}: run {done} of {total}")
     )
+    on_progress(f"{case.name}: peers")
+    peers = {peer.name: peer.measure(model, case, num_runs) for peer in find_peers() if peer.can_train(case)}
     baseline = min(BASELINES, key=seconds.__getitem__)
     forest = Forest.from_sequences(case.sequences)
     best = bounds(forest, SHAPE)
@@ -129,6 +135,7 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
         grad_error=errors["tree"],
         baselines={name: seconds[name] for name in BASELINES},
         baseline_grad_errors={name: errors[name] for name in BASELINES},
+        peers=peers,
     )
 
 

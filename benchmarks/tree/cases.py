@@ -34,6 +34,8 @@ class Case:
     """K branches, int32 [length] each."""
     num_trained: int
     """Loss falls on the last `num_trained` tokens of every branch."""
+    num_prompt_tokens: int | None = None
+    """Tokens before the only branch point; None if there are several, where sharing the prompt alone cannot be used."""
 
     def __post_init__(self) -> None:
         shortest = min(sequence.size for sequence in self.sequences)
@@ -64,7 +66,7 @@ def star(*, prompt: int = 1024, response: int = 64, group: int = 8) -> Case:
     rng = np.random.default_rng(0)
     shared = _run(rng, prompt)
     branches = [np.concatenate([shared, _run(rng, response, first=i)]) for i in range(group)]
-    return Case(name="star", sequences=tuple(branches), num_trained=response)
+    return Case(name="star", sequences=tuple(branches), num_trained=response, num_prompt_tokens=prompt)
 
 
 def two_level(*, prompt: int = 512, middle: int = 256, response: int = 64, num_middles: int = 2, fan: int = 4) -> Case:

@@ -20,6 +20,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         for case in report["cases"]:
             seconds = ", ".join(f"{name} {value:.3f} s" for name, value in case["baselines"].items())
             console.print(f"{case['case']}: {seconds}; the baseline is {case['baseline']}", soft_wrap=True)
+            for name, peer in case["peers"].items():
+                console.print(f"  {name}: {peer['speedup']:.2f}x in {peer['seconds']:.3f} s", soft_wrap=True)
     if report.get("partitions"):
         console.print(_partition_table(report["partitions"]))
     if report.get("sets"):

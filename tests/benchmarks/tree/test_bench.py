@@ -7,6 +7,7 @@ import benchmarks.tree.bench
 import pytest
 import torch
 from benchmarks.common.timing import interleaved_medians, one_thread
+from benchmarks.peers.peer import PYTHON, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, caterpillar, published_cases, star, two_level
 from benchmarks.tree.steps import build_steps, gradient_after, relative_error
 
@@ -16,7 +17,7 @@ from treering.tree.stats import bounds
 
 KEYS = {
     *("case", "flat_tokens", "unique_tokens", "token_bound", "flop_bound", "baseline", "baseline_s", "tree_s"),
-    *("speedup", "grad_error", "baselines", "baseline_grad_errors"),
+    *("speedup", "grad_error", "baselines", "baseline_grad_errors", "peers"),
 }
 
 
@@ -134,3 +135,12 @@ def test_one_thread_is_given_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (inside, torch.get_num_threads()) == ([1], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="no peers are installed: make peers")
+def test_prefix_grouper_computes_the_same_gradient_on_a_star_and_is_not_given_deeper_trees() -> None:
+    flat_star, *deeper = tiny_cases()
+    (peer,) = find_peers()
+    assert [peer.can_train(case) for case in (flat_star, *deeper)] == [True, False, False]
+    assert 0 < peer.measure(build_model(), flat_star, 1).grad_error < 1e-5
