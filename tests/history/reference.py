@@ -34,16 +34,13 @@ class Row:
 
 def store_of(
     history: Mapping[Any, Mapping[int, Sequence[Sequence[int]]]],
-    *,
-    rewards: Mapping[Any, Mapping[int, Sequence[float]]] | None = None,
     **options: int,
 ) -> HistoryStore:
-    """A store with prompt -> version -> rollouts, published; rewards likewise where they are known."""
+    """A store with prompt -> version -> rollouts, published."""
     store = HistoryStore(**options)
     for prompt_id, versions in history.items():
         for version, rollouts in versions.items():
-            known = (rewards or {}).get(prompt_id, {}).get(version)
-            store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version, known)
+            store.add(prompt_id, [np.array(rollout, np.int32) for rollout in rollouts], version)
     store.publish()
     return store
 

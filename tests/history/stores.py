@@ -56,7 +56,7 @@ def write(folder: Path, *publishes: dict[str, list[int]], **options: int) -> His
     with HistoryStore(folder, **options) as store:
         for version, rollouts in enumerate(publishes):
             for prompt_id, tokens in rollouts.items():
-                store.add(prompt_id, [np.array(tokens, np.int32)], version, rewards=[version])
+                store.add(prompt_id, [np.array(tokens, np.int32)], version)
             store.publish()
     return store
 

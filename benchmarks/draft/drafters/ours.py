@@ -133,13 +133,7 @@ class _Shelf:
         for rollout in new:
             together.setdefault((int(owners[rollout]), int(self._recorded.epochs[rollout])), []).append(rollout)
         for (prompt, version), rollouts in together.items():
-            rewards = self._recorded.rewards[rollouts]
-            self._store.add(
-                prompt,
-                [self._recorded.response(rollout) for rollout in rollouts],
-                version=version,
-                rewards=None if np.isnan(rewards).any() else rewards.tolist(),
-            )
+            self._store.add(prompt, [self._recorded.response(rollout) for rollout in rollouts], version)
         if new:
             self._store.publish()
 

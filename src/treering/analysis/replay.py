@@ -5,7 +5,7 @@ replayed over what the store holds of earlier ones, and is then published to it 
 a step. Knows recordings, stores and drafters. Knows nothing of files, models and clocks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from treering.analysis.recording import Recorded, other_prompts
-from treering.arrays import Float64Array, Int32Array, Int64Array
+from treering.arrays import Int32Array, Int64Array
 from treering.history.draft.drafter import Drafter
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
@@ -214,12 +214,8 @@ def _publish(store: HistoryStore, recorded: Recorded, rollouts: Int64Array, epoc
     for rollout in rollouts.tolist():
         groups.setdefault(int(recorded.prompts[rollout]), []).append(rollout)
     for prompt, members in groups.items():
-        store.add(prompt, [recorded.response(one) for one in members], epoch, _known(recorded.rewards[members]))
+        store.add(prompt, [recorded.response(one) for one in members], epoch)
     store.publish()
-
-
-def _known(rewards: Float64Array) -> Sequence[float] | None:
-    return None if np.isnan(rewards).any() else rewards.tolist()
 
 
 @njit(cache=True)

@@ -63,8 +63,7 @@ class Drafting:
     def add(self, rollout: Rollout) -> None:
         """Adds a finished rollout. If its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
-        rewards = None if rollout.reward is None else [rollout.reward]
-        self.store.add(rollout.prompt_id, [rollout.tokens], version, rewards)
+        self.store.add(rollout.prompt_id, [rollout.tokens], version)
         # If earlier steps have filled a prompt's index, a few siblings add too little to rebuild it within the step.
         if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
             self._new.add(rollout.prompt_id)
@@ -172,10 +171,8 @@ def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
     """Copies a store's rollouts into the target and publishes them."""
     source.publish()
     for prompt_id, index in source.snapshot.items():
-        rewards = index.rewards_by_version()
         for version, text in sorted(index.texts().items()):
             rollouts = np.split(text, np.flatnonzero(text == MARKER)[1:])
-            for rollout, reward in zip(rollouts, rewards[version].tolist(), strict=True):
-                target.add(prompt_id, [rollout[1:]], version, None if np.isnan(reward) else [reward])
+            target.add(prompt_id, [rollout[1:] for rollout in rollouts], version)
     target.publish()
     return target

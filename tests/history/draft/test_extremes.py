@@ -127,7 +127,6 @@ def test_an_index_without_an_entry_drafts_nothing() -> None:
         order=nothing.copy(),
         versions=np.zeros(0, np.int64),
         starts=np.zeros(1, np.int64),
-        rewards=np.zeros(0, np.float32),
     )
     good = store_of({"p": {0: [[1, 2]] * 2}}).snapshot["p"]
     drafter = Drafter(Replaceable({"q": index, "p": good, "r": index}), min_acceptance=1e-6, sources=("history",))
@@ -146,7 +145,6 @@ def endless_index(num_entries: int) -> PromptIndex:
         order=entries.view(),
         versions=np.zeros(1, np.int64),
         starts=np.array([0, num_entries]),
-        rewards=np.zeros(1, np.float32),
     )
 
 

@@ -23,7 +23,7 @@ def digest_of(history: HistoryStore | HistoryReader) -> str:
     digest = hashlib.blake2b()
     for prompt_id, index in history.snapshot.items():
         digest.update(repr((prompt_id, index.versions.tolist())).encode())
-        for array in (index.text, index.rewards):
+        for array in (index.text, index.order):
             digest.update(array.tobytes())
     return digest.hexdigest()
 
@@ -41,7 +41,7 @@ def publish(folder: Path) -> list[str]:
         digests = [digest_of(store)]
         for version in range(NUM_PUBLISHES):
             for prompt_id in ("a", f"q{version}", f"q{version % 3}"):
-                store.add(prompt_id, [rng.integers(0, 9, 25).astype(np.int32)], version, rewards=[version])
+                store.add(prompt_id, [rng.integers(0, 9, 25).astype(np.int32)], version)
             store.publish()
             digests.append(digest_of(store))
     return digests

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from treering.errors import InputError
 from treering.history.store import blocks
 from treering.history.store.prompt_index import PromptIndex, as_text
-from treering.history.store.rollouts import Rollouts
 
 NAMES = tuple(field.name for field in fields(PromptIndex))
 INDEXES = st.lists(
@@ -29,8 +28,7 @@ INDEXES = st.lists(
 
 def index_of(versions: dict[int, list[list[int]]]) -> PromptIndex:
     texts = {version: as_text(np.array(rollout, np.int32) for rollout in each) for version, each in versions.items()}
-    rewards = {version: np.arange(len(each), dtype=np.float32) + version for version, each in versions.items()}
-    return PromptIndex.build(texts, rewards)
+    return PromptIndex.build(texts)
 
 
 def file_of(*indexes: PromptIndex, pending: Any = None) -> bytes:
@@ -83,7 +81,7 @@ def test_a_block_that_nobody_asks_for_is_not_looked_at(tmp_path: Path) -> None:
         damaged = contents.blocks[0].index
     assert len(warned) == 1
     assert damaged.text.size == damaged.versions.size == damaged.num_tokens == 0
-    assert damaged.texts() == damaged.rewards_by_version() == {}
+    assert damaged.texts() == {}
     assert damaged.without_oldest() is None
     assert contents.blocks[0].index is damaged
 
@@ -92,9 +90,7 @@ def test_a_block_that_nobody_asks_for_is_not_looked_at(tmp_path: Path) -> None:
 @given(st.data())
 def test_any_damage_leaves_indexes_that_were_written_or_none(data: st.DataObject) -> None:
     indexes = [index_of({0: [[1, 2, 3]]}), index_of({1: [[4] * 20], 0: [[5]]}), index_of({0: [[6]]})]
-    whole = file_of(
-        *indexes, pending={("p", 1): Rollouts(text=as_text([np.array([9])]), rewards=np.ones(1, np.float32))}
-    )
+    whole = file_of(*indexes, pending={("p", 1): as_text([np.array([9])])})
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 3))):
         damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
@@ -108,7 +104,7 @@ def test_any_damage_leaves_indexes_that_were_written_or_none(data: st.DataObject
         for block, index in zip(contents.blocks, indexes, strict=True):
             if block.index.text.size:
                 assert_equal(block.index, index)
-        assert [rollouts.text.tolist() for rollouts in contents.pending.values()] in ([], [[-1, 9]])
+        assert [text.tolist() for text in contents.pending.values()] in ([], [[-1, 9]])
 
 
 def test_a_file_that_is_cut_after_it_was_mapped_loses_the_blocks_behind_the_cut(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with HistoryStore(folder / "now", max_bytes=4000, max_epochs=3) as store:
             for version in range(6):
                 for prompt in range(4 if version < 5 else 1):
-                    store.add(PROMPTS[prompt], [np.array(rollout(prompt, version), np.int32)], version, [version])
+                    store.add(PROMPTS[prompt], [np.array(rollout(prompt, version), np.int32)], version)
                 store.publish()
                 if version == 3:
                     shutil.copytree(folder / "now", folder / "earlier")
@@ -48,13 +48,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_read(history: HistoryStore | HistoryReader) -> int:
-    """How many rollouts there are, each of which must be one that was added, with its reward."""
+    """How many rollouts there are, each of which must be one that was added."""
     num_rollouts = 0
     for prompt_id, index in history.snapshot.items():
         prompt = PROMPTS.index(prompt_id)
         for version, text in index.texts().items():
             assert text.tolist() == [-1, *rollout(prompt, version)]
-            assert index.rewards_by_version()[version].tolist() == [version]
             num_rollouts += 1
     return num_rollouts
 

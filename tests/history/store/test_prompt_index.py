@@ -10,12 +10,11 @@ from treering.history.store.prompt_index import MARKER, PromptIndex, as_text, so
 ROLLOUTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=5)
 VERSIONS = st.dictionaries(st.integers(0, 4), ROLLOUTS, min_size=1, max_size=3)
 SORT_DEPTH = 64
-ARRAYS = ("text", "order", "versions", "starts", "rewards")
+ARRAYS = ("text", "order", "versions", "starts")
 
 
-def build(versions: dict[int, list[list[int]]], *, with_rewards: bool = False) -> PromptIndex:
-    rewards = {v: np.arange(len(r), dtype=np.float32) + 10 * v for v, r in versions.items()} if with_rewards else None
-    return PromptIndex.build({version: text_of(rollouts) for version, rollouts in versions.items()}, rewards)
+def build(versions: dict[int, list[list[int]]]) -> PromptIndex:
+    return PromptIndex.build({version: text_of(rollouts) for version, rollouts in versions.items()})
 
 
 def text_of(rollouts: list[list[int]]) -> np.ndarray:
@@ -85,38 +84,27 @@ def test_versions_stand_newest_first_and_give_their_texts_back(versions: dict[in
 
 
 @given(VERSIONS)
-def test_rewards_stand_in_the_order_of_the_text(versions: dict[int, list[list[int]]]) -> None:
-    index = build(versions, with_rewards=True)
-    expected = {v: [10.0 * v + k for k in range(len(rollouts))] for v, rollouts in versions.items()}
-    assert {v: rewards.tolist() for v, rewards in index.rewards_by_version().items()} == expected
-    assert index.rewards.tolist() == [reward for v in sorted(versions, reverse=True) for reward in expected[v]]
-    assert np.isnan(build(versions).rewards).all()
-
-
-@given(VERSIONS, st.booleans())
-def test_an_index_without_its_oldest_version_is_the_one_built_without_it(
-    versions: dict[int, list[list[int]]], with_rewards: bool
-) -> None:
-    rest = build(versions, with_rewards=with_rewards).without_oldest()
+def test_an_index_without_its_oldest_version_is_the_one_built_without_it(versions: dict[int, list[list[int]]]) -> None:
+    rest = build(versions).without_oldest()
     versions.pop(min(versions))
     if not versions:
         assert rest is None
         return
     assert rest is not None
-    expected = build(versions, with_rewards=with_rewards)
+    expected = build(versions)
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(rest, name), getattr(expected, name), strict=True)
         assert not getattr(rest, name).flags.writeable
         assert not getattr(expected, name).flags.writeable
     assert rest.num_bytes == sum(getattr(rest, name).nbytes for name in ARRAYS)
-    for name in ("text", "order", "rewards"):
+    for name in ("text", "order"):
         assert getattr(rest, name).base is None, "a view would keep what was evicted in memory"
 
 
-def test_a_token_costs_eight_bytes_and_a_rollout_four() -> None:
+def test_a_token_and_the_marker_of_a_rollout_cost_eight_bytes_each() -> None:
     small, large = build({0: [[1] * 10]}), build({0: [[1] * 110]})
     assert large.num_bytes - small.num_bytes == 8 * 100
-    assert build({0: [[1], [1]]}).num_bytes - build({0: [[1]]}).num_bytes == 2 * 8 + 4
+    assert build({0: [[1], [1]]}).num_bytes - build({0: [[1]]}).num_bytes == 2 * 8
 
 
 @given(VERSIONS)

@@ -7,7 +7,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.history.stores import MANIFEST, assert_equal_snapshots, contents, data_files, ids, large, reopened, write
@@ -27,7 +26,7 @@ print(json.dumps({prompt_id: index.text.tolist() for prompt_id, index in reader.
 
 
 def add(store: HistoryStore, prompt_id: str, *tokens: int, version: int = 0) -> None:
-    store.add(prompt_id, [ids(*tokens)], version, rewards=[len(tokens)])
+    store.add(prompt_id, [ids(*tokens)], version)
     store.publish()
 
 
@@ -194,12 +193,3 @@ def test_a_path_that_is_a_file_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="is a file; give the folder"):
         HistoryReader(tmp_path / "file")
     assert len(HistoryReader(tmp_path / "file" / "below").snapshot) == 0
-
-
-def test_rewards_are_read_too(tmp_path: Path) -> None:
-    with HistoryStore(tmp_path) as store:
-        store.add("a", [ids(1), ids(2)], 0, rewards=[0.5, 1])
-        store.add("a", [ids(3)], 1)
-        store.publish()
-    rewards = HistoryReader(tmp_path).snapshot["a"].rewards
-    np.testing.assert_array_equal(rewards, np.array([np.nan, 0.5, 1], np.float32), strict=True)

@@ -3,9 +3,9 @@
 A block is checked when it is first used, so opening a large history costs only the prompts that are read.
 
     header      number of the file; for each index its prompt, place, versions, entries, rollouts and checksum; for each
-                batch of unpublished rollouts its prompt, version, entries, rollouts and checksum
-    blocks      from the next multiple of 64 bytes: text, order, versions, starts, rewards of each index; text and
-                rewards of unpublished rollouts
+                batch of unpublished rollouts its prompt, version, entries and checksum
+    blocks      from the next multiple of 64 bytes: text, order, versions, starts of each index; text of
+                unpublished rollouts
 """
 
 import os
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+from treering.arrays import Int32Array
 from treering.errors import InputError
 from treering.history.store.files import Buffer, seal, unseal
 from treering.history.store.layout import (
     INDEX_ARRAYS,
-    ROLLOUT_ARRAYS,
     Region,
     checksum_of,
     empty,
@@ -31,7 +31,7 @@ from treering.history.store.layout import (
     parts_of,
 )
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.rollouts import RolloutKey, Rollouts
+from treering.history.store.rollouts import RolloutKey
 from treering.types import PromptId
 
 MAGIC = b"RINGHIST"
@@ -47,8 +47,8 @@ class Block:
         num_tokens: of its rollouts.
         num_bytes: of its arrays, equal to `PromptIndex.num_bytes`.
 
-    Example: a prompt with [5, 6] at version 3 has versions (3,), 2 tokens, and 3 * 8 + 24 + 4 = 52 bytes, which take
-    5 * 64 in the file.
+    Example: a prompt with [5, 6] at version 3 has versions (3,), 2 tokens, and 3 * 8 + 24 = 48 bytes, which take
+    4 * 64 in the file.
     """
 
     __slots__ = ("_file", "_index", "_lock", "_region", "num_bytes", "num_tokens", "place", "prompt_id", "versions")
@@ -85,7 +85,7 @@ class Block:
             return PromptIndex(**self._region.arrays())
         except InputError as error:
             warn_of_block(self._file, self.prompt_id, error)
-            return PromptIndex(**empty(index_sizes(0, 0, 0)))
+            return PromptIndex(**empty(index_sizes(0, 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,13 +102,13 @@ class Contents:
     number: int
     digest: str
     blocks: Sequence[Block]
-    pending: Mapping[RolloutKey, Rollouts]
+    pending: Mapping[RolloutKey, Int32Array]
 
 
 def encode(
     number: int,
     indexes: Iterable[tuple[PromptId, int, PromptIndex]],
-    pending: Mapping[RolloutKey, Rollouts] | None = None,
+    pending: Mapping[RolloutKey, Int32Array] | None = None,
 ) -> tuple[list[Buffer], str]:
     """The bytes of a data file, in parts, and the digest of its header.
 
@@ -121,13 +121,13 @@ def encode(
     blocks: list[list[object]] = []
     lots: list[list[object]] = []
     for prompt_id, place, index in indexes:
-        parts = parts_of(index, INDEX_ARRAYS)
-        sizes = [index.text.size, index.rewards.size]
+        parts = parts_of({name: getattr(index, name) for name in INDEX_ARRAYS})
+        sizes = [index.text.size, index.text.size - index.num_tokens]
         blocks.append([prompt_id, place, index.versions.tolist(), *sizes, checksum_of(parts)])
         arrays += parts
-    for (prompt_id, version), rollouts in (pending or {}).items():
-        parts = parts_of(rollouts, ROLLOUT_ARRAYS)
-        lots.append([prompt_id, version, rollouts.text.size, rollouts.rewards.size, checksum_of(parts)])
+    for (prompt_id, version), text in (pending or {}).items():
+        parts = parts_of({"text": text})
+        lots.append([prompt_id, version, text.size, checksum_of(parts)])
         arrays += parts
     header, digest = seal(MAGIC, {"number": number, "blocks": blocks, "pending": lots})
     return [header, bytes(padded(len(header)) - len(header)), *arrays], digest
@@ -147,7 +147,7 @@ def decode(data: Buffer, file: Path) -> Contents:
     start = padded(end)
     blocks: list[Block] = []
     for prompt_id, place, versions, num_entries, num_rollouts, checksum in header["blocks"]:
-        sizes = index_sizes(num_entries, len(versions), num_rollouts)
+        sizes = index_sizes(num_entries, len(versions))
         region = Region(source=data, start=start, sizes=sizes, checksum=checksum)
         start += num_bytes_in_file(sizes)
         block = Block(
@@ -202,15 +202,15 @@ def warn_of_block(file: Path, prompt_id: PromptId, error: InputError) -> None:
 
 
 def _decode_pending(
-    lots: Iterable[tuple[PromptId, int, int, int, str]], data: Buffer, start: int, file: Path
-) -> dict[RolloutKey, Rollouts]:
+    lots: Iterable[tuple[PromptId, int, int, str]], data: Buffer, start: int, file: Path
+) -> dict[RolloutKey, Int32Array]:
     pending = {}
-    for prompt_id, version, num_entries, num_rollouts, checksum in lots:
-        sizes = {"text": num_entries, "rewards": num_rollouts}
+    for prompt_id, version, num_entries, checksum in lots:
+        sizes = {"text": num_entries}
         region = Region(source=data, start=start, sizes=sizes, checksum=checksum)
         start += num_bytes_in_file(sizes)
         try:
-            pending[prompt_id, version] = Rollouts(**region.arrays())
+            pending[prompt_id, version] = region.arrays()["text"]
         except InputError as error:
             warn_of_block(file, prompt_id, error)
     return pending

@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from treering.arrays import Int32Array
 from treering.errors import InputError, StateError
 from treering.history.store import blocks
 from treering.history.store.blocks import warn_of_file
 from treering.history.store.files import write_whole
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.rollouts import RolloutKey, Rollouts
+from treering.history.store.rollouts import RolloutKey
 from treering.history.store.snapshot import Snapshot
 from treering.types import PromptId
 
 
-def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Rollouts]) -> None:
+def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Int32Array]) -> None:
     """Writes published and pending rollouts, whole or not at all; damaged prompts are left out.
 
     Raises:
@@ -30,7 +31,7 @@ def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Rol
         ) from error
 
 
-def read_saved(file: Path) -> tuple[dict[PromptId, tuple[int, PromptIndex]], Mapping[RolloutKey, Rollouts]]:
+def read_saved(file: Path) -> tuple[dict[PromptId, tuple[int, PromptIndex]], Mapping[RolloutKey, Int32Array]]:
     """The inverse of `write_saved`, as copies: places and indexes by prompt, and pending rollouts.
 
     A missing or damaged file costs one warning and gives nothing; a damaged prompt costs one and is left out.

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from treering.errors import InputError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
 _HIDDEN = ".unfinished-"

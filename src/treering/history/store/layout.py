@@ -18,8 +18,7 @@ from treering.history.store.prompt_index import PromptIndex
 
 ALIGNMENT = 64
 INDEX_ARRAYS = tuple(field.name for field in fields(PromptIndex))
-ROLLOUT_ARRAYS = ("text", "rewards")
-_OTHER_DTYPES = {"versions": "<i8", "starts": "<i8", "rewards": "<f4"}
+_OTHER_DTYPES = {"versions": "<i8", "starts": "<i8"}
 _ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in _OTHER_DTYPES.items()}
 _DIGEST_BYTES = 16
 
@@ -34,12 +33,12 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def index_sizes(num_entries: int, num_versions: int, num_rollouts: int) -> dict[str, int]:
+def index_sizes(num_entries: int, num_versions: int) -> dict[str, int]:
     """Entries of each array of an index.
 
-    Example: one rollout of two tokens has 3 entries of text, one version, two starts and one reward.
+    Example: one rollout of two tokens has 3 entries of text, one version and two starts.
     """
-    others = {"versions": num_versions, "starts": num_versions + 1, "rewards": num_rollouts}
+    others = {"versions": num_versions, "starts": num_versions + 1}
     return {name: others.get(name, num_entries) for name in INDEX_ARRAYS}
 
 
@@ -58,11 +57,11 @@ def empty(sizes: Mapping[str, int]) -> Arrays:
     return {name: np.zeros(size, _dtype(name)) for name, size in sizes.items()}
 
 
-def parts_of(record: object, names: Iterable[str]) -> list[Buffer]:
-    """The bytes of a record's arrays as stored in a file, in parts; large arrays are not copied."""
+def parts_of(arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
+    """The bytes of named arrays as stored in a file, in parts; large arrays are not copied."""
     parts: list[Buffer] = []
-    for name in names:
-        array = np.ascontiguousarray(getattr(record, name), _dtype(name))
+    for name, values in arrays.items():
+        array = np.ascontiguousarray(values, _dtype(name))
         parts += [array.view(np.uint8), bytes(padded(array.nbytes) - array.nbytes)]
     return parts
 

@@ -3,7 +3,7 @@
 A rollout is a marker and its tokens. The marker stands for the whole prompt, since every rollout of a prompt begins
 after the same tokens.
 
-    N entries of the text, markers included   E versions (epochs)   R rollouts
+    N entries of the text, markers included   E versions (epochs)
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 from numba import njit
 
-from treering.arrays import Float32Array, Int32Array, Int64Array
+from treering.arrays import Int32Array, Int64Array
 from treering.errors import InputError
 from treering.types import TokenIds
 
@@ -42,7 +42,7 @@ def check_entries(num_entries: int, text: str, fix: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptIndex:
-    """The rollouts of one prompt; arrays are read-only, 8 bytes a token and 4 a rollout.
+    """The rollouts of one prompt; arrays are read-only, 8 bytes a token.
 
     Attributes:
         text: int32 [N], for each rollout a marker and its tokens.
@@ -50,7 +50,6 @@ class PromptIndex:
             (at most 64), so that positions with similar contexts are adjacent; equal ones by position, so newest first.
         versions: int64 [E], descending.
         starts: int64 [E + 1], where each version begins in the text, and N.
-        rewards: float32 [R], of each rollout in the order of the text; NaN if unknown.
 
     Example:
         >>> import numpy as np
@@ -65,7 +64,6 @@ class PromptIndex:
     order: Int32Array
     versions: Int64Array
     starts: Int64Array
-    rewards: Float32Array
 
     def __post_init__(self) -> None:
         assert self.text.size == self.order.size == self.starts[-1]
@@ -74,12 +72,11 @@ class PromptIndex:
             getattr(self, field.name).flags.writeable = False
 
     @classmethod
-    def build(cls, texts: Mapping[int, Int32Array], rewards: Mapping[int, Float32Array] | None = None) -> "PromptIndex":
+    def build(cls, texts: Mapping[int, Int32Array]) -> "PromptIndex":
         """The index of at least one version.
 
         Args:
             texts: version -> int32, see `as_text`.
-            rewards: version -> float32, one per rollout; a missing version has unknown ones.
 
         Raises:
             InputError: more than `MAX_ENTRIES`.
@@ -98,7 +95,6 @@ class PromptIndex:
             order=order,
             versions=np.array(versions, np.int64),
             starts=starts,
-            rewards=np.concatenate([_rewards_of(texts[version], (rewards or {}).get(version)) for version in versions]),
         )
 
     def without_oldest(self) -> "PromptIndex | None":
@@ -114,21 +110,12 @@ class PromptIndex:
             order=kept,
             versions=self.versions[:-1].copy(),
             starts=self.starts[:-1].copy(),
-            rewards=self.rewards[: _num_rollouts(self.text[:size])].copy(),
         )
 
     def texts(self) -> dict[int, Int32Array]:
         """Version -> its rollouts in the text, newest first; views."""
         bounds = zip(self.starts[:-1], self.starts[1:], strict=True)
         return {int(version): self.text[a:b] for version, (a, b) in zip(self.versions, bounds, strict=True)}
-
-    def rewards_by_version(self) -> dict[int, Float32Array]:
-        """Version -> the rewards of its rollouts, newest first; views.
-
-        Example: two rollouts of version 4 and one of version 3 with rewards 1, 0 and unknown: {4: [1, 0], 3: [nan]}.
-        """
-        ends = np.cumsum([0, *(_num_rollouts(text) for text in self.texts().values())])
-        return {int(self.versions[e]): self.rewards[ends[e] : ends[e + 1]] for e in range(self.versions.size)}
 
     @property
     def num_bytes(self) -> int:
@@ -148,16 +135,6 @@ class PromptIndex:
     def num_tokens(self) -> int:
         """Tokens of the rollouts."""
         return int(np.count_nonzero(self.text != MARKER))
-
-
-def _num_rollouts(text: Int32Array) -> int:
-    return int(np.count_nonzero(text == MARKER))
-
-
-def _rewards_of(text: Int32Array, rewards: Float32Array | None) -> Float32Array:
-    known = np.full(_num_rollouts(text), np.nan, np.float32) if rewards is None else rewards
-    assert known.size == _num_rollouts(text)
-    return known
 
 
 def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:

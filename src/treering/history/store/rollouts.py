@@ -1,12 +1,11 @@
-"""Rollouts of one prompt and version, checked and joined into one text, with a reward each."""
+"""Checks rollouts of one prompt and version, and joins them into one text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from treering.arrays import Float32Array, Int32Array
+from treering.arrays import Int32Array
 from treering.errors import InputError
 from treering.history.store.prompt_index import as_text
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds, is_count
@@ -17,40 +16,16 @@ RolloutKey: TypeAlias = tuple[PromptId, int]
 _MAX_VERSION = int(np.iinfo(np.int32).max)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rollouts:
-    """Rollouts of one prompt and version, in the order in which they were added.
+def checked_text(prompt_id: PromptId, rollouts: Sequence[TokenIds]) -> Int32Array:
+    """Rollouts as one text, copied: for each a marker (-1) and its tokens; those without tokens are left out.
 
-    Attributes:
-        text: int32, for each rollout a marker (-1) and its tokens.
-        rewards: float32, one per rollout; NaN if unknown.
+    Raises:
+        InputError: a rollout breaks a rule of `HistoryStore.add`.
 
-    Example: [5, 6] with reward 1 and [7] with unknown reward give the text [-1, 5, 6, -1, 7] and rewards [1, nan].
+    Example: [5, 6], [] and [7] give [-1, 5, 6, -1, 7].
     """
-
-    text: Int32Array
-    rewards: Float32Array
-
-    @classmethod
-    def of(cls, prompt_id: PromptId, rollouts: Sequence[TokenIds], rewards: Sequence[float] | None) -> "Rollouts":
-        """Checked copies; rollouts without tokens are left out, with their rewards.
-
-        Raises:
-            InputError: a rollout or the rewards break a rule of `HistoryStore.add`.
-        """
-        checked = [_as_token_ids(prompt_id, i, rollout) for i, rollout in enumerate(_each(prompt_id, rollouts))]
-        known = _as_rewards(prompt_id, len(checked), rewards)
-        kept = np.array([tokens.size > 0 for tokens in checked], bool)
-        return cls(text=as_text(tokens for tokens in checked if tokens.size), rewards=known[kept])
-
-    @classmethod
-    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """The parts joined in order."""
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            text=np.concatenate([part.text for part in parts]), rewards=np.concatenate([part.rewards for part in parts])
-        )
+    checked = [_as_token_ids(prompt_id, i, rollout) for i, rollout in enumerate(_each(prompt_id, rollouts))]
+    return as_text(tokens for tokens in checked if tokens.size)
 
 
 def key_of(prompt_id: object, version: object) -> RolloutKey:
@@ -97,25 +72,3 @@ def _as_token_ids(prompt_id: PromptId, i: int, rollout: object) -> Int32Array:
             f"{prompt_id!r}; take padding out"
         )
     return tokens.astype(np.int32, copy=False)
-
-
-def _as_rewards(prompt_id: PromptId, num_rollouts: int, rewards: Sequence[float] | None) -> Float32Array:
-    if rewards is None:
-        return np.full(num_rollouts, np.nan, np.float32)
-    try:
-        given = np.asarray(rewards)
-    except ValueError as error:
-        raise InputError(
-            f"a rollout has one reward, got {rewards!r} for {prompt_id!r}; give one number each"
-        ) from error
-    if given.shape != (num_rollouts,) or (given.size and given.dtype.kind not in "iuf"):
-        raise InputError(
-            f"rewards are one number for each of the {num_rollouts} rollouts of {prompt_id!r}, got {given.dtype} of "
-            f"shape {given.shape}; give one float each, or None"
-        )
-    if not (np.abs(given) <= np.finfo(np.float32).max).all():
-        raise InputError(
-            f"rewards are finite numbers that float32 can hold, got {given.tolist()} for {prompt_id!r}; "
-            "leave rewards out where one is not known"
-        )
-    return given.astype(np.float32)

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
+from treering.arrays import Int32Array
 from treering.errors import ConfigError, StateError
 from treering.history.store.background import Background
 from treering.history.store.eviction import Eviction
@@ -14,7 +17,7 @@ from treering.history.store.export import read_saved, write_saved
 from treering.history.store.journal import Journal
 from treering.history.store.merging import with_newest, with_rollouts
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.rollouts import RolloutKey, Rollouts, key_of
+from treering.history.store.rollouts import RolloutKey, checked_text, key_of
 from treering.history.store.snapshot import Snapshot, Stored
 from treering.types import PromptId, TokenIds, is_count
 
@@ -41,10 +44,10 @@ class HistoryStore:
     Example:
         >>> import numpy as np
         >>> store = HistoryStore(max_epochs=1)
-        >>> store.add("q", [np.array([5, 6], np.int32)], version=3, rewards=[1.0])
+        >>> store.add("q", [np.array([5, 6], np.int32)], version=3)
         >>> store.publish()
-        >>> store.snapshot["q"].text.tolist(), store.snapshot["q"].rewards.tolist(), store.num_tokens
-        ([-1, 5, 6], [1.0], 2)
+        >>> store.snapshot["q"].text.tolist(), store.num_tokens
+        ([-1, 5, 6], 2)
         >>> store.add("q", [np.array([5, 7, 8], np.int32)], version=4)
         >>> store.publish()
         >>> store.snapshot["q"].text.tolist()
@@ -64,8 +67,8 @@ class HistoryStore:
         self._background = Background()
         self._num_bytes = 0
         self._is_closed = False
-        self._pending: dict[RolloutKey, list[Rollouts]] = {}
-        self._publishing: dict[RolloutKey, list[Rollouts]] = {}
+        self._pending: dict[RolloutKey, list[Int32Array]] = {}
+        self._publishing: dict[RolloutKey, list[Int32Array]] = {}
         self._journal: Journal | None = None
         if path is not None:
             self._journal = Journal(Path(path), file_bytes=max(_MIN_FILE_BYTES, max_bytes // _MAX_FILES))
@@ -92,13 +95,7 @@ class HistoryStore:
         snapshot = self._snapshot
         return sum(snapshot.stored(prompt_id).num_tokens for prompt_id in snapshot)
 
-    def add(
-        self,
-        prompt_id: PromptId,
-        rollouts: Sequence[TokenIds],
-        version: int,
-        rewards: Sequence[float] | None = None,
-    ) -> None:
+    def add(self, prompt_id: PromptId, rollouts: Sequence[TokenIds], version: int) -> None:
         """Adds rollouts of a prompt for the next `publish`, after earlier ones of the same prompt and version.
 
         Args:
@@ -106,7 +103,6 @@ class HistoryStore:
             rollouts: one-dimensional integers in [0, 2**31) each, without the prompt, or an engine's `Rollout`
                 records; they are copied, and those without tokens are left out.
             version: of the policy that sampled them, >= 0.
-            rewards: one finite number per rollout; None if unknown.
 
         Raises:
             InputError: an argument breaks these rules; nothing is added.
@@ -114,9 +110,9 @@ class HistoryStore:
         """
         self._check_open()
         key = key_of(prompt_id, version)
-        checked = Rollouts.of(prompt_id, rollouts, rewards)
-        if checked.text.size:
-            self._pending.setdefault(key, []).append(checked)
+        text = checked_text(prompt_id, rollouts)
+        if text.size:
+            self._pending.setdefault(key, []).append(text)
 
     def publish(self) -> None:
         """Makes added rollouts visible, drops the oldest beyond the budget, and writes the changes to the folder.
@@ -172,7 +168,7 @@ class HistoryStore:
             StateError: the file cannot be written; an older one of that name is unchanged.
         """
         self.wait()
-        pending = {key: Rollouts.joined(added) for key, added in self._unpublished().items()}
+        pending = {key: np.concatenate(added) for key, added in self._unpublished().items()}
         write_saved(Path(file), self._snapshot, pending)
 
     @classmethod
@@ -203,15 +199,15 @@ class HistoryStore:
             self._journal.check()
         self._publishing, self._pending = self._unpublished(), {}
 
-    def _unpublished(self) -> dict[RolloutKey, list[Rollouts]]:
+    def _unpublished(self) -> dict[RolloutKey, list[Int32Array]]:
         """Pending rollouts, after those of a failed publish."""
         keys = dict.fromkeys([*self._publishing, *self._pending])
         return {key: [*self._publishing.get(key, ()), *self._pending.get(key, ())] for key in keys}
 
     def _publish(self) -> None:
-        added: dict[PromptId, dict[int, Rollouts]] = {prompt_id: {} for prompt_id, _ in self._publishing}
+        added: dict[PromptId, dict[int, Int32Array]] = {prompt_id: {} for prompt_id, _ in self._publishing}
         for (prompt_id, version), parts in self._publishing.items():
-            added[prompt_id][version] = Rollouts.joined(parts)
+            added[prompt_id][version] = np.concatenate(parts)
         self._install(
             self._snapshot,
             {
