@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-lean = njit(_nrt=False, forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+lean = njit(_nrt=False, forceinline=True, error_model="numpy")
 """`numba.njit` for functions that compiled ones call and that make no arrays; a function that does fails to compile.
 
 A division by zero raises nothing, so the divisor must be checked before."""
