@@ -55,7 +55,7 @@ def measure(
         num_runs: runs of each variant, in turns.
         size: of a run; None is the published one.
         start: the policy; None trains the demo's.
-        on_progress: told what happens.
+        on_progress: called with a line of progress.
 
     Raises:
         InputError: fewer than one run.

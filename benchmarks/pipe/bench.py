@@ -79,7 +79,7 @@ def measure(
         size: of a run.
         start: the policy that is trained; None trains the demo's.
         policies: gains are over the first; with one alone its own times predict it.
-        on_progress: told what happens.
+        on_progress: called with a line of progress.
 
     Raises:
         InputError: fewer than one run.
@@ -96,7 +96,7 @@ def measure(
             for group in groups:
                 for variant in group:
                     own, machine = ran[variant.name], _machine_without(variant, group, groups, ran)
-                    predicted = predict(own.config, own.run.lengths(), machine, first=first, told=own.told)
+                    predicted = predict(own.config, own.run.lengths(), machine, first=first, measured=own.measured)
                     found[variant.name].append(Compared(measured=own, predicted=predicted))
                     machines[variant.name] = machine
     rows = [_row(variant, found, group[0], size) for group in groups for variant in group]

@@ -1,4 +1,4 @@
-"""The simulator's prediction of a run, from its lengths, what its policy was told, and a measured latency."""
+"""The simulator's prediction of a run, from its lengths, the latencies that its policy used, and a measured one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,10 +30,10 @@ class Prediction:
     """Share of the workers' time in which they sample nothing."""
 
 
-class Told(Policy):
-    """A policy that is told for each step what a run's was told: what had been measured when the step was planned.
+class MeasuredLatencyPolicy(Policy):
+    """A policy that plans each step with the latency that a run had measured when it planned that step.
 
-    A step is planned while the last one that it may know of is trained, so the times of that one are not known yet.
+    A step is planned while the last step whose lengths it may use is trained, so that step's times are not known yet.
 
     Example: at staleness 1, with `latencies=[None, None, measured]`, the fifth step is planned with the measured one,
     and those before it with the cluster's.
@@ -52,10 +52,10 @@ class Told(Policy):
     def choices(self) -> tuple[str, ...]:
         return self._policy.choices
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        known = self._latencies[max(0, outlook.step - 2 - outlook.cluster.staleness)]
-        cluster = replace(outlook.cluster, latency=known or outlook.cluster.latency)
-        return self._policy.assign(replace(outlook, cluster=cluster))
+    def assign(self, request: PlanRequest) -> Assignment:
+        known = self._latencies[max(0, request.step - 2 - request.cluster.staleness)]
+        cluster = replace(request.cluster, latency=known or request.cluster.latency)
+        return self._policy.assign(replace(request, cluster=cluster))
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
         self._policy.learn(step, predicted, lengths)
@@ -97,9 +97,11 @@ def predict(
     machine: Machine,
     *,
     first: int,
-    told: Sequence[Latency | None],
+    measured: Sequence[Latency | None],
 ) -> Prediction:
-    """Seconds and bubble of the steps after the first `first`, planned with what the run had measured, see `Told`.
+    """Seconds and bubble of the steps after the first `first`.
+
+    Each step is planned with what the run had measured, see `MeasuredLatencyPolicy`.
 
     How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
     simulation is repeated, each time with the overlap of processes that the one before found.
@@ -110,7 +112,7 @@ def predict(
     shares, num_busy = np.eye(machine.factors.size)[0], 0.0
     for _ in range(_NUM_ROUNDS):
         cluster = cluster_of(config, machine.latency(shares, num_busy))
-        policy = Told(make_policy(config.schedule), told)
+        policy = MeasuredLatencyPolicy(make_policy(config.schedule), measured)
         timeline = simulate(policy, trace, workers=cluster, believed=believed)
         new_shares, new_busy = beside_each_other(timeline, machine.factors.size)
         # Half way, so that it does not oscillate.

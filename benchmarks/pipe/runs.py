@@ -31,8 +31,8 @@ class PipeRun:
     config: RlConfig
     run: LoopRun
     observed: Observed
-    told: Sequence[Latency | None]
-    """What policies could be told after 0, 1, 2, ... steps; None: nothing is measured yet."""
+    measured: Sequence[Latency | None]
+    """The measured latency after 0, 1, 2, ... steps; None: nothing is measured yet."""
 
 
 def run_timed(config: RlConfig, *, first: int) -> PipeRun:
@@ -59,13 +59,13 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
             drafting=make_drafting(config),
         ) as loop,
     ):
-        told = [loop.measured]
+        measured = [loop.measured]
         began = time.perf_counter()
         for _ in range(num_steps):
             reports.append(loop.step())
             ended.append(time.perf_counter())
             latest.append(loop.latest)
-            told.append(loop.measured)
+            measured.append(loop.measured)
     run = LoopRun(reports=reports, latest=latest, ended_s=np.array(ended) - began)
     phases = [report.phases for report in reports[first:]]
     spans = [(end - phase.train_s - phase.update_s, end) for end, phase in zip(ended[first:], phases, strict=True)]
@@ -77,7 +77,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         num_rollouts=sum(len(step) for step in latest[first:]),
         read_s=_read_s(model),
     )
-    return PipeRun(config=config, run=run, observed=observed, told=told)
+    return PipeRun(config=config, run=run, observed=observed, measured=measured)
 
 
 def _read_s(model: nn.Module) -> float:

@@ -21,7 +21,7 @@ from rich.console import Console
 from treering.cli.progress import WorkProgress
 from treering.cli.simulate.cases import SimulateOptions, make_cases
 from treering.cli.simulate.report import as_json
-from treering.schedule.compare import compare, entrants
+from treering.schedule.compare import compare, policy_setups
 from treering.schedule.simulator.bounds import bound_s
 from treering.schedule.traces.distort import Distortion
 
@@ -95,7 +95,7 @@ _FLAGS = {
 def measure(options: SimulateOptions) -> dict[str, Any]:
     """The report of one case: its command, and what `treering simulate --json` says."""
     traces = make_cases(options)
-    results, _ = compare(entrants(options.staleness, None), traces)
+    results, _ = compare(policy_setups(options.staleness, None), traces)
     lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in traces]))
     return {"command": command_of(options), **json.loads(as_json(results, lower_bound_s))}
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from treering.data import Renderer, Trajectory, data_folder, read_trajectories
 from treering.errors import InputError
-from treering.train.loop.batches import Task, group_by_task, task_order
+from treering.train.loop.batches import TrainingTask, group_by_task, task_order
 from treering.train.loop.folding import fold_ids
 from treering.types import LossMask, ModelShape, TokenIds
 
@@ -59,7 +59,7 @@ class TaskSample:
     """
 
     name: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[TrainingTask, ...]
     num_tasks_of_set: int
 
     @property
@@ -84,9 +84,9 @@ class TaskSource:
         """`folder` holds `bench` and `tokenizer`."""
         self._folder = folder / "bench"
         self._renderer = Renderer(tokenizer=folder / "tokenizer")
-        self._tasks: dict[str, list[Task]] = {}
+        self._tasks: dict[str, list[TrainingTask]] = {}
 
-    def tasks(self, name: str) -> list[Task]:
+    def tasks(self, name: str) -> list[TrainingTask]:
         """All tasks of a set that train anything, in file order.
 
         Raises:
@@ -109,7 +109,7 @@ class TaskSource:
         taken = _in_turn(tasks, num_tokens) if name == NO_SHARING else sample_tasks(tasks, num_tokens, seed=seed)
         return TaskSample(name=name, tasks=fold_tasks(taken, SHAPE.vocab_size), num_tasks_of_set=len(tasks))
 
-    def _lone_branches(self, seed: int) -> list[Task]:
+    def _lone_branches(self, seed: int) -> list[TrainingTask]:
         by_file = [_drawn(self.tasks(name), seed) for name in FILES if name != "tau_tools"]
         turns = zip_longest(*by_file)
         return [lone_branch(task) for turn in turns for task in turn if task is not None]
@@ -121,7 +121,7 @@ def find_source() -> TaskSource | None:
     return None if folder is None else TaskSource(folder)
 
 
-def sample_tasks(tasks: Sequence[Task], num_tokens: int | None, *, seed: int) -> list[Task]:
+def sample_tasks(tasks: Sequence[TrainingTask], num_tokens: int | None, *, seed: int) -> list[TrainingTask]:
     """Whole tasks, in their order, of about `num_tokens` flat tokens together; all for None.
 
     Tasks are drawn in a seeded order, and each that brings the sum closer to `num_tokens` is taken. Where none does,
@@ -142,7 +142,7 @@ def sample_tasks(tasks: Sequence[Task], num_tokens: int | None, *, seed: int) ->
     return [tasks[i] for i in sorted(taken or order[:1])]
 
 
-def lone_branch(task: Task) -> Task:
+def lone_branch(task: TrainingTask) -> TrainingTask:
     """The first branch of a task that trains anything, as a task.
 
     Raises:
@@ -154,7 +154,7 @@ def lone_branch(task: Task) -> Task:
     raise InputError(f"a branch to train needs a trained token, task {task.task_id!r} has none; drop the task")
 
 
-def fold_tasks(tasks: Sequence[Task], vocab_size: int) -> tuple[Task, ...]:
+def fold_tasks(tasks: Sequence[TrainingTask], vocab_size: int) -> tuple[TrainingTask, ...]:
     """The tasks with ids renumbered by frequency into [0, vocab_size); see `fold_ids`."""
     folded = iter(fold_ids([sequence for task in tasks for sequence in task.sequences], vocab_size))
     return tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in tasks)
@@ -174,7 +174,7 @@ def with_tools(trajectories: Iterable[Trajectory], file: Path) -> list[Trajector
     return [_with_appendix(trajectory, "\n\n# Tools\n\n" + "\n".join(lines)) for trajectory in trajectories]
 
 
-def num_flat_tokens(task: Task) -> int:
+def num_flat_tokens(task: TrainingTask) -> int:
     """Tokens of all branches of a task, shared ones counted once per branch."""
     return sum(sequence.size for sequence in task.sequences)
 
@@ -189,13 +189,13 @@ def _with_appendix(trajectory: Trajectory, text: str) -> Trajectory:
     return replace(trajectory, messages=extended)
 
 
-def _drawn(tasks: Sequence[Task], seed: int) -> list[Task]:
+def _drawn(tasks: Sequence[TrainingTask], seed: int) -> list[TrainingTask]:
     return [tasks[i] for i in task_order(len(tasks), seed=seed, epoch=0).tolist()]
 
 
-def _in_turn(tasks: Sequence[Task], num_tokens: int | None) -> list[Task]:
+def _in_turn(tasks: Sequence[TrainingTask], num_tokens: int | None) -> list[TrainingTask]:
     """The first tasks of at least that many tokens together."""
-    taken: list[Task] = []
+    taken: list[TrainingTask] = []
     for task in tasks:
         if num_tokens is not None and sum(num_flat_tokens(some) for some in taken) >= num_tokens:
             break

@@ -25,15 +25,16 @@ def forecast(lengths, prompts=None) -> Forecast:
 
 
 def trace(*steps, max_tokens=1000, predicted=None) -> Trace:
-    """Steps of so many tokens, predicted as they are unless told otherwise."""
-    told = steps if predicted is None else predicted
+    """Steps of rollouts with these lengths; None predicts them exactly."""
+    predictions = steps if predicted is None else predicted
     return Trace(
         steps=tuple(
-            TraceStep(lengths=lengths, forecast=forecast(said)) for lengths, said in zip(steps, told, strict=True)
+            TraceStep(lengths=lengths, forecast=forecast(guess))
+            for lengths, guess in zip(steps, predictions, strict=True)
         ),
         max_tokens=max_tokens,
     )
 
 
-def outlook(cluster, *steps, step=1) -> PlanRequest:
+def plan_request(cluster, *steps, step=1) -> PlanRequest:
     return PlanRequest(step=step, cluster=cluster, forecasts=tuple(forecast(lengths) for lengths in steps))

@@ -10,7 +10,7 @@ from treering.schedule.compare import (
     SYNC,
     SYNC_LONGEST_FIRST,
     compare,
-    entrants,
+    policy_setups,
     with_decode_scaled,
 )
 from treering.schedule.latency import linear_latency
@@ -34,9 +34,9 @@ def case(seed=0, *, staleness=1, factor=1.0):
 
 
 def test_the_synchronous_loops_run_at_staleness_0_and_all_others_as_asked():
-    everyone = entrants(2)
-    assert [(entrant.name, entrant.staleness) for entrant in everyone[:2]] == [(SYNC, 0), (SYNC_LONGEST_FIRST, 0)]
-    assert [(entrant.name, entrant.policy, entrant.staleness) for entrant in everyone[2:]] == [
+    everyone = policy_setups(2)
+    assert [(setup.name, setup.staleness) for setup in everyone[:2]] == [(SYNC, 0), (SYNC_LONGEST_FIRST, 0)]
+    assert [(setup.name, setup.policy, setup.staleness) for setup in everyone[2:]] == [
         (name, name, 2) for name in POLICIES
     ]
     assert "histopipe" in POLICIES
@@ -44,19 +44,19 @@ def test_the_synchronous_loops_run_at_staleness_0_and_all_others_as_asked():
 
 
 def test_sync_comes_along_with_every_choice():
-    assert [entrant.name for entrant in entrants(1, ["histopipe"])] == [SYNC, "histopipe"]
-    assert [entrant.name for entrant in entrants(1, [SYNC])] == [SYNC]
+    assert [setup.name for setup in policy_setups(1, ["histopipe"])] == [SYNC, "histopipe"]
+    assert [setup.name for setup in policy_setups(1, [SYNC])] == [SYNC]
 
 
 def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match=r"policies are sync, .*histopipe.*, got fastest; choose"):
-        entrants(1, ["histopipe", "fastest"])
+        policy_setups(1, ["histopipe", "fastest"])
 
 
 def test_a_result_is_what_the_simulator_says_of_the_policy_at_its_staleness():
     trace, cluster, believed = case()
     names = [ONE_STEP_OFF, "longest_first"]
-    results, timelines = compare(entrants(1, names), [(trace, cluster, believed)])
+    results, timelines = compare(policy_setups(1, names), [(trace, cluster, believed)])
     expected = {SYNC: (ONE_STEP_OFF, 0), ONE_STEP_OFF: (ONE_STEP_OFF, 1), "longest_first": ("longest_first", 1)}
     assert [result.policy for result in results] == [timeline.policy for timeline in timelines]
     assert {result.policy for result in results} == expected.keys()
@@ -77,8 +77,8 @@ def test_a_result_is_what_the_simulator_says_of_the_policy_at_its_staleness():
 
 def test_several_traces_give_means_and_the_worst():
     cases = [case(seed) for seed in range(3)]
-    apart = [compare(entrants(1, [ONE_STEP_OFF, "histopipe"]), [single])[0][-1] for single in cases]
-    together = compare(entrants(1, [ONE_STEP_OFF, "histopipe"]), cases)[0][-1]
+    apart = [compare(policy_setups(1, [ONE_STEP_OFF, "histopipe"]), [single])[0][-1] for single in cases]
+    together = compare(policy_setups(1, [ONE_STEP_OFF, "histopipe"]), cases)[0][-1]
     assert together.policy == "histopipe"
     for name in ("makespan_s", "throughput_of_bound", "bubble", "speedup_over_sync", "makespan_over_one_step_off"):
         assert getattr(together, name) == pytest.approx(np.mean([getattr(result, name) for result in apart]))
@@ -89,7 +89,7 @@ def test_several_traces_give_means_and_the_worst():
 
 
 def test_what_needs_the_unscheduled_policy_is_left_out_without_it():
-    [*_, result] = compare(entrants(1, ["longest_first"]), [case()])[0]
+    [*_, result] = compare(policy_setups(1, ["longest_first"]), [case()])[0]
     assert result.makespan_over_one_step_off is None
     assert result.worst_makespan_over_one_step_off is None
 
@@ -98,19 +98,19 @@ def test_policies_are_told_what_is_believed_and_nobody_else(monkeypatch):
     told = []
 
     class Curious(Fifo):
-        def assign(self, outlook):
-            told.append((outlook.cluster.staleness, outlook.cluster.latency.token_s(1)[1]))
-            return super().assign(outlook)
+        def assign(self, request):
+            told.append((request.cluster.staleness, request.cluster.latency.token_s(1)[1]))
+            return super().assign(request)
 
     monkeypatch.setattr("treering.schedule.compare.make_policy", lambda name: Curious())
-    right, wrong = (compare(entrants(1, [ONE_STEP_OFF]), [case(factor=factor)])[0] for factor in (1.0, 3.0))
+    right, wrong = (compare(policy_setups(1, [ONE_STEP_OFF]), [case(factor=factor)])[0] for factor in (1.0, 3.0))
     assert right == wrong
     assert told == [(0, 1.1)] * 4 + [(1, 1.1)] * 4 + [(0, pytest.approx(3.3))] * 4 + [(1, pytest.approx(3.3))] * 4
 
 
 def test_each_run_is_announced():
     told = []
-    compare(entrants(1, ["longest_first"]), [case(0), case(1)], told.append)
+    compare(policy_setups(1, ["longest_first"]), [case(0), case(1)], told.append)
     assert told == [SYNC, "longest_first"] * 2
 
 

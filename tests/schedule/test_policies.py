@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.schedule.clusters import cluster, outlook, trace
+from tests.schedule.clusters import cluster, plan_request, trace
 from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
 from treering.schedule.plan.plans import PlacementPlan
@@ -40,36 +40,36 @@ def test_policies_of_runs_place_each_step_s_own_rollouts(name):
     per_step = np.bincount(timeline.steps, weights=timeline.num_rollouts)[1:]
     assert per_step.tolist() == [3, 2, 6]
     where = cluster(3, 2)
-    assignment = make_policy(name).assign(outlook(where, [5.0, 1.0, 7.0, 3.0]))
+    assignment = make_policy(name).assign(plan_request(where, [5.0, 1.0, 7.0, 3.0]))
     assert assignment.workers.shape == (4,)
     assert sorted(assignment.order) == [0, 1, 2, 3]
 
 
 def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
     where, lengths = cluster(4, 2), np.arange(1.0, 103.0)
-    shares = [Fifo().assign(outlook(where, lengths, step=step)) for step in (1, 2, 1)]
+    shares = [Fifo().assign(plan_request(where, lengths, step=step)) for step in (1, 2, 1)]
     for share in shares:
         assert sorted(np.bincount(share.workers).tolist()) == [25, 25, 26, 26]
         assert share.order.tolist() == list(range(102))
         assert share.stealing == "off"
     assert shares[0].workers.tolist() == shares[2].workers.tolist() != shares[1].workers.tolist()
     # Predictions have no part in it; the seed has.
-    flat = Fifo().assign(outlook(where, np.ones(102)))
+    flat = Fifo().assign(plan_request(where, np.ones(102)))
     assert flat.workers.tolist() == shares[0].workers.tolist()
-    assert Fifo(seed=1).assign(outlook(where, lengths)).workers.tolist() != shares[0].workers.tolist()
+    assert Fifo(seed=1).assign(plan_request(where, lengths)).workers.tolist() != shares[0].workers.tolist()
 
 
 def test_work_stealing_is_fifo_that_steals():
     where, lengths = cluster(4, 2), np.arange(1.0, 30.0)
-    stealing = make_policy("work_stealing").assign(outlook(where, lengths))
+    stealing = make_policy("work_stealing").assign(plan_request(where, lengths))
     assert stealing.stealing == "queued"
-    assert stealing.workers.tolist() == make_policy("fifo").assign(outlook(where, lengths)).workers.tolist()
+    assert stealing.workers.tolist() == make_policy("fifo").assign(plan_request(where, lengths)).workers.tolist()
 
 
 def test_a_plan_takes_no_more_turns_than_there_are_workers():
     policy = PlanPolicy(PlacementPlan(name="turns", num_turns=5))
     for step in (1, 2, 3):
-        workers = policy.assign(outlook(cluster(2, 2), [3.0, 4.0], step=step)).workers
+        workers = policy.assign(plan_request(cluster(2, 2), [3.0, 4.0], step=step)).workers
         assert set(workers.tolist()) == {step % 2}
 
 
@@ -79,7 +79,9 @@ def test_halves_take_turns_and_the_others_do_not():
     for name in RUN_POLICIES:
         policy = make_policy(name)
         if name != "histopipe":
-            used[name] = [len(set(policy.assign(outlook(where, np.arange(1.0, 20.0), step=k)).workers)) for k in (1, 2)]
+            used[name] = [
+                len(set(policy.assign(plan_request(where, np.arange(1.0, 20.0), step=k)).workers)) for k in (1, 2)
+            ]
     assert used.pop("halves") == [2, 2]
     assert all(counts == [4, 4] for counts in used.values())
 
@@ -88,7 +90,7 @@ def test_halves_take_turns_and_the_others_do_not():
 @pytest.mark.parametrize("rebalancing", ["none", "queued", "running"])
 def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):
     where = replace(cluster(4, 4, row_s=0.05), rebalancing=rebalancing)
-    assignment = make_policy(name).assign(outlook(where, np.geomspace(10, 900, 64)))
+    assignment = make_policy(name).assign(plan_request(where, np.geomspace(10, 900, 64)))
     assert assignment.stealing == "off" or rebalancing != "none"
     assert assignment.moving == "off" or rebalancing == "running"
 

@@ -26,10 +26,10 @@ def test_an_order_names_every_rollout_once():
             Assignment(workers=[0, 0], order=order)
 
 
-def test_beliefs_are_a_positive_length_for_each_rollout():
-    for beliefs in ([1.0], [1.0, 0.0], [1.0, np.nan]):
+def test_predicted_lengths_are_a_positive_length_for_each_rollout():
+    for predicted in ([1.0], [1.0, 0.0], [1.0, np.nan]):
         with pytest.raises(InputError, match="one positive length a rollout"):
-            Assignment(workers=[0, 0], order=[0, 1], beliefs=beliefs)
+            Assignment(workers=[0, 0], order=[0, 1], predicted_lengths=predicted)
 
 
 def test_an_outlook_has_a_step_from_1_and_a_forecast():

@@ -75,7 +75,7 @@ def replay(
         look: what may be drafted from.
         max_epochs: epochs of a prompt that the store keeps.
         settings: of the `Drafter`; `sources` counts only where `look` is "all".
-        on_tokens: told how many tokens more were emitted.
+        on_tokens: called with the number of newly emitted tokens.
 
     Returns:
         What was drafted, by epoch.

@@ -20,7 +20,7 @@ from treering.data import (
     render,
 )
 from treering.errors import InputError
-from treering.train.loop.batches import Task, group_by_task
+from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.folding import fold_ids
 
 
@@ -28,7 +28,7 @@ from treering.train.loop.folding import fold_ids
 class Corpus:
     """Tasks to train on."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[TrainingTask, ...]
     """Tasks with at least one trained token, in file order."""
     num_ids: int
     """Vocabulary that the model needs: the tokenizer's, or one more than the largest id."""
@@ -110,7 +110,7 @@ def _load(config: DataConfig, beside: Path) -> Corpus:
 def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
     tokenizer = None if config.tokenizer is None else locate(config.tokenizer, places)
     renderer = Renderer(tokenizer=tokenizer, template=config.template)
-    tasks: list[Task] = []
+    tasks: list[TrainingTask] = []
     for path in config.files:
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         tasks += group_by_task(renderer.render(read_trajectories(locate(path, places))))[: config.max_tasks]
@@ -132,7 +132,7 @@ def _folded(corpus: Corpus, vocab_size: int | None) -> Corpus:
     return replace(corpus, tasks=tasks, num_ids=_num_occurring(tasks), tokenizer=None)
 
 
-def _num_occurring(tasks: Sequence[Task]) -> int:
+def _num_occurring(tasks: Sequence[TrainingTask]) -> int:
     return 1 + max((int(sequence.max()) for task in tasks for sequence in task.sequences), default=-1)
 
 

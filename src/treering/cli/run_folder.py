@@ -16,7 +16,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 @contextmanager
-def told_on(console: Console) -> Iterator[None]:
+def printed_warnings(console: Console) -> Iterator[None]:
     """Prints the block's warnings as plain lines: those about damaged checkpoints are for the user."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

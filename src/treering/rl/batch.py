@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from treering.engine.rollout import Logprobs
 from treering.rl.advantages import Estimator, group_advantages
 from treering.rl.collect import Group
-from treering.train.loop.batches import Layout, StepBatch, Task, make_batch
+from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_batch
 from treering.types import TokenIds
 
 
@@ -66,9 +66,9 @@ def empty_batch() -> RlBatch:
     return make_rl_batch([], estimator="grpo", layout="tree")
 
 
-def _as_task(group: Group) -> Task:
+def _as_task(group: Group) -> TrainingTask:
     prompt = group.prompt.tokens
-    return Task(
+    return TrainingTask(
         task_id=group.prompt.prompt_id,
         sequences=tuple(np.concatenate([prompt, rollout.tokens]) for rollout in group.rollouts),
         loss_masks=tuple(np.concatenate([np.zeros(prompt.size, bool), r.loss_mask]) for r in group.rollouts),

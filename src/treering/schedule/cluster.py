@@ -29,7 +29,7 @@ class Cluster:
     staleness: int
     """Step k is sampled with the weights after step k - 1 - staleness, never with others."""
     latency: Latency
-    """Times that the policy is told; they may be wrong. A run starts with these and then uses measured ones."""
+    """Times that the policy plans with; they may be wrong. A run starts with these and then uses measured ones."""
     rebalancing: Rebalancing = "running"
     """What the workers support; policies request no more."""
 

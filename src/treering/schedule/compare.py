@@ -22,8 +22,8 @@ _SYNCHRONOUS = {SYNC: ONE_STEP_OFF, SYNC_LONGEST_FIRST: "longest_first"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entrant:
-    """A policy at a staleness, with its own name."""
+class PolicySetup:
+    """A policy and the staleness that it runs at."""
 
     name: str
     """Name in reports."""
@@ -35,16 +35,16 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Figures of one entrant: means over the traces, and the worst.
+    """Figures of one policy setup: means over the traces, and the worst.
 
     Example: makespans of 90 and 110 s where the synchronous loop took 180 and 165 s are a mean of 100 s, a speedup of
     1.75 and a worst one of 1.5.
     """
 
     policy: str
-    """The entrant's name."""
+    """The setup's name."""
     makespan_s: float
-    """Until the end of the last update."""
+    """Seconds until the end of the last update."""
     throughput_of_bound: float
     """Lower bound over makespan."""
     bubble: float
@@ -75,7 +75,7 @@ class Result:
     """The largest over the traces."""
 
 
-def entrants(staleness: int, names: Sequence[str] | None = None) -> list[Entrant]:
+def policy_setups(staleness: int, names: Sequence[str] | None = None) -> list[PolicySetup]:
     """The synchronous loops, and every other policy at a staleness.
 
     Args:
@@ -85,41 +85,41 @@ def entrants(staleness: int, names: Sequence[str] | None = None) -> list[Entrant
     Raises:
         ConfigError: an unknown name.
 
-    Example: `entrants(1, ["histopipe"])` are sync at staleness 0 and histopipe at staleness 1.
+    Example: `policy_setups(1, ["histopipe"])` are sync at staleness 0 and histopipe at staleness 1.
     """
-    everyone = [Entrant(name=name, policy=policy, staleness=0) for name, policy in _SYNCHRONOUS.items()]
-    everyone += [Entrant(name=name, policy=name, staleness=staleness) for name in POLICIES]
-    known = [entrant.name for entrant in everyone]
+    everyone = [PolicySetup(name=name, policy=policy, staleness=0) for name, policy in _SYNCHRONOUS.items()]
+    everyone += [PolicySetup(name=name, policy=name, staleness=staleness) for name in POLICIES]
+    known = [setup.name for setup in everyone]
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"policies are {', '.join(known)}, got {', '.join(unknown)}; choose among them")
-    return [entrant for entrant in everyone if names is None or entrant.name in (SYNC, *names)]
+    return [setup for setup in everyone if names is None or setup.name in (SYNC, *names)]
 
 
 def compare(
-    who: Sequence[Entrant],
+    setups: Sequence[PolicySetup],
     cases: Iterable[tuple[Trace, Cluster, Cluster]],
     on_run: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Result], list[Timeline]]:
-    """Runs each entrant on each trace.
+    """Runs each setup on each trace.
 
     Args:
-        who: `sync` among them.
-        cases: each a trace, the cluster that it runs on, and the cluster that policies are told; their staleness
-            is replaced by the entrant's.
+        setups: `sync` among them.
+        cases: each a trace, the cluster that it runs on, and the cluster that policies plan with; their
+            staleness is replaced by the setup's.
         on_run: called with the name before each run.
 
     Returns:
-        A result for each entrant, in order, and the timelines of the first trace.
+        A result for each setup, in order, and the timelines of the first trace.
     """
     runs: list[list[Timeline]] = []
     for trace, cluster, believed in cases:
         runs.append([])
-        for entrant in who:
-            on_run(entrant.name)
-            runs[-1].append(_run(entrant, trace, cluster, believed))
-    by_name = {entrant.name: [timelines[at] for timelines in runs] for at, entrant in enumerate(who)}
-    return [_result(entrant, by_name) for entrant in who], runs[0]
+        for setup in setups:
+            on_run(setup.name)
+            runs[-1].append(_run(setup, trace, cluster, believed))
+    by_name = {setup.name: [timelines[at] for timelines in runs] for at, setup in enumerate(setups)}
+    return [_result(setup, by_name) for setup in setups], runs[0]
 
 
 def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
@@ -129,29 +129,29 @@ def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, latency=wrong)
 
 
-def _run(entrant: Entrant, trace: Trace, cluster: Cluster, believed: Cluster) -> Timeline:
+def _run(setup: PolicySetup, trace: Trace, cluster: Cluster, believed: Cluster) -> Timeline:
     timeline = simulate(
-        make_policy(entrant.policy),
+        make_policy(setup.policy),
         trace,
-        workers=replace(cluster, staleness=entrant.staleness),
-        believed=replace(believed, staleness=entrant.staleness),
+        workers=replace(cluster, staleness=setup.staleness),
+        believed=replace(believed, staleness=setup.staleness),
     )
-    return replace(timeline, policy=entrant.name)
+    return replace(timeline, policy=setup.name)
 
 
-def _result(entrant: Entrant, by_name: Mapping[str, Sequence[Timeline]]) -> Result:
-    timelines = by_name[entrant.name]
+def _result(setup: PolicySetup, by_name: Mapping[str, Sequence[Timeline]]) -> Result:
+    timelines = by_name[setup.name]
     speedups = _ratios(by_name[SYNC], timelines)
     slowdowns = _ratios(timelines, by_name[ONE_STEP_OFF]) if ONE_STEP_OFF in by_name else None
     of_bound = [timeline.throughput_of_bound for timeline in timelines]
     return Result(
-        policy=entrant.name,
+        policy=setup.name,
         makespan_s=_mean([timeline.makespan_s for timeline in timelines]),
         throughput_of_bound=_mean(of_bound),
         bubble=_mean([timeline.bubble for timeline in timelines]),
         staleness_max=max(timeline.staleness_max for timeline in timelines),
         speedup_over_sync=_mean(speedups),
-        staleness=entrant.staleness,
+        staleness=setup.staleness,
         bound_s=_mean([timeline.bound_s for timeline in timelines]),
         tokens_per_s=_mean([timeline.tokens_per_s for timeline in timelines]),
         num_stolen=_mean([timeline.num_stolen for timeline in timelines]),

@@ -97,8 +97,8 @@ class Assignment:
     """See `Stealing`."""
     moving: Moving = "off"
     """See `Moving`."""
-    beliefs: NDArray[np.float64] | None = None
-    """float64 [R] > 0: lengths corrected by the policy, used for queues and moves; None: as forecast."""
+    predicted_lengths: NDArray[np.float64] | None = None
+    """float64 [R] > 0: lengths as the policy corrects them, used for stealing and moves; None: as forecast."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", np.asarray(self.workers, np.int32))
@@ -106,13 +106,15 @@ class Assignment:
         rollouts = np.arange(self.workers.size)
         if self.order.shape != rollouts.shape or not np.array_equal(np.sort(self.order), rollouts):
             raise InputError(f"an order names each of {rollouts.size} rollouts once, got {self.order.tolist()[:8]} ...")
-        if self.beliefs is None:
+        if self.predicted_lengths is None:
             return
-        object.__setattr__(self, "beliefs", np.asarray(self.beliefs, np.float64))
-        if self.beliefs.shape != rollouts.shape or not (np.isfinite(self.beliefs) & (self.beliefs > 0)).all():
+        lengths = np.asarray(self.predicted_lengths, np.float64)
+        if lengths.shape != rollouts.shape or not (np.isfinite(lengths) & (lengths > 0)).all():
             raise InputError(
-                f"beliefs are one positive length a rollout, got {self.beliefs.shape} for {rollouts.size} rollouts"
+                f"predicted_lengths needs one positive length a rollout, got shape {lengths.shape} for "
+                f"{rollouts.size} rollouts; correct the policy"
             )
+        object.__setattr__(self, "predicted_lengths", lengths)
 
 
 class Policy(ABC):
@@ -129,7 +131,7 @@ class Policy(ABC):
         return ()
 
     @abstractmethod
-    def assign(self, outlook: PlanRequest) -> Assignment:
+    def assign(self, request: PlanRequest) -> Assignment:
         """The assignment of the requested step; every rollout gets one of the cluster's workers."""
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:  # noqa: B027

@@ -10,7 +10,7 @@ from benchmarks.loop.runs import Variant, configuration
 from benchmarks.pipe import bench as pipe
 from benchmarks.pipe.machine import Machine, Observed, fit_machine, mean_busy, merged, num_beside
 from benchmarks.pipe.passes import LOAD, PASS, TimedEngine, read_passes
-from benchmarks.pipe.prediction import Told, beside_each_other, cluster_of, predict, trace_of
+from benchmarks.pipe.prediction import MeasuredLatencyPolicy, beside_each_other, cluster_of, predict, trace_of
 from numpy.typing import NDArray
 
 from tests.benchmarks.loop.loops import TINY, random_start
@@ -236,13 +236,15 @@ def test_a_prediction_of_equal_rollouts_is_what_one_calculates(tmp_path: Path) -
     alone = Latency(num_rows=np.array([1, 2]), decode_s=np.array([1.0, 1.5]), prefill_s=0.0, load_s=0.5, training_s=4.0)
     machine = Machine(alone=alone, factors=np.array([1.0, 1.0, 1.0]), update_s=0.0)
     lengths = [np.full(6, 4, np.int64)] * 4
-    found = predict(config, lengths, machine, first=2, told=[None] * 5)
+    found = predict(config, lengths, machine, first=2, measured=[None] * 5)
     # Three rollouts a worker, two at one time: 4 tokens at 1.5 s, then 4 at 1 s; loading and training besides.
     assert found.step_s == pytest.approx(6.0 + 4.0 + 0.5 + 4.0)
     assert found.bubble == pytest.approx(1.0 - 10.0 / 14.5)
     slow = Machine(alone=alone, factors=np.array([1.0, 2.0, 2.0]), update_s=1.0)
     # Both workers begin and end together, so each always runs beside the other; the trainer runs alone.
-    assert predict(config, lengths, slow, first=2, told=[None] * 5).step_s == pytest.approx(20.0 + 0.5 + 4.0, rel=0.01)
+    assert predict(config, lengths, slow, first=2, measured=[None] * 5).step_s == pytest.approx(
+        20.0 + 0.5 + 4.0, rel=0.01
+    )
 
 
 def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
@@ -254,18 +256,18 @@ def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
 
 
 class Listening(Policy):
-    """Notes the first time that it is told of each step."""
+    """Notes the time of a decode step with one row in each request."""
 
     def __init__(self) -> None:
-        self.told: list[float] = []
+        self.seen: list[float] = []
 
     @property
     def name(self) -> str:
         return "listening"
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
-        self.told.append(float(outlook.cluster.latency.decode_s[0]))
-        size = outlook.forecasts[0].num_rollouts
+    def assign(self, request: PlanRequest) -> Assignment:
+        self.seen.append(float(request.cluster.latency.decode_s[0]))
+        size = request.forecasts[0].num_rollouts
         return Assignment(workers=np.zeros(size, np.int32), order=np.arange(size))
 
 
@@ -276,18 +278,18 @@ def test_a_predicted_policy_is_told_what_was_measured_when_the_step_was_planned(
     staleness: int, expected: list[float], tmp_path: Path
 ) -> None:
     config, policy = config_of(tmp_path, staleness=staleness), Listening()
-    told = [None, linear_latency(step_s=1.0, row_s=0.0), None, linear_latency(step_s=3.0, row_s=0.0), None]
+    measured = [None, linear_latency(step_s=1.0, row_s=0.0), None, linear_latency(step_s=3.0, row_s=0.0), None]
     trace = trace_of(config, [np.full(6, 4, np.int64)] * 5)
-    simulate(Told(policy, told), trace, workers=cluster_of(config))
-    assert policy.told == expected
+    simulate(MeasuredLatencyPolicy(policy, measured), trace, workers=cluster_of(config))
+    assert policy.seen == expected
 
 
 @pytest.mark.slow
 def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> None:
-    told: list[str] = []
+    said: list[str] = []
     start = random_start(tmp_path / "start")
     found = pipe.measure(
-        num_runs=1, size=TINY, start=start, policies=("fifo", "work_stealing"), on_progress=told.append
+        num_runs=1, size=TINY, start=start, policies=("fifo", "work_stealing"), on_progress=said.append
     )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     rows = found["policies"]
@@ -299,7 +301,7 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
         ("fifo", 1, "on"),
         ("work_stealing", 1, "on"),
     ]
-    assert len(told) == 1 + 6
+    assert len(said) == 1 + 6
     for row in rows:
         assert (row["num_differing"], row["num_rollouts"]) == (0, 24)
         assert row["ratio"] == pytest.approx(row["predicted_step_s"] / row["step_s"])

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tests.benchmarks.tree.trajectories import trajectories, write_folder
 from treering.data import DATA_VARIABLE, Message, Trajectory
 from treering.errors import InputError
-from treering.train.loop.batches import Task, task_order
+from treering.train.loop.batches import TrainingTask, task_order
 
 NUM_TASKS = 4
 GENERATED = [name for name in FILES if name != "tau_tools"]
@@ -43,9 +43,9 @@ def real_source(real_data: Path) -> TaskSource:
     return TaskSource(real_data)
 
 
-def task_of(*lengths: int, task_id: int = 0) -> Task:
+def task_of(*lengths: int, task_id: int = 0) -> TrainingTask:
     sequences = tuple(np.arange(length, dtype=np.int32) for length in lengths)
-    return Task(task_id=task_id, sequences=sequences, loss_masks=tuple(np.ones(n, bool) for n in lengths))
+    return TrainingTask(task_id=task_id, sequences=sequences, loss_masks=tuple(np.ones(n, bool) for n in lengths))
 
 
 def sample_of(*groups: list[list[int]], masks: list[list[int]] | None = None) -> TaskSample:
@@ -53,7 +53,7 @@ def sample_of(*groups: list[list[int]], masks: list[list[int]] | None = None) ->
     return TaskSample(
         name="by hand",
         tasks=tuple(
-            Task(
+            TrainingTask(
                 task_id=i,
                 sequences=tuple(np.array(sequence, np.int32) for sequence in group),
                 loss_masks=tuple(np.array(next(flat_masks), bool) for _ in group),

@@ -7,7 +7,7 @@ from benchmarks.tree.sets import FILES
 from transformers import PreTrainedModel
 
 from treering.data import AgentSpec, Trajectory, generate_trajectories, render, write_trajectories
-from treering.train.loop.batches import Task, group_by_task
+from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.types import ModelShape
 
 TINY = ModelShape(
@@ -45,7 +45,7 @@ def trajectories(*, seed: int = 0, num_tasks: int = 4) -> list[Trajectory]:
     return list(generate_trajectories(spec(seed=seed, num_tasks=num_tasks)))
 
 
-def tasks(*, seed: int = 0, num_tasks: int = 4) -> list[Task]:
+def tasks(*, seed: int = 0, num_tasks: int = 4) -> list[TrainingTask]:
     return group_by_task(render(trajectories(seed=seed, num_tasks=num_tasks)))
 
 

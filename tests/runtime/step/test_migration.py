@@ -50,8 +50,8 @@ class Moves(Dealt):
         size = request.forecasts[0].num_rollouts
         workers = np.zeros(size, np.int32)
         workers[-3:] = (1, 1, 2)
-        beliefs = np.where(workers == 0, 1.0, 12.0)
-        return Assignment(workers=workers, order=np.arange(size), moving=self._moving, beliefs=beliefs)
+        predicted = np.where(workers == 0, 1.0, 12.0)
+        return Assignment(workers=workers, order=np.arange(size), moving=self._moving, predicted_lengths=predicted)
 
 
 class SlowEngine(TorchEngine):
@@ -110,16 +110,16 @@ def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeti
 
 def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
     """A step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
-    beliefs = np.where(np.array(workers) == 0, 4.0, 8.0)
+    predicted = np.where(np.array(workers) == 0, 4.0, 8.0)
     assignment = Assignment(
         workers=np.array(workers),
         order=np.arange(8),
         moving=moving,
-        beliefs=beliefs,
+        predicted_lengths=predicted,
         stealing=stealing,  # type: ignore[arg-type]
     )
     collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
-    plan = RolloutPlan(step=1, assignment=assignment, predicted=beliefs)
+    plan = RolloutPlan(step=1, assignment=assignment, predicted=predicted)
     return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 

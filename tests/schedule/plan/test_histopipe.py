@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.schedule.clusters import cluster, outlook, trace
+from tests.schedule.clusters import cluster, plan_request, trace
 from treering.errors import ConfigError
-from treering.schedule.compare import compare, entrants, with_decode_scaled
+from treering.schedule.compare import compare, policy_setups, with_decode_scaled
 from treering.schedule.latency import linear_latency
 from treering.schedule.plan.histopipe import HistoPipe
 from treering.schedule.plan.plans import PlacementPlan
@@ -31,7 +31,7 @@ def case(num_rollouts, num_slots, seed, *, num_workers=32, num_steps=12, distort
 
 def ours(cases):
     """The mean result of HistoPipe against sync and one-step-off."""
-    return compare(entrants(1, ["fifo", "histopipe"]), cases)[0][-1]
+    return compare(policy_setups(1, ["fifo", "histopipe"]), cases)[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_it_learns_that_predictions_are_reversed():
     policy, where = HistoPipe(), cluster(4, 8, max_tokens=500)
     real = np.tile([20, 40, 80, 160], 500)
     policy.learn(1, 3200.0 / real, real)
-    assignment = policy.assign(outlook(where, [160.0, 20.0, 80.0], step=3))
+    assignment = policy.assign(plan_request(where, [160.0, 20.0, 80.0], step=3))
     assert assignment.order.tolist() == [1, 2, 0]
-    assert assignment.beliefs == pytest.approx([20, 160, 40], rel=0.05)
+    assert assignment.predicted_lengths == pytest.approx([20, 160, 40], rel=0.05)
 
 
 def test_steps_of_other_sizes_are_placed_whole():
@@ -176,7 +176,7 @@ def test_steps_of_other_sizes_are_placed_whole():
     policy, where = HistoPipe(replan_every=1), cluster(32, 4, staleness=1, step_s=20.0, row_s=0.05)
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 8192).clip(1, 999)
     for step, size in enumerate((100, 8192, 1), 1):
-        workers = policy.assign(outlook(where, lengths[:size], step=step)).workers
+        workers = policy.assign(plan_request(where, lengths[:size], step=step)).workers
         assert workers.shape == (size,)
         assert 0 <= workers.min() <= workers.max() < 32
         assert (np.bincount(workers) > 0).sum() >= min(size, 16)

@@ -38,7 +38,7 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
     assert set(assignment.workers.tolist()) <= {w for w in range(num_workers) if w % num_turns == step % num_turns}
     ordered = np.array(lengths)[assignment.order]
     assert (np.diff(ordered) <= 0).all()
-    assert assignment.beliefs.tolist() == lengths
+    assert assignment.predicted_lengths.tolist() == lengths
 
 
 @pytest.mark.parametrize("placing", PLACINGS)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.schedule.clusters import cluster, outlook
+from tests.schedule.clusters import cluster, plan_request
 from treering.schedule.plan.baselines import PlanPolicy
 from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.plan.search import plain_plans, rescaled, search, search_problem
@@ -22,7 +22,9 @@ def cluster_of(num_workers=8, num_slots=8, **options):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_question_has_steps_for_each_turn_from_the_forecasts_in_sight(staleness):
     first, second = np.full(6, 10.0), np.full(9, 20.0)
-    problem = search_problem(outlook(cluster_of(staleness=staleness), first, second), CalibratedLengths(0.0), seed=0)
+    problem = search_problem(
+        plan_request(cluster_of(staleness=staleness), first, second), CalibratedLengths(0.0), seed=0
+    )
     assert problem.cluster.num_workers == 8
     assert len(problem.traces) == 5
     for drawn in problem.traces:
@@ -31,12 +33,12 @@ def test_a_question_has_steps_for_each_turn_from_the_forecasts_in_sight(stalenes
 
 
 def test_what_is_drawn_is_believed_with_its_spread():
-    beliefs = CalibratedLengths()
-    told = lengths_of(4000, 1, 100.0)
-    real = 2 * told * np.exp(0.3 * np.random.default_rng(5).standard_normal(told.size))
-    beliefs.learn(told, np.rint(real).astype(np.int64).clip(1))
+    calibrated = CalibratedLengths()
+    predicted = lengths_of(4000, 1, 100.0)
+    real = 2 * predicted * np.exp(0.3 * np.random.default_rng(5).standard_normal(predicted.size))
+    calibrated.learn(predicted, np.rint(real).astype(np.int64).clip(1))
     asked = np.tile([50.0, 80.0], 600)
-    problem = search_problem(outlook(cluster(32, 8, max_tokens=10_000), asked), beliefs, seed=0)
+    problem = search_problem(plan_request(cluster(32, 8, max_tokens=10_000), asked), calibrated, seed=0)
     for drawn in problem.traces:
         step = drawn.steps[0]
         assert step.forecast.lengths == pytest.approx(np.tile([100.0, 160.0], 600), rel=0.05)
@@ -48,7 +50,7 @@ def test_what_is_drawn_is_believed_with_its_spread():
 
 def test_no_drawn_length_is_beyond_what_is_possible():
     problem = search_problem(
-        outlook(cluster_of(), np.full(50, 499.0), np.full(50, 1.0)), CalibratedLengths(2.0), seed=0
+        plan_request(cluster_of(), np.full(50, 499.0), np.full(50, 1.0)), CalibratedLengths(2.0), seed=0
     )
     for drawn in problem.traces:
         assert max(step.lengths.max() for step in drawn.steps) == 500
@@ -61,7 +63,7 @@ def test_no_drawn_length_is_beyond_what_is_possible():
 )
 def test_large_clusters_are_planned_for_by_a_sample(num_workers, num_rollouts, planned):
     lengths = np.linspace(1, 400, num_rollouts)
-    problem = search_problem(outlook(cluster(num_workers, 64), lengths), CalibratedLengths(0.0), seed=0)
+    problem = search_problem(plan_request(cluster(num_workers, 64), lengths), CalibratedLengths(0.0), seed=0)
     assert problem.cluster.num_workers == planned
     sampled = problem.traces[0].steps[0].forecast.lengths
     assert sampled.size == round(num_rollouts * planned / num_workers)
@@ -80,7 +82,7 @@ def test_no_plan_takes_more_turns_than_the_staleness_allows_or_than_there_are_wo
 
 @pytest.mark.parametrize("num_rollouts", [40, 400])
 def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by(num_rollouts):
-    problem = search_problem(outlook(cluster_of(), lengths_of(num_rollouts)), CalibratedLengths(), seed=0)
+    problem = search_problem(plan_request(cluster_of(), lengths_of(num_rollouts)), CalibratedLengths(), seed=0)
 
     def total(plan):
         judging = problem.traces[1:]
@@ -103,14 +105,14 @@ def seconds(plan, problem):
 def apart():
     """A few long rollouts rule."""
     return search_problem(
-        outlook(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), CalibratedLengths(0.0), seed=0
+        plan_request(cluster_of(), np.append(np.full(60, 20.0), [480.0] * 4)), CalibratedLengths(0.0), seed=0
     )
 
 
 @pytest.fixture(scope="module")
 def alike():
     """More rollouts than slots, and none of them long."""
-    return search_problem(outlook(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
+    return search_problem(plan_request(cluster_of(), np.full(72, 60.0)), CalibratedLengths(0.0), seed=0)
 
 
 def test_what_candidates_were_chosen_by_does_not_judge_them(apart, alike):
@@ -134,7 +136,7 @@ def test_a_present_plan_stays_where_it_is_the_better_one_on_any_draw(apart, alik
 
 
 def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
-    problem = search_problem(outlook(cluster_of(), lengths_of(400)), CalibratedLengths(), seed=0)
+    problem = search_problem(plan_request(cluster_of(), lengths_of(400)), CalibratedLengths(), seed=0)
     worse = PlacementPlan(name="worse", placing="equal_sums", num_turns=2)
     assert search(problem, worse) != worse
     with monkeypatch.context() as hardly:
@@ -161,13 +163,13 @@ def test_a_plan_scales_with_the_cluster():
 
 def test_updates_that_take_no_time_are_taken_not_to_be_known():
     lengths = lengths_of(400)
-    unknown = search_problem(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).cluster
-    step = search_problem(outlook(cluster_of(), lengths), CalibratedLengths(), seed=0).traces[0].steps
+    unknown = search_problem(plan_request(cluster_of(), lengths), CalibratedLengths(), seed=0).cluster
+    step = search_problem(plan_request(cluster_of(), lengths), CalibratedLengths(), seed=0).traces[0].steps
     tokens = np.mean([int(each.lengths.sum()) for each in step])
     # 8 workers with 8 rows each, 20 + 0.5 x 8 = 24 s for 8 tokens.
     assert unknown.latency.training_s == pytest.approx(0.07 * tokens * 3 / 8)
     known = replace(cluster_of(), latency=replace(cluster_of().latency, training_s=5.0))
-    assert search_problem(outlook(known, lengths), CalibratedLengths(), seed=0).cluster.latency.training_s == 5.0
+    assert search_problem(plan_request(known, lengths), CalibratedLengths(), seed=0).cluster.latency.training_s == 5.0
 
 
 def test_turns_do_not_look_free_where_no_update_was_seen():
@@ -175,7 +177,7 @@ def test_turns_do_not_look_free_where_no_update_was_seen():
     where = cluster(2, 16, max_tokens=64, step_s=1e-6, row_s=1.0)
     assert (
         search(
-            search_problem(outlook(where, lengths_of(512, scale=20.0).clip(1, 64)), CalibratedLengths(), seed=0)
+            search_problem(plan_request(where, lengths_of(512, scale=20.0).clip(1, 64)), CalibratedLengths(), seed=0)
         ).num_turns
         == 1
     )

@@ -8,89 +8,89 @@ from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, PRIOR_SPRE
 CAP = 1_000_000
 
 
-def told_of(num, seed=0, sigma=0.8):
+def predictions(num, seed=0, sigma=0.8):
     return np.random.default_rng(seed).lognormal(6, sigma, num)
 
 
 def test_predictions_are_believed_until_something_was_seen():
-    beliefs = CalibratedLengths()
+    calibrated = CalibratedLengths()
     predicted = np.array([0.2, 30.0, 5000.0])
-    assert not beliefs.has_seen
-    assert beliefs.lengths(predicted, 1000).tolist() == pytest.approx([1, 30, 1000])
+    assert not calibrated.has_seen
+    assert calibrated.lengths(predicted, 1000).tolist() == pytest.approx([1, 30, 1000])
 
 
 def test_a_factor_is_taken_out():
-    beliefs = CalibratedLengths()
+    calibrated = CalibratedLengths()
     predicted = np.tile([100.0, 200.0, 400.0], 200)
-    beliefs.learn(predicted, (predicted / 2).astype(np.int64))
-    assert beliefs.has_seen
-    assert beliefs.lengths(np.array([300.0, 100.0]), CAP).tolist() == pytest.approx([150, 50])
+    calibrated.learn(predicted, (predicted / 2).astype(np.int64))
+    assert calibrated.has_seen
+    assert calibrated.lengths(np.array([300.0, 100.0]), CAP).tolist() == pytest.approx([150, 50])
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(-2, 2), st.floats(-1, 1), st.integers(0, 1000))
 def test_the_line_is_that_of_least_squares(slope, offset, seed):
-    told = told_of(4000, seed)
-    noise = 0.3 * np.random.default_rng(seed + 1).standard_normal(told.size)
-    real = np.rint(np.exp(9 + offset + slope * (np.log(told) - 6) + noise)).astype(np.int64).clip(1)
-    beliefs = CalibratedLengths()
-    beliefs.learn(told, real)
-    matrix = np.stack([np.log(told), np.ones(told.size)], axis=1)
+    predicted = predictions(4000, seed)
+    noise = 0.3 * np.random.default_rng(seed + 1).standard_normal(predicted.size)
+    real = np.rint(np.exp(9 + offset + slope * (np.log(predicted) - 6) + noise)).astype(np.int64).clip(1)
+    calibrated = CalibratedLengths()
+    calibrated.learn(predicted, real)
+    matrix = np.stack([np.log(predicted), np.ones(predicted.size)], axis=1)
     (a, b), *_ = np.linalg.lstsq(matrix, np.log(real), rcond=None)
     asked = np.exp(np.array([5.0, 6.0, 7.0]))
     # The prior is 16 rollouts of 4,016, and pulls the slope by 0.4 % of its distance from 1.
-    assert np.log(beliefs.lengths(asked, 2**60)) == pytest.approx(np.clip(a * np.log(asked) + b, 0, None), abs=0.03)
+    assert np.log(calibrated.lengths(asked, 2**60)) == pytest.approx(np.clip(a * np.log(asked) + b, 0, None), abs=0.03)
     rest = np.log(real) - matrix @ (a, b)
-    assert beliefs.sigma(asked) == pytest.approx(rest.std(), rel=0.03)
+    assert calibrated.sigma(asked) == pytest.approx(rest.std(), rel=0.03)
 
 
 def test_reversed_predictions_are_turned_round():
-    real = told_of(2000)
-    beliefs = CalibratedLengths()
-    beliefs.learn(np.exp(12 - np.log(real)), np.rint(real).astype(np.int64))
-    believed = beliefs.lengths(np.array([50.0, 400.0, 3000.0]), CAP)
+    real = predictions(2000)
+    calibrated = CalibratedLengths()
+    calibrated.learn(np.exp(12 - np.log(real)), np.rint(real).astype(np.int64))
+    believed = calibrated.lengths(np.array([50.0, 400.0, 3000.0]), CAP)
     assert (np.diff(believed) < 0).all()
     assert np.log(believed) == pytest.approx(12 - np.log([50.0, 400.0, 3000.0]), abs=0.06)
 
 
 def test_worthless_predictions_become_one_length():
-    real = told_of(3000, 1)
-    for told in (np.full(3000, 77.0), told_of(3000, 2)):
-        beliefs = CalibratedLengths()
-        beliefs.learn(told, np.rint(real).astype(np.int64))
-        low, high = beliefs.lengths(np.quantile(told, [0.05, 0.95]), CAP)
+    real = predictions(3000, 1)
+    for predicted in (np.full(3000, 77.0), predictions(3000, 2)):
+        calibrated = CalibratedLengths()
+        calibrated.learn(predicted, np.rint(real).astype(np.int64))
+        low, high = calibrated.lengths(np.quantile(predicted, [0.05, 0.95]), CAP)
         assert low == pytest.approx(np.exp(np.log(real).mean()), rel=0.1)
         assert high == pytest.approx(low, rel=0.1)
-        assert beliefs.sigma(told) == pytest.approx(0.8, rel=0.05)
+        assert calibrated.sigma(predicted) == pytest.approx(0.8, rel=0.05)
 
 
 def test_a_few_rollouts_weigh_no_more_than_the_prior_does():
-    beliefs = CalibratedLengths()
+    calibrated = CalibratedLengths()
     # Four rollouts say that predictions are reversed; 16 of the prior say that they are right.
-    beliefs.learn(np.array([100.0, 400.0] * 2), np.array([400, 100] * 2))
-    low, high = beliefs.lengths(np.array([100.0, 400.0]), CAP)
+    calibrated.learn(np.array([100.0, 400.0] * 2), np.array([400, 100] * 2))
+    low, high = calibrated.lengths(np.array([100.0, 400.0]), CAP)
     assert low < high
     # -4 and 16 parts of 20: a slope of 0.6 through the mean.
     assert (low, high) == pytest.approx((200 * 2**-0.6, 200 * 2**0.6))
 
 
 def test_four_steps_are_remembered():
-    told = np.tile([100.0, 400.0], 500)
-    beliefs = CalibratedLengths()
-    beliefs.learn(told, np.full(told.size, 7))
+    predicted = np.tile([100.0, 400.0], 500)
+    calibrated = CalibratedLengths()
+    calibrated.learn(predicted, np.full(predicted.size, 7))
     for _ in range(3):
-        beliefs.learn(told, told.astype(np.int64))
-    assert beliefs.lengths(np.array([400.0]), CAP)[0] < 300
-    beliefs.learn(told, told.astype(np.int64))
-    assert beliefs.lengths(np.array([100.0, 400.0]), CAP).tolist() == pytest.approx([100, 400])
+        calibrated.learn(predicted, predicted.astype(np.int64))
+    assert calibrated.lengths(np.array([400.0]), CAP)[0] < 300
+    calibrated.learn(predicted, predicted.astype(np.int64))
+    assert calibrated.lengths(np.array([100.0, 400.0]), CAP).tolist() == pytest.approx([100, 400])
 
 
 def test_large_steps_are_thinned_out_evenly():
     # Of 100,000 rollouts only every 24th or 25th counts, and no stretch is left out.
-    told = np.linspace(1.0, 10.0, 100_000)
-    beliefs = CalibratedLengths()
-    beliefs.learn(told, np.rint(1000 * told).astype(np.int64))
-    assert beliefs.lengths(np.array([1.5, 9.5]), CAP) == pytest.approx([1500, 9500], rel=1e-3)
+    predicted = np.linspace(1.0, 10.0, 100_000)
+    calibrated = CalibratedLengths()
+    calibrated.learn(predicted, np.rint(1000 * predicted).astype(np.int64))
+    assert calibrated.lengths(np.array([1.5, 9.5]), CAP) == pytest.approx([1500, 9500], rel=1e-3)
 
 
 def test_before_anything_was_seen_predictions_that_are_too_alike_leave_the_rest_unexplained():
@@ -103,17 +103,17 @@ def test_before_anything_was_seen_predictions_that_are_too_alike_leave_the_rest_
 
 
 def test_a_step_of_one_rollout_of_one_token_can_be_learnt():
-    beliefs = CalibratedLengths()
-    beliefs.learn(np.array([1.0]), np.array([1]))
-    assert beliefs.lengths(np.array([1.0, 5.0]), 10).tolist() == pytest.approx([1, 5])
-    assert np.isfinite(beliefs.sigma(np.array([1.0])))
+    calibrated = CalibratedLengths()
+    calibrated.learn(np.array([1.0]), np.array([1]))
+    assert calibrated.lengths(np.array([1.0, 5.0]), 10).tolist() == pytest.approx([1, 5])
+    assert np.isfinite(calibrated.sigma(np.array([1.0])))
 
 
 def test_without_any_spread_predictions_are_kept_and_scaled():
-    beliefs = CalibratedLengths(0.0)
-    beliefs.learn(np.full(5, 100.0), np.full(5, 50))
-    assert beliefs.lengths(np.array([100.0, 300.0]), CAP).tolist() == pytest.approx([50, 150])
-    assert beliefs.sigma(np.array([100.0])) == pytest.approx(0)
+    calibrated = CalibratedLengths(0.0)
+    calibrated.learn(np.full(5, 100.0), np.full(5, 50))
+    assert calibrated.lengths(np.array([100.0, 300.0]), CAP).tolist() == pytest.approx([50, 150])
+    assert calibrated.sigma(np.array([100.0])) == pytest.approx(0)
 
 
 def test_before_anything_was_seen_drawn_lengths_are_normal_in_the_logarithm():
@@ -128,12 +128,12 @@ def test_before_anything_was_seen_drawn_lengths_are_normal_in_the_logarithm():
 
 def test_rollouts_that_ended_early_end_early_again_and_the_others_do_not():
     random = np.random.default_rng(3)
-    told = told_of(8000, 4)
-    is_early = random.random(told.size) < 0.2
-    beliefs = CalibratedLengths()
-    beliefs.learn(told, np.rint(np.where(is_early, told / 5, told)).astype(np.int64).clip(1))
-    asked = told_of(20_000, 9).clip(300)
-    shares = beliefs.draw(asked, CAP, np.random.default_rng(5)) / asked
+    predicted = predictions(8000, 4)
+    is_early = random.random(predicted.size) < 0.2
+    calibrated = CalibratedLengths()
+    calibrated.learn(predicted, np.rint(np.where(is_early, predicted / 5, predicted)).astype(np.int64).clip(1))
+    asked = predictions(20_000, 9).clip(300)
+    shares = calibrated.draw(asked, CAP, np.random.default_rng(5)) / asked
     # But for the prior's 16 of 8,016. Standard errors of 0.2 among 8,000: 0.0045; lengths are rounded by 1 % at most.
     assert np.mean(np.abs(5 * shares - 1) < 0.05) == pytest.approx(0.2, abs=0.015)
     assert np.mean(np.abs(shares - 1) < 0.05) == pytest.approx(0.8, abs=0.015)
@@ -142,28 +142,28 @@ def test_rollouts_that_ended_early_end_early_again_and_the_others_do_not():
 def test_what_was_predicted_near_the_limit_reaches_it_as_often_as_before():
     random = np.random.default_rng(6)
     real = np.minimum(random.lognormal(6, 1, 16_000), 1000.0)
-    told = real * np.exp(0.2 * random.standard_normal(real.size))
-    beliefs = CalibratedLengths()
-    beliefs.learn(told, np.rint(real).astype(np.int64).clip(1))
-    drawn = beliefs.draw(told, 1000, np.random.default_rng(7))
-    is_far = told > 800
+    predicted = real * np.exp(0.2 * random.standard_normal(real.size))
+    calibrated = CalibratedLengths()
+    calibrated.learn(predicted, np.rint(real).astype(np.int64).clip(1))
+    drawn = calibrated.draw(predicted, 1000, np.random.default_rng(7))
+    is_far = predicted > 800
     assert np.mean(drawn[is_far] >= 999.5) == pytest.approx(np.mean(real[is_far] >= 999.5), abs=0.1)
     assert drawn.min() >= 1
     assert drawn.max() <= 1000
 
 
 def test_a_few_rollouts_leave_most_draws_to_the_prior():
-    beliefs = CalibratedLengths(0.5)
-    beliefs.learn(np.full(4, 100.0), np.full(4, 100))
-    drawn = beliefs.draw(np.full(20_000, 100.0), CAP, np.random.default_rng(8))
+    calibrated = CalibratedLengths(0.5)
+    calibrated.learn(np.full(4, 100.0), np.full(4, 100))
+    drawn = calibrated.draw(np.full(20_000, 100.0), CAP, np.random.default_rng(8))
     # 4 rollouts without any error against 16 of the prior.
     assert np.mean(np.abs(drawn - 100) < 1e-6) == pytest.approx(0.2, abs=0.02)
 
 
 def test_another_limit_is_another_law():
-    beliefs = CalibratedLengths(0.0)
-    beliefs.learn(np.full(640, 100.0), np.full(640, 100))
+    calibrated = CalibratedLengths(0.0)
+    calibrated.learn(np.full(640, 100.0), np.full(640, 100))
     asked = np.full(50, 100.0)
     # All reached 100: where that is the limit they might have become longer, elsewhere they are what they are.
     for limit, reached in ((100, 100), (400, 100), (100, 100), (50, 50)):
-        assert beliefs.draw(asked, limit, np.random.default_rng(0)) == pytest.approx(reached)
+        assert calibrated.draw(asked, limit, np.random.default_rng(0)) == pytest.approx(reached)

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from treering.schedule.predict.errors import PredictionErrors
 
 
-def drawn(misses, told, seed=0):
-    return misses.draw(np.asarray(told, float), np.random.default_rng(seed))
+def drawn(found_errors, predicted, seed=0):
+    return found_errors.draw(np.asarray(predicted, float), np.random.default_rng(seed))
 
 
 def test_what_is_always_off_by_the_same_is_so_next_time():
-    misses = PredictionErrors(np.arange(200.0), np.full(200, 0.25))
-    assert (drawn(misses, np.linspace(-50, 250, 1000)) == 0.25).all()
+    found_errors = PredictionErrors(np.arange(200.0), np.full(200, 0.25))
+    assert (drawn(found_errors, np.linspace(-50, 250, 1000)) == 0.25).all()
 
 
 def test_normal_errors_are_drawn_normally_and_anew():
@@ -39,11 +39,11 @@ def test_errors_far_from_all_others_come_as_often_as_they_came_and_as_large():
 
 
 def test_short_and_long_predictions_miss_in_their_own_ways():
-    told = np.arange(3200.0)
-    errors = np.where(told < 1600, 0.5, -0.5)
-    misses = PredictionErrors(told, errors)
-    assert (drawn(misses, np.linspace(0, 1599, 500)) == 0.5).all()
-    assert (drawn(misses, np.linspace(1600, 3199, 500)) == -0.5).all()
+    predicted = np.arange(3200.0)
+    errors = np.where(predicted < 1600, 0.5, -0.5)
+    found_errors = PredictionErrors(predicted, errors)
+    assert (drawn(found_errors, np.linspace(0, 1599, 500)) == 0.5).all()
+    assert (drawn(found_errors, np.linspace(1600, 3199, 500)) == -0.5).all()
 
 
 def test_where_all_predictions_are_one_each_bin_has_its_share():
@@ -57,13 +57,13 @@ def test_where_all_predictions_are_one_each_bin_has_its_share():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-3, 3)), min_size=1, max_size=200), st.integers(0, 99))
 def test_any_errors_give_finite_ones(pairs, seed):
-    told, errors = np.array(pairs).T
-    misses = PredictionErrors(told, errors)
-    asked = np.concatenate([told, [-1e9, 1e9, 0.0]])
-    found = drawn(misses, asked, seed)
+    predicted, errors = np.array(pairs).T
+    found_errors = PredictionErrors(predicted, errors)
+    asked = np.concatenate([predicted, [-1e9, 1e9, 0.0]])
+    found = drawn(found_errors, asked, seed)
     assert found.shape == asked.shape
     assert np.isfinite(found).all()
-    assert (found == drawn(misses, asked, seed)).all()
+    assert (found == drawn(found_errors, asked, seed)).all()
 
 
 def test_what_reached_the_limit_does_so_again_as_often():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulator import token_by_token
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.migration import MAX_MOVES
 from treering.schedule.simulator.step import Rules, StepRollouts
@@ -13,23 +13,23 @@ from treering.schedule.simulator.step import Rules, StepRollouts
 SECONDS = st.integers(1, 5).map(float)
 
 
-def work_of(queues, lengths, beliefs=None, prompts=None) -> StepRollouts:
+def work_of(queues, lengths, predicted=None, prompts=None) -> StepRollouts:
     return StepRollouts(
         np.cumsum([0, *map(len, queues)]),
         np.array([rollout for queue in queues for rollout in queue], np.int64),
         np.array(lengths, np.int64),
-        np.array(lengths if beliefs is None else beliefs, np.float64),
+        np.array(lengths if predicted is None else predicted, np.float64),
         np.array([0] * len(lengths) if prompts is None else prompts, np.int64),
     )
 
 
-def rules_of(token_s, *, prefill_s=0.0, max_tokens=1000, stealing=False, moving=STAYS) -> Rules:
+def rules_of(token_s, *, prefill_s=0.0, max_tokens=1000, stealing=False, moving=OFF) -> Rules:
     return Rules(np.array(token_s, np.float64), prefill_s, float(max_tokens), stealing, moving)
 
 
 @st.composite
 def steps(draw, longest=9):
-    """Queues of rollouts with lengths, beliefs, prompts, times and starts."""
+    """Queues of rollouts with lengths, predicted lengths, prompts, times and starts."""
     num_workers, num_rollouts = draw(st.integers(1, 4)), draw(st.integers(1, 10))
     queues = [[] for _ in range(num_workers)]
     for rollout in draw(st.permutations(range(num_rollouts))):
@@ -50,9 +50,9 @@ def test_the_example_of_one_worker():
 @settings(max_examples=200, deadline=None)
 @given(steps())
 def test_a_step_is_what_decoding_token_by_token_gives(step):
-    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
     outcome = run_step(
-        np.array(starts), work_of(queues, lengths, beliefs, prompts), rules_of(token_s, prefill_s=prefill_s)
+        np.array(starts), work_of(queues, lengths, predicted, prompts), rules_of(token_s, prefill_s=prefill_s)
     )
     expected = token_by_token.run(starts, queues, lengths, token_s, prompts=prompts, prefill_s=prefill_s)
     found = (outcome.ends.tolist(), outcome.finished.tolist(), outcome.counts.tolist(), outcome.num_stolen)
@@ -63,11 +63,11 @@ def test_a_step_is_what_decoding_token_by_token_gives(step):
 @settings(max_examples=300, deadline=None)
 @given(steps())
 def test_stealing_takes_the_first_of_the_longest_queue(step):
-    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
     rules = rules_of(token_s, prefill_s=prefill_s, stealing=True)
-    outcome = run_step(np.array(starts), work_of(queues, lengths, beliefs, prompts), rules)
+    outcome = run_step(np.array(starts), work_of(queues, lengths, predicted, prompts), rules)
     expected = token_by_token.run(
-        starts, queues, lengths, token_s, prompts=prompts, prefill_s=prefill_s, steals=beliefs
+        starts, queues, lengths, token_s, prompts=prompts, prefill_s=prefill_s, steals=predicted
     )
     found = (outcome.ends.tolist(), outcome.finished.tolist(), outcome.counts.tolist(), outcome.num_stolen)
     assert found == expected
@@ -76,10 +76,10 @@ def test_stealing_takes_the_first_of_the_longest_queue(step):
 @settings(max_examples=200, deadline=None)
 @given(steps(longest=60), st.sampled_from([FASTER, DRAIN, CONSOLIDATE]), st.booleans())
 def test_moves_lose_no_rollout_and_gain_no_token(step, moving, stealing):
-    queues, lengths, beliefs, prompts, token_s, starts, prefill_s = step
+    queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
     # Few predicted tokens, so that many rollouts outgrow them.
-    beliefs = [1 + belief / 10 for belief in beliefs]
-    work, num_rollouts = work_of(queues, lengths, beliefs, prompts), len(lengths)
+    predicted = [1 + one / 10 for one in predicted]
+    work, num_rollouts = work_of(queues, lengths, predicted, prompts), len(lengths)
     rules = rules_of(token_s, prefill_s=prefill_s / 100, max_tokens=60, stealing=stealing, moving=moving)
     outcome = run_step(np.array(starts), work, rules)
     earliest = min(start for start, queue in zip(starts, queues, strict=True) if queue)
@@ -106,13 +106,13 @@ def outgrown(moving, *, prefill_s=0.0, first=(12, 100, 100, 100)):
     """Worker 0 expected 10 tokens each; worker 1 runs one rollout and worker 2 two, all expected to have 300."""
     queues = [[0, 1, 2, 3][: len(first)], [4], [5, 6]]
     lengths = [*first, *[0] * (4 - len(first)), 200, 200, 300]
-    beliefs = [10, 10, 10, 10, 300, 300, 300]
+    predicted = [10, 10, 10, 10, 300, 300, 300]
     rules = rules_of([0, 1, 2, 3, 4], prefill_s=prefill_s, max_tokens=320, moving=moving)
-    return run_step(np.zeros(3), work_of(queues, lengths, beliefs), rules)
+    return run_step(np.zeros(3), work_of(queues, lengths, predicted), rules)
 
 
 def test_an_outlier_moves_to_the_emptiest_worker_of_longer_ones_where_it_ends_sooner():
-    stays, moves = outgrown(STAYS), outgrown(FASTER)
+    stays, moves = outgrown(OFF), outgrown(FASTER)
     # 12 tokens at 4 s, then 88 at 3 s.
     assert stays.finished[1:4].tolist() == [312] * 3
     # After 48 s one of the three moves to worker 1, and both run two rollouts: 88 tokens at 2 s on either.
@@ -138,13 +138,13 @@ def test_no_rollout_moves_where_prefill_costs_more_than_is_saved():
 
 
 def test_the_last_outlier_of_a_share_leaves_for_the_fullest_worker_and_frees_its_own():
-    queues, lengths, beliefs = [[0, 1, 2], [3], [4, 5]], [12, 12, 100, 200, 200, 300], [10, 10, 10, 300, 300, 300]
+    queues, lengths, predicted = [[0, 1, 2], [3], [4, 5]], [12, 12, 100, 200, 200, 300], [10, 10, 10, 300, 300, 300]
     found = {}
-    for moving in (STAYS, FASTER, DRAIN):
+    for moving in (OFF, FASTER, DRAIN):
         rules = rules_of([0, 1, 2, 3, 4], max_tokens=320, moving=moving)
-        found[moving] = run_step(np.zeros(3), work_of(queues, lengths, beliefs), rules)
+        found[moving] = run_step(np.zeros(3), work_of(queues, lengths, predicted), rules)
     # Alone it would end after 36 + 88 s; on any other worker later.
-    assert found[STAYS].ends[0] == found[FASTER].ends[0] == 124
+    assert found[OFF].ends[0] == found[FASTER].ends[0] == 124
     assert (found[DRAIN].ends[0], found[DRAIN].num_moved) == (36, 1)
     assert found[DRAIN].counts.tolist() == [2, 1, 3]
     # Worker 2 had 18 tokens then; three rollouts take 3 s a token.

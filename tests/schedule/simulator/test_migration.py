@@ -6,8 +6,8 @@ from treering.schedule.simulator.migration import HYSTERESIS, LATE, saved_s
 STEPS = 20 + 0.05 * np.arange(129)
 
 
-def saved(generated, *, belief=8000.0, max_tokens=16384.0, here=128, there=39, prefill_s=0.1, context=None):
-    return saved_s(float(generated), belief, max_tokens, here, there, STEPS, prefill_s, float(context or generated))
+def saved(generated, *, predicted=8000.0, max_tokens=16384.0, here=128, there=39, prefill_s=0.1, context=None):
+    return saved_s(float(generated), predicted, max_tokens, here, there, STEPS, prefill_s, float(context or generated))
 
 
 def test_the_example():
@@ -22,7 +22,7 @@ def test_what_keeps_to_its_prediction_stays():
 
 def test_what_has_outgrown_its_prediction_by_more_is_taken_to_go_on_for_as_long():
     # 4,000 over a prediction of 6,000: as many to go, not a quarter of 10,000.
-    assert saved(10_000, belief=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
+    assert saved(10_000, predicted=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
 
 
 def test_nothing_is_saved_of_tokens_beyond_the_longest_possible():

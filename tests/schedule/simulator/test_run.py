@@ -30,8 +30,8 @@ class Fixed(Policy):
     def name(self):
         return "fixed"
 
-    def assign(self, outlook):
-        self.told.append(("assign", outlook.step, len(outlook.forecasts), outlook.cluster))
+    def assign(self, request):
+        self.told.append(("assign", request.step, len(request.forecasts), request.cluster))
         return self._assignments.pop(0)
 
     def learn(self, step, predicted, lengths):

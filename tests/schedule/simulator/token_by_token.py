@@ -48,6 +48,6 @@ def _any_queue(workers) -> bool:
     return any(worker.queue for worker in workers)
 
 
-def _richest(workers, beliefs):
+def _richest(workers, predicted):
     with_queue = [worker for worker in workers if worker.queue]
-    return max(with_queue, key=lambda worker: sum(beliefs[rollout] for rollout in worker.queue), default=None)
+    return max(with_queue, key=lambda worker: sum(predicted[rollout] for rollout in worker.queue), default=None)

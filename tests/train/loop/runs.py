@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
 from treering.data import AgentSpec, generate_trajectories, render
-from treering.train.loop.batches import Task, group_by_task
+from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
@@ -18,7 +18,7 @@ from treering.train.loop.sft import LoopOptions, SftLoop
 IDENTITY = {"model.hidden_size": 32, "data": "generated", "train.seed": 0}
 
 
-def tiny_tasks(num_tasks: int = 5) -> list[Task]:
+def tiny_tasks(num_tasks: int = 5) -> list[TrainingTask]:
     """Generated agent tasks of three short trials each; trees of 60 to 200 tokens."""
     spec = AgentSpec(
         num_tasks=num_tasks,

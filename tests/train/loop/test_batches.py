@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from tests.forests import sequence_sets
 from treering.data import Trajectory, render
 from treering.errors import InputError
-from treering.train.loop.batches import StepPlan, Task, group_by_task, make_batch, task_order
+from treering.train.loop.batches import StepPlan, TrainingTask, group_by_task, make_batch, task_order
 
 
-def task(*sequences: list[int], task_id: str = "a") -> Task:
+def task(*sequences: list[int], task_id: str = "a") -> TrainingTask:
     """A task that trains the odd tokens of its sequences."""
-    return Task(
+    return TrainingTask(
         task_id=task_id,
         sequences=tuple(np.array(sequence, np.int32) for sequence in sequences),
         loss_masks=tuple(np.array(sequence) % 2 == 1 for sequence in sequences),
@@ -38,7 +38,7 @@ def test_trained_tokens_are_those_of_every_branch_but_its_first() -> None:
 )
 def test_a_task_needs_one_mask_entry_per_token(sequences: tuple[list[int]], masks: tuple[list[bool]]) -> None:
     with pytest.raises(InputError, match="task 'x' needs at least one sequence and one mask entry per token"):
-        Task(
+        TrainingTask(
             task_id="x",
             sequences=tuple(np.array(sequence, np.int32) for sequence in sequences),
             loss_masks=tuple(np.array(mask) for mask in masks),

@@ -11,7 +11,7 @@ from tests.models import assert_gradients_equal, build, build_float64, flat_logp
 from tests.train.loop.runs import tiny_loop, tiny_tasks
 from treering import metrics
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.train.loop.batches import Task
+from treering.train.loop.batches import TrainingTask
 from treering.train.loop.compute import enable_gradient_checkpointing
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions, SftLoop
@@ -20,7 +20,7 @@ EXACT = 1e-10
 PLAIN = OptimOptions(learning_rate=1e-2, weight_decay=0.1, eps=1e-4, max_grad_norm=0.5)
 
 
-def flat_loss(model: nn.Module, tasks: list[Task]) -> Tensor:
+def flat_loss(model: nn.Module, tasks: list[TrainingTask]) -> Tensor:
     """The mean over trained tokens of every sequence by itself, through the stock forward."""
     terms = [
         -flat_logprobs(model, sequence.tolist())[0][torch.from_numpy(mask[1:].copy())]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from treering.cli.demo.policy import WarmStart
 from treering.cli.demo.run import Comparison, DemoSize, Side
-from treering.cli.train.summary import Totals, totals
+from treering.cli.train.summary import RlTotals, totals
 from treering.tree.stats import work_bounds
 from treering.types import read_shape
 
@@ -28,8 +28,8 @@ class DemoReport:
     """Supervised steps before both runs."""
     warm_accuracy: float
     """Share of right answers after the warm start."""
-    plain: Totals
-    treering: Totals
+    plain: RlTotals
+    treering: RlTotals
     rollout_ratio: float
     train_ratio: float
     step_ratio: float
@@ -109,7 +109,7 @@ def as_table(report: DemoReport) -> Table:
     return table
 
 
-def _reward(total: Totals) -> str:
+def _reward(total: RlTotals) -> str:
     first, last = total.first_reward, total.last_reward
     assert first is not None, "every step has rollouts"
     assert last is not None, "every step has rollouts"

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.run_folder import open_sinks, printed_warnings, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
@@ -43,7 +43,7 @@ def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
         keep=config.run.keep,
         tokenizer=corpus.tokenizer,
     )
-    with told_on(console):
+    with printed_warnings(console):
         opened = open_run(config.run.dir, loop, checkpoints)
     write_settings(config, config.run)
     _announce(console, config, corpus, model, opened, num_steps)

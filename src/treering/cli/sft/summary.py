@@ -38,7 +38,7 @@ class SftSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class SftTotals:
     """Sums over the steps of one call; zeros without losses if there was no step."""
 
     first_loss: float | None
@@ -58,12 +58,12 @@ class Totals:
         return num_tokens / self.seconds if self.seconds else 0.0
 
 
-def totals(reports: Sequence[StepReport]) -> Totals:
+def totals(reports: Sequence[StepReport]) -> SftTotals:
     """Adds up step reports.
 
     Example: steps of 10 and 20 flat and 5 and 10 computed tokens have 30 flat tokens and a sharing of 0.5.
     """
-    return Totals(
+    return SftTotals(
         first_loss=reports[0].update.loss if reports else None,
         last_loss=reports[-1].update.loss if reports else None,
         seconds=sum(report.seconds for report in reports),

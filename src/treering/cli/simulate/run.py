@@ -10,7 +10,7 @@ from treering.cli.progress import WorkProgress
 from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
 from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, in_seconds
 from treering.errors import InputError
-from treering.schedule.compare import Entrant, Result, compare, entrants
+from treering.schedule.compare import PolicySetup, Result, compare, policy_setups
 from treering.schedule.simulator.bounds import bound_s
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.simulator.timeline_html import draw
@@ -41,9 +41,9 @@ def run(
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError(f"{flag} needs an existing folder, got {file}: create {file.parent} first")
     names = None if policies is None else [name.strip() for name in policies.split(",")]
-    who = entrants(options.staleness, names)
+    setups = policy_setups(options.staleness, names)
     cases = make_cases(options)
-    results, timelines = _compare(who, cases)
+    results, timelines = _compare(setups, cases)
     lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in cases]))
     text = as_json(results, lower_bound_s)
     if out is not None:
@@ -56,8 +56,8 @@ def run(
     _show(results, cases, lower_bound_s)
 
 
-def _compare(who: list[Entrant], cases: list[Case]) -> tuple[list[Result], list[Timeline]]:
-    num_runs, num_done = len(who) * len(cases), 0
+def _compare(setups: list[PolicySetup], cases: list[Case]) -> tuple[list[Result], list[Timeline]]:
+    num_runs, num_done = len(setups) * len(cases), 0
 
     def tell(name: str) -> None:
         nonlocal num_done
@@ -65,7 +65,7 @@ def _compare(who: list[Entrant], cases: list[Case]) -> tuple[list[Result], list[
         num_done += 1
 
     with WorkProgress(Console(stderr=True)) as progress:
-        return compare(who, cases, tell)
+        return compare(setups, cases, tell)
 
 
 def _picture(timelines: list[Timeline], case: Case) -> str:

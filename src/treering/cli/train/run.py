@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.progress import RlProgress, StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, told_on, write_settings
+from treering.cli.run_folder import open_sinks, printed_warnings, write_settings
 from treering.cli.settings import compute_options, count_steps, with_costs
 from treering.cli.train.loop import make_loop, make_model
 from treering.cli.train.settings import identity
@@ -103,7 +103,7 @@ def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterat
     with ExitStack() as stack:
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
-        with told_on(console):
+        with printed_warnings(console):
             opened = open_run(config.run.dir, loop, checkpoints)
         write_settings(config, config.run)
         _announce(console, config, source, model, opened, num_steps)

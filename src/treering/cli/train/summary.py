@@ -10,7 +10,7 @@ from treering.schedule.latency import Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class RlTotals:
     """Sums and means over the steps of one call; zeros without rewards if there was no step."""
 
     first_reward: float | None
@@ -55,7 +55,7 @@ class TrainSummary:
     """Steps that an earlier call had done; None for a new run."""
     num_steps: int
     """Steps of the whole run."""
-    total: Totals
+    total: RlTotals
     checkpoint: str
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
     account: Mapping[str, int] | None = None
@@ -64,7 +64,7 @@ class TrainSummary:
     """Measured times that the run plans with, see `times_of`; None if it has measured none."""
 
 
-def totals(reports: Sequence[RlStepReport]) -> Totals:
+def totals(reports: Sequence[RlStepReport]) -> RlTotals:
     """Adds up step reports.
 
     Example: two epochs whose rewards average 0.4 and 0.6 have the rewards 0.4 and 0.6.
@@ -74,7 +74,7 @@ def totals(reports: Sequence[RlStepReport]) -> Totals:
     rollouts = [report.rollouts for report in reports]
     rollout_s = sum(report.phases.rollout_s for report in reports)
     flat, unique = sum(u.num_branch_tokens for u in updates), sum(u.num_tokens for u in updates)
-    return Totals(
+    return RlTotals(
         first_reward=_reward_of_epoch(reports, reports[0].epoch) if reports else None,
         last_reward=_reward_of_epoch(reports, reports[-1].epoch) if reports else None,
         num_updates=len(updates),
@@ -182,11 +182,11 @@ def _steps_cell(summary: TrainSummary) -> str:
     return updates if summary.resumed_from_step is None else f"{updates}, resumed after {summary.resumed_from_step}"
 
 
-def _reward_cell(total: Totals) -> str:
+def _reward_cell(total: RlTotals) -> str:
     first, last = ("-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward))
     return f"{first} -> {last} (first and last epoch)"
 
 
-def _rollouts_cell(total: Totals) -> str:
+def _rollouts_cell(total: RlTotals) -> str:
     troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
     return ", ".join([f"{total.num_rollouts:,}", *(f"{name} {count:,}" for name, count in troubles.items() if count)])

@@ -6,13 +6,13 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from treering.cli.progress import StepProgress
-from treering.cli.run_folder import open_sinks, told_on
+from treering.cli.run_folder import open_sinks, printed_warnings
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums
 from treering.config import RlConfig
 from treering.config.run import RunConfig
 from treering.metrics import Metrics
-from treering.train.loop.batches import Task
+from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
 from treering.train.loop.sft import SftLoop
@@ -32,7 +32,7 @@ def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
     checkpoints = CheckpointStore(
         folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep
     )
-    with told_on(console):
+    with printed_warnings(console):
         opened = open_run(run.dir, loop, checkpoints)
     with (
         Metrics(open_sinks(run, opened)) as metrics,
@@ -44,14 +44,14 @@ def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
             progress.show(report)
 
 
-def joined(tasks: Sequence[Task], size: int) -> list[Task]:
+def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
     """Joins each `size` tasks into one, the last one smaller, so that sequences share prefixes across prompts.
 
     Example: five tasks of one sequence each, joined by two, are three tasks of 2, 2 and 1 sequences.
     """
     parts = [tasks[first : first + size] for first in range(0, len(tasks), size)]
     return [
-        Task(
+        TrainingTask(
             task_id=number,
             sequences=tuple(sequence for task in part for sequence in task.sequences),
             loss_masks=tuple(mask for task in part for mask in task.loss_masks),

@@ -4,7 +4,7 @@ import numpy as np
 
 from treering.errors import InputError
 from treering.rl.tasks.task import Prompt
-from treering.train.loop.batches import Task as TrainingTask
+from treering.train.loop.batches import TrainingTask
 from treering.types import TokenIds
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"

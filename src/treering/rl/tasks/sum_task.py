@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from treering.rl.tasks.characters import Characters
 from treering.rl.tasks.task import Prompt, Task
 from treering.rl.tasks.terms import Terms, TermsSpec, draw_terms
-from treering.train.loop.batches import Task as TrainingTask
+from treering.train.loop.batches import TrainingTask
 from treering.types import TokenIds
 
 Parts = list[tuple[str, bool]]

@@ -55,7 +55,8 @@ class OpenStep:
         self.stats = EngineStats()
         self.started_s = self.ended_s = 0.0
         self._number = {request.key: number for number, request in enumerate(requests)}
-        initial = plan.predicted if plan.assignment.beliefs is None else plan.assignment.beliefs
+        corrected = plan.assignment.predicted_lengths
+        initial = plan.predicted if corrected is None else corrected
         self._expected_lengths = ExpectedLengths(
             plan.predicted,
             initial=initial,

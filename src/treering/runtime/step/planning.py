@@ -135,7 +135,7 @@ class Planner:
         return {
             "made_for": self._made_for(),
             "plans": [_as_state(plan) for plan in self._plans.values()],
-            "told": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._observed],
+            "observed": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._observed],
             "policy": self._policy.state(),
             "lengths": self._predictor.state(),
             "timed": [times.state() for times in self._timed],
@@ -148,7 +148,7 @@ class Planner:
             self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}
             self._policy.load_state(state["policy"])
         self._observed.clear()
-        for step, predicted, lengths in state["told"]:
+        for step, predicted, lengths in state["observed"]:
             self._observed.append((step, predicted.numpy().copy(), lengths.numpy().copy()))
             self._policy.learn(*self._observed[-1])
         self._timed.clear()

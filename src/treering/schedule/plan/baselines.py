@@ -24,12 +24,12 @@ class Fifo(Policy):
         """Name in reports."""
         return "fifo" if self._stealing == "off" else "work_stealing"
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
+    def assign(self, request: PlanRequest) -> Assignment:
         """A shard for each worker."""
-        num_rollouts = outlook.forecasts[0].num_rollouts
-        stealing: Stealing = "off" if outlook.cluster.rebalancing == "none" else self._stealing
-        random = np.random.default_rng((self._seed, outlook.step))
-        shards = random.permutation(np.arange(num_rollouts) % outlook.cluster.num_workers)
+        num_rollouts = request.forecasts[0].num_rollouts
+        stealing: Stealing = "off" if request.cluster.rebalancing == "none" else self._stealing
+        random = np.random.default_rng((self._seed, request.step))
+        shards = random.permutation(np.arange(num_rollouts) % request.cluster.num_workers)
         return Assignment(workers=shards, order=np.arange(num_rollouts), stealing=stealing)
 
 
@@ -47,8 +47,8 @@ class PlanPolicy(Policy):
         """Name in reports."""
         return self._plan.name
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
+    def assign(self, request: PlanRequest) -> Assignment:
         """Places the step by the plan, with at most as many turns as workers."""
-        forecast, cluster = outlook.forecasts[0], outlook.cluster
+        forecast, cluster = request.forecasts[0], request.cluster
         plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))
-        return place(plan, forecast.lengths, forecast.prompts, step=outlook.step, cluster=cluster)
+        return place(plan, forecast.lengths, forecast.prompts, step=request.step, cluster=cluster)

@@ -27,7 +27,7 @@ class HistoPipe(Policy):
 
     Example:
         >>> policy = HistoPipe()
-        >>> assignment = policy.assign(outlook)                                                     # doctest: +SKIP
+        >>> assignment = policy.assign(request)                                                     # doctest: +SKIP
         >>> policy.choices                                                                          # doctest: +SKIP
         ('longest first, 2 turns',)
     """
@@ -50,7 +50,7 @@ class HistoPipe(Policy):
                 f"a spread is at least 0, and plans are made every one or more steps, got sigma={sigma} and "
                 f"replan_every={replan_every}; correct them"
             )
-        self._beliefs = CalibratedLengths(sigma)
+        self._calibrated = CalibratedLengths(sigma)
         self._replan_every = self._interval = replan_every
         self._seed = seed
         self._plan: PlacementPlan | None = None
@@ -74,23 +74,23 @@ class HistoPipe(Policy):
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
         """Updates the correction of predictions by a finished step."""
-        self._beliefs.learn(predicted, lengths)
+        self._calibrated.learn(predicted, lengths)
 
-    def assign(self, outlook: PlanRequest) -> Assignment:
+    def assign(self, request: PlanRequest) -> Assignment:
         """Places the step by the present plan, after a search for a better one if that is due."""
-        plan = self._planned(outlook)
+        plan = self._planned(request)
         self._choices.append(plan.name)
-        forecast, cluster = outlook.forecasts[0], outlook.cluster
-        lengths = self._beliefs.lengths(forecast.lengths, cluster.max_tokens)
-        return place(plan, lengths, forecast.prompts, step=outlook.step, cluster=cluster)
+        forecast, cluster = request.forecasts[0], request.cluster
+        lengths = self._calibrated.lengths(forecast.lengths, cluster.max_tokens)
+        return place(plan, lengths, forecast.prompts, step=request.step, cluster=cluster)
 
-    def _planned(self, outlook: PlanRequest) -> PlacementPlan:
-        is_due = outlook.step >= self._planned_for + self._interval
-        has_news = self._beliefs.has_seen and not self._has_learnt
-        shape = shape_of(outlook.cluster.latency, outlook.cluster.num_slots)
+    def _planned(self, request: PlanRequest) -> PlacementPlan:
+        is_due = request.step >= self._planned_for + self._interval
+        has_news = self._calibrated.has_seen and not self._has_learnt
+        shape = shape_of(request.cluster.latency, request.cluster.num_slots)
         is_other = not is_among(shape, self._shapes)
         if self._plan is None or is_due or has_news or is_other:
-            problem = search_problem(outlook, self._beliefs, seed=self._seed)
+            problem = search_problem(request, self._calibrated, seed=self._seed)
             num_workers = problem.cluster.num_workers
             # A plan found for a sample of another size does not apply to this one.
             before = self._found if num_workers == self._num_workers else None
@@ -101,10 +101,10 @@ class HistoPipe(Policy):
             elif is_due:
                 self._interval *= 2
             self._num_workers = num_workers
-            self._plan = rescaled(self._found, outlook.cluster.num_workers, num_workers)
-            self._planned_for = outlook.step
+            self._plan = rescaled(self._found, request.cluster.num_workers, num_workers)
+            self._planned_for = request.step
             self._shapes = [*self._shapes, shape] if is_same else [shape]
-            self._has_learnt = self._beliefs.has_seen
+            self._has_learnt = self._calibrated.has_seen
         return self._plan
 
     def state(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def place(
         order=order,
         stealing="off" if cluster.rebalancing == "none" else plan.stealing,
         moving=plan.moving if cluster.rebalancing == "running" else "off",
-        beliefs=lengths,
+        predicted_lengths=lengths,
     )
 
 

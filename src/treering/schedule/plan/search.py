@@ -61,19 +61,19 @@ class SearchProblem:
     traces: tuple[Trace, ...]
 
 
-def search_problem(outlook: PlanRequest, beliefs: CalibratedLengths, *, seed: int) -> SearchProblem:
+def search_problem(request: PlanRequest, calibrated: CalibratedLengths, *, seed: int) -> SearchProblem:
     """The search problem of a request: its forecasts, corrected, repeated to enough steps, with sampled errors.
 
     An update time of 0 counts as unknown.
     """
-    cluster = outlook.cluster
-    num_workers = _num_planned(cluster.num_workers, outlook.forecasts[0].num_rollouts)
+    cluster = request.cluster
+    num_workers = _num_planned(cluster.num_workers, request.forecasts[0].num_rollouts)
     small = replace(cluster, num_workers=num_workers)
     num_steps = _STEPS_PER_TURN * (cluster.staleness + 1)
-    ahead = [outlook.forecasts[i % len(outlook.forecasts)] for i in range(num_steps)]
+    ahead = [request.forecasts[i % len(request.forecasts)] for i in range(num_steps)]
     sampled = [_sampled(forecast, num_workers / cluster.num_workers) for forecast in ahead]
     random = np.random.default_rng(seed)
-    traces = [_drawn(sampled, beliefs, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
+    traces = [_drawn(sampled, calibrated, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
     if small.latency.training_s == 0:
         small = with_training(small, traces[0], _USUAL_TRAINING)
     return SearchProblem(cluster=small, traces=tuple(traces))
@@ -138,13 +138,13 @@ class _Candidates:
     def winner(self, present: PlacementPlan | None) -> PlacementPlan:
         finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
         finalists += [present] if present is not None and present not in finalists else []
-        judged = {plan: self._judged(plan) for plan in finalists}
-        best = min(judged, key=lambda plan: sum(judged[plan]))
-        if present is None or _is_clearly_less(judged[best], judged[present]):
+        makespans = {plan: self._makespans(plan) for plan in finalists}
+        best = min(makespans, key=lambda plan: sum(makespans[plan]))
+        if present is None or _is_clearly_less(makespans[best], makespans[present]):
             return best
         return present
 
-    def _judged(self, plan: PlacementPlan) -> list[float]:
+    def _makespans(self, plan: PlacementPlan) -> list[float]:
         return [self._makespan(plan, trace) for trace in self._problem.traces[1:]]
 
     def _makespan(self, plan: PlacementPlan, trace: Trace) -> float:
@@ -211,12 +211,12 @@ def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
 
 
 def _drawn(
-    ahead: Sequence[NDArray[np.float64]], beliefs: CalibratedLengths, max_tokens: int, random: np.random.Generator
+    ahead: Sequence[NDArray[np.float64]], calibrated: CalibratedLengths, max_tokens: int, random: np.random.Generator
 ) -> Trace:
     steps = []
     for predicted in ahead:
-        believed = beliefs.lengths(predicted, max_tokens)
-        lengths = np.rint(beliefs.draw(predicted, max_tokens, random)).astype(np.int64)
-        forecast = Forecast(lengths=believed, prompts=np.arange(believed.size))
+        likeliest = calibrated.lengths(predicted, max_tokens)
+        lengths = np.rint(calibrated.draw(predicted, max_tokens, random)).astype(np.int64)
+        forecast = Forecast(lengths=likeliest, prompts=np.arange(likeliest.size))
         steps.append(TraceStep(lengths=lengths, forecast=forecast))
     return Trace(steps=tuple(steps), max_tokens=max_tokens)

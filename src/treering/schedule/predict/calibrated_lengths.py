@@ -17,7 +17,7 @@ PRIOR_SIGMA = 0.25
 """Sigma of log(length / prediction) before any step was seen."""
 
 PRIOR_SPREAD = 0.7
-"""Sigma of log lengths within a step before any step was seen: if predictions vary less, the rest is unexplained."""
+"""Sigma of log lengths within a step before any step was seen; what predictions do not explain adds to their error."""
 
 _PRIOR_ROLLOUTS = 16
 """Weight of the prior in rollouts; the prior trusts predictions unchanged."""
@@ -40,7 +40,7 @@ class CalibratedLengths:
         self._prior = sigma
         self._seen: deque[Pairs] = deque(maxlen=NUM_LEARNT)
         self._slope, self._offset, self._sigma = 1.0, 0.0, sigma
-        self._misses: tuple[int, PredictionErrors] | None = None
+        self._errors: tuple[int, PredictionErrors] | None = None
 
     @property
     def has_seen(self) -> bool:
@@ -51,9 +51,8 @@ class CalibratedLengths:
         """Takes a step's predicted and actual lengths, float64 and int64 [R]."""
         chosen = np.unique(np.linspace(0, lengths.size - 1, _MAX_ROLLOUTS).astype(np.int64))
         self._seen.append((np.log(predicted[chosen]), np.log(lengths[chosen])))
-        told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
-        self._fit(told, real)
-        self._misses = None
+        self._fit(*self._all_seen())
+        self._errors = None
 
     def lengths(self, predicted: NDArray[np.float64], max_tokens: int) -> NDArray[np.float64]:
         """float64 [R]: the likeliest lengths, at least 1 and at most `max_tokens`."""
@@ -65,15 +64,15 @@ class CalibratedLengths:
         Errors around the line are sampled from those of similar predictions (see `PredictionErrors`). They are
         log-normal before any step was seen, and later with the prior's share.
 
-        Example: where of rollouts that were predicted 1,000 a fifth ended at 300, a fifth of the next ones does.
+        Example: if a fifth of the rollouts predicted at 1,000 tokens ended at 300, so do about a fifth of samples.
         """
-        told = np.log(predicted)
-        errors = self.sigma(predicted) * random.standard_normal(told.size)
+        guesses = np.log(predicted)
+        errors = self.sigma(predicted) * random.standard_normal(guesses.size)
         if self.has_seen:
             num_seen = sum(pair[0].size for pair in self._seen)
-            is_prior = random.random(told.size) * (num_seen + _PRIOR_ROLLOUTS) < _PRIOR_ROLLOUTS
-            errors = np.where(is_prior, errors, self._misses_with(max_tokens).draw(told, random))
-        return np.clip(np.exp(self._line(told) + errors), 1.0, max_tokens)
+            is_prior = random.random(guesses.size) * (num_seen + _PRIOR_ROLLOUTS) < _PRIOR_ROLLOUTS
+            errors = np.where(is_prior, errors, self._errors_within(max_tokens).draw(guesses, random))
+        return np.clip(np.exp(self._line(guesses) + errors), 1.0, max_tokens)
 
     def sigma(self, predicted: NDArray[np.float64]) -> float:
         """Sigma of the log lengths of these rollouts around their corrected predictions."""
@@ -82,25 +81,30 @@ class CalibratedLengths:
         unexplained = PRIOR_SPREAD**2 - float(np.log(predicted).var())
         return max(self._prior, float(np.sqrt(max(unexplained, 0.0))))
 
-    def _misses_with(self, max_tokens: int) -> PredictionErrors:
+    def _errors_within(self, max_tokens: int) -> PredictionErrors:
         """Errors of all seen rollouts; those of rollouts cut at `max_tokens` are infinite."""
-        if self._misses is None or self._misses[0] != max_tokens:
-            told, real = (np.concatenate(each) for each in zip(*self._seen, strict=True))
-            errors = np.where(real < np.log(max_tokens), real - self._line(told), np.inf)
-            self._misses = max_tokens, PredictionErrors(told, errors)
-        return self._misses[1]
+        if self._errors is None or self._errors[0] != max_tokens:
+            guesses, lengths = self._all_seen()
+            errors = np.where(lengths < np.log(max_tokens), lengths - self._line(guesses), np.inf)
+            self._errors = max_tokens, PredictionErrors(guesses, errors)
+        return self._errors[1]
 
-    def _line(self, told: NDArray[np.float64]) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = self._offset + self._slope * told
+    def _all_seen(self) -> Pairs:
+        """Log predictions and log lengths of all learnt steps."""
+        guesses, lengths = (np.concatenate(each) for each in zip(*self._seen, strict=True))
+        return guesses, lengths
+
+    def _line(self, guesses: NDArray[np.float64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = self._offset + self._slope * guesses
         return found
 
-    def _fit(self, told: NDArray[np.float64], real: NDArray[np.float64]) -> None:
-        """Least squares, with the prior as so many rollouts on the line of slope 1 through the means."""
-        mean_told, mean_real = told.mean(), real.mean()
-        x, y = told - mean_told, real - mean_real
+    def _fit(self, guesses: NDArray[np.float64], lengths: NDArray[np.float64]) -> None:
+        """Least squares; the prior adds `_PRIOR_ROLLOUTS` rollouts on the line of slope 1 through the means."""
+        mean_guess, mean_length = guesses.mean(), lengths.mean()
+        x, y = guesses - mean_guess, lengths - mean_length
         # Without any spread, seen or expected, the slope is undetermined; this keeps it at 1.
         weight = _PRIOR_ROLLOUTS * (max(float(x.var()), self._prior**2) or 1.0)
         self._slope = (float(x @ y) + weight) / (float(x @ x) + weight)
-        self._offset = float(mean_real - self._slope * mean_told)
+        self._offset = float(mean_length - self._slope * mean_guess)
         rest = y - self._slope * x
         self._sigma = float(np.sqrt((rest @ rest + _PRIOR_ROLLOUTS * self._prior**2) / (rest.size + _PRIOR_ROLLOUTS)))

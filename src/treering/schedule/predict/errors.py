@@ -29,28 +29,28 @@ class PredictionErrors:
     with a spread of 0.3.
     """
 
-    def __init__(self, told: Float64Array, errors: Float64Array) -> None:
-        """`told` and `errors`: float64 [N], N >= 1, by rollout; errors at the length limit are infinite."""
-        order = np.argsort(told, kind="stable")
-        self._told, self._errors = told[order], errors[order]
-        num_bins = min(max(told.size // _LEAST_IN_BIN, 1), _NUM_BINS)
-        self._firsts = np.arange(num_bins + 1) * told.size // num_bins
-        bins = [self._errors[first:behind] for first, behind in pairwise(self._firsts)]
+    def __init__(self, predicted: Float64Array, errors: Float64Array) -> None:
+        """`predicted` and `errors`: float64 [N], N >= 1, by rollout; errors at the length limit are infinite."""
+        order = np.argsort(predicted, kind="stable")
+        self._predicted, self._errors = predicted[order], errors[order]
+        num_bins = min(max(predicted.size // _LEAST_IN_BIN, 1), _NUM_BINS)
+        self._firsts = np.arange(num_bins + 1) * predicted.size // num_bins
+        bins = [self._errors[first:end] for first, end in pairwise(self._firsts)]
         self._middles, self._spreads = np.array([_middle_and_spread(each) for each in bins]).T
 
-    def draw(self, told: Float64Array, random: np.random.Generator) -> Float64Array:
+    def draw(self, predicted: Float64Array, random: np.random.Generator) -> Float64Array:
         """float64 [R]: an error for each prediction, float64 [R]; infinite for one that reaches the limit."""
-        bins = self._bins_of(told, random)
+        bins = self._bins_of(predicted, random)
         middles, spreads = self._middles[bins], self._spreads[bins]
         seen = self._errors[random.integers(self._firsts[bins], self._firsts[bins + 1])]
-        usual = middles + spreads * random.standard_normal(told.size)
+        usual = middles + spreads * random.standard_normal(predicted.size)
         return np.where(np.abs(seen - middles) <= _UNUSUAL * spreads, usual, seen)
 
-    def _bins_of(self, told: Float64Array, random: np.random.Generator) -> Int64Array:
+    def _bins_of(self, predicted: Float64Array, random: np.random.Generator) -> Int64Array:
         """int64 [R]: if equal predictions fill several bins, a random one of these."""
-        first = np.searchsorted(self._told, told, side="left")
-        behind = np.searchsorted(self._told, told, side="right")
-        places = random.integers(first, np.maximum(behind, first + 1))
+        first = np.searchsorted(self._predicted, predicted, side="left")
+        end = np.searchsorted(self._predicted, predicted, side="right")
+        places = random.integers(first, np.maximum(end, first + 1))
         found: Int64Array = np.searchsorted(self._firsts[1:-1], places, side="right")
         return found
 

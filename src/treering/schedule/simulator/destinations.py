@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from treering.schedule.simulator.migration import FEW, HYSTERESIS, saved_s
 
-STAYS, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
+OFF, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
 """`policy.Moving` as numbers."""
 
 

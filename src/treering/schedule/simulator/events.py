@@ -6,7 +6,7 @@ W workers, S slots a worker, R rollouts of the step
 from numba import njit
 
 from treering.arrays import Float64Array
-from treering.schedule.simulator.destinations import CONSOLIDATE, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, OFF
 from treering.schedule.simulator.heaps import pop
 from treering.schedule.simulator.moves import give_tail, is_check_due, move_outliers
 from treering.schedule.simulator.step import (
@@ -43,7 +43,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
         _start_rollouts(state, work, rules, worker)
         if rules.moving == CONSOLIDATE:
             give_tail(state, work, rules, worker, time)
-        elif rules.moving != STAYS and is_check_due(state, rules, worker):
+        elif rules.moving != OFF and is_check_due(state, rules, worker):
             move_outliers(state, work, rules, worker, time)
             _start_rollouts(state, work, rules, worker)
         announce(state, rules, worker)
@@ -74,7 +74,7 @@ def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: 
             state.totals[STOLEN] += 1
         rollout = work.queued[state.heads[victim]]
         state.heads[victim] += 1
-        state.left[victim] -= work.beliefs[rollout]
+        state.left[victim] -= work.predicted[rollout]
         state.totals[QUEUED] -= 1
         state.now[worker] += rules.prefill_s * work.num_prompt_tokens[rollout]
         add(state, rules, worker, rollout, work.lengths[rollout])

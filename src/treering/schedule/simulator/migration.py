@@ -23,7 +23,7 @@ MAX_MOVES = 4
 @njit(cache=True)
 def saved_s(
     num_generated: float,
-    belief: float,
+    predicted: float,
     max_tokens: float,
     rows_here: int,
     rows_there: int,
@@ -38,7 +38,7 @@ def saved_s(
 
     Args:
         num_generated: its tokens so far.
-        belief: the longest predicted length of its worker's share.
+        predicted: the longest predicted length of its worker's share.
         max_tokens: no rollout is longer.
         rows_here: running rollouts on its worker, itself included.
         rows_there: running rollouts on the other worker.
@@ -52,20 +52,20 @@ def saved_s(
     Example: with steps of 20 + 0.05 s a row, 10,000 tokens where 8,000 were predicted, and prefill for 0.1 s a token:
     from 128 to 39 other rows it saves 2,500 x 4.4 s = 11,000 s and costs 1.25 x 1,000 s.
     """
-    if num_generated < LATE * belief:
+    if num_generated < LATE * predicted:
         return 0.0
-    remaining = min(max(num_generated - belief, 0.25 * num_generated), max_tokens - num_generated)
+    remaining = min(max(num_generated - predicted, 0.25 * num_generated), max_tokens - num_generated)
     saved: float = remaining * (token_s[rows_here] - token_s[rows_there + 1]) - HYSTERESIS * prefill_s * num_context
     return saved
 
 
 @njit(cache=True)
-def likely_left(num_generated: float, belief: float, max_tokens: float) -> float:
+def likely_left(num_generated: float, predicted: float, max_tokens: float) -> float:
     """Assumed remaining tokens of a running rollout: what its prediction leaves, at least a quarter of its length.
 
     Example: with 900 of 1,000 predicted tokens 225, with 100 of them 900, with 900 of at most 1,000 no more than 100.
     """
-    return min(max(belief - num_generated, 0.25 * num_generated), max_tokens - num_generated)
+    return min(max(predicted - num_generated, 0.25 * num_generated), max_tokens - num_generated)
 
 
 @njit(cache=True)

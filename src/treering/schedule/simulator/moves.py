@@ -80,7 +80,7 @@ def _pays_to_give(state: StepState, work: StepRollouts, rules: Rules, worker: in
             return False
         generated = work.lengths[rollout] - (state.keys[base + at] - state.clock[worker])
         num_context += generated + work.num_prompt_tokens[rollout]
-        longest = max(longest, likely_left(generated, work.beliefs[rollout], rules.max_tokens))
+        longest = max(longest, likely_left(generated, work.predicted[rollout], rules.max_tokens))
     rows_there = state.running[other]
     return bool(freed_s(longest, num_running, rows_there, rules.token_s, rules.prefill_s, num_context) > 0)
 

@@ -15,13 +15,13 @@ from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, STAYS
+from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
 
-_MOVING = MappingProxyType({"off": STAYS, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
+_MOVING = MappingProxyType({"off": OFF, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
 
 NUM_FORECASTS = 4
 """Steps in a request, including the present one."""
@@ -37,7 +37,7 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
         policy: a new one; it assigns every step in order.
         trace: lengths and predictions.
         workers: the cluster, or a number of workers of `standard_cluster`.
-        believed: the cluster that the policy is told; None is the real one.
+        believed: the cluster that the policy plans with; None is the real one.
 
     Raises:
         InputError: an assignment to absent workers, or of another number of rollouts.
@@ -56,10 +56,10 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
             past = trace.steps[known - 1]
             policy.learn(known, past.forecast.lengths, past.lengths)
         ahead = trace.steps[number - 1 : number - 1 + NUM_FORECASTS]
-        outlook = PlanRequest(
+        request = PlanRequest(
             step=number, cluster=believed or cluster, forecasts=tuple(later.forecast for later in ahead)
         )
-        run.add(number, step, checked(policy.assign(outlook), step.num_rollouts, cluster.num_workers))
+        run.add(number, step, checked(policy.assign(request), step.num_rollouts, cluster.num_workers))
     return run.timeline(policy)
 
 
@@ -135,8 +135,9 @@ class _Simulation:
         sizes = np.bincount(assignment.workers, minlength=cluster.num_workers)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         prompts = np.zeros_like(step.lengths) if step.num_prompt_tokens is None else step.num_prompt_tokens
-        beliefs = step.forecast.lengths if assignment.beliefs is None else assignment.beliefs
-        work = StepRollouts(offsets, queued, step.lengths, beliefs, prompts)
+        corrected = assignment.predicted_lengths
+        predicted = step.forecast.lengths if corrected is None else corrected
+        work = StepRollouts(offsets, queued, step.lengths, predicted, prompts)
         stealing, moving = assignment.stealing == "queued", _MOVING[assignment.moving]
         rules = Rules(self._token_s, latency.prefill_s, float(cluster.max_tokens), stealing, moving)
         outcome = run_step(starts, work, rules)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import Float64Array, Int64Array
-from treering.schedule.simulator.destinations import STAYS
+from treering.schedule.simulator.destinations import OFF
 from treering.schedule.simulator.heaps import push
 from treering.schedule.simulator.migration import MAX_MOVES
 
@@ -29,7 +29,7 @@ class StepRollouts(NamedTuple):
     """int64 [R]: rollouts."""
     lengths: Int64Array
     """int64 [R]."""
-    beliefs: Float64Array
+    predicted: Float64Array
     """float64 [R]: predicted lengths, used to find the longest queue and outliers."""
     num_prompt_tokens: Int64Array
     """int64 [R]: tokens to prefill; a worker decodes nothing meanwhile."""
@@ -47,7 +47,7 @@ class Rules(NamedTuple):
     stealing: bool
     """Whether a worker with an empty queue takes from the longest one."""
     moving: int
-    """`destinations.STAYS`, `FASTER`, `DRAIN` or `CONSOLIDATE`."""
+    """`destinations.OFF`, `FASTER`, `DRAIN` or `CONSOLIDATE`."""
 
 
 class Outcome(NamedTuple):
@@ -107,7 +107,7 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
     num_entries = num_workers * (rules.token_s.size - 1)
-    num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != STAYS else 0)
+    num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != OFF else 0)
     state = StepState(
         now=starts.copy(),
         clock=np.zeros(num_workers),
@@ -129,9 +129,9 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     state.totals[QUEUED] = work.queued.size
     for worker in range(num_workers):
         for at in range(work.offsets[worker], work.offsets[worker + 1]):
-            belief = work.beliefs[work.queued[at]]
-            state.left[worker] += belief
-            state.reach[worker] = max(state.reach[worker], belief)
+            predicted = work.predicted[work.queued[at]]
+            state.left[worker] += predicted
+            state.reach[worker] = max(state.reach[worker], predicted)
         if work.offsets[worker + 1] > work.offsets[worker]:
             expect(state, worker, state.now[worker])
     return state

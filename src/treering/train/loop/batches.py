@@ -22,7 +22,7 @@ Layout = Literal["tree", "packed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
+class TrainingTask:
     """One training example: the sequences of one task.
 
     Attributes:
@@ -58,13 +58,13 @@ class StepBatch:
     loss_masks: list[LossMask]
 
 
-def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[Task]:
+def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[TrainingTask]:
     """Groups trajectories by `task_id` into tasks, in order of first appearance.
 
     Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
     """
     return [
-        Task(
+        TrainingTask(
             task_id=group[0].task_id,
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
@@ -123,7 +123,7 @@ class StepPlan:
         return order[first : first + self.trees_per_step]
 
 
-def make_batch(tasks: Sequence[Task], layout: Layout) -> StepBatch:
+def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
     """The forests of some tasks; both layouts have the same branches in the same order, hence the same gradients.
 
     Example: a task with [5, 6, 7] and [5, 6, 8] is one forest of 4 tokens as "tree", and two of 3 as "packed".

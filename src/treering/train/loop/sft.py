@@ -9,7 +9,7 @@ from torch import nn
 
 from treering.errors import InputError
 from treering.train.gradient.router_losses import RouterLosses, check_routers
-from treering.train.loop.batches import Layout, StepPlan, Task, check_layout, make_batch
+from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.resumable import Resumable
@@ -58,7 +58,9 @@ class SftLoop(Resumable[StepReport]):
         [6.24, 6.11, 5.97]
     """
 
-    def __init__(self, model: nn.Module, tasks: Sequence[Task], *, optim: OptimOptions, options: LoopOptions) -> None:
+    def __init__(
+        self, model: nn.Module, tasks: Sequence[TrainingTask], *, optim: OptimOptions, options: LoopOptions
+    ) -> None:
         """Sets training mode, and gradient checkpointing as the options say.
 
         Raises:
