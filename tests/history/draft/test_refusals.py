@@ -163,7 +163,7 @@ def test_observe_belongs_to_the_latest_propose() -> None:
 @pytest.mark.parametrize(
     ("accepted", "ended", "leaves", "message"),
     [
-        (np.array([4]), None, None, r"got \[4\] of \[3\]; count drafted tokens alone"),
+        (np.array([4]), None, None, r"got \[4\] of \[3\]; count drafted tokens only"),
         (np.array([-1]), None, None, r"got \[-1\] of \[3\]"),
         (np.array([1, 1]), None, None, r"all of shape \(1,\), got int64 of shape \(2,\)"),
         (np.array([1.0]), None, None, "got float64"),

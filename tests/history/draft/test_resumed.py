@@ -71,7 +71,7 @@ class Run:
     def finish(self, step: int, truth: tuple[int, ...], prompt: int, sample: int) -> None:
         if step == STEP_WITHOUT_ROLLOUTS:
             return
-        self.store.add(f"q{prompt}", [np.array(truth, np.int32)], step, [sample / 2])
+        self.store.add(f"q{prompt}", [np.array(truth, np.int32)], step)
         if step % 2 == 0 and sample == 1:
             self.store.publish()
 
