@@ -93,14 +93,6 @@ def test_each_step_counts_from_zero() -> None:
     assert not drafting.knows("c")
 
 
-def test_rewards_go_into_the_history_where_they_are_known() -> None:
-    drafting = Drafting()
-    for sample, reward in enumerate((0.5, None, -1.0)):
-        drafting.add(rollout_of("a", sample, reward=reward))
-    drafting.publish()
-    np.testing.assert_array_equal(drafting.store.snapshot["a"].rewards, [0.5, np.nan, -1.0])
-
-
 def test_options_reach_the_drafter() -> None:
     for changes, tokens in (({}, 2), ({"max_draft": 1}, 1), ({"sources": ("own",)}, 0), ({"min_acceptance": 1.0}, 0)):
         drafting = Drafting(DraftOptions(**{"min_acceptance": 0.01, "shape": "chain", **changes}))

@@ -56,7 +56,7 @@ def test_new_rollouts_of_a_damaged_prompt_take_its_place(three: Path) -> None:
         (lambda data: data[:20], "cut off"),
         (lambda data: b"", "cut off"),
         (lambda data: b"PK\3\4" + data, "no file of a history"),
-        (lambda data: FORMAT_1, "of format 1, and this Treering reads format 2, which holds ready indexes"),
+        (lambda data: FORMAT_1, "of format 1, and this Treering reads format 3, which holds ready indexes"),
     ],
 )
 def test_a_damaged_file_costs_one_warning_that_names_it_and_the_rest_stays(

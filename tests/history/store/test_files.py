@@ -41,7 +41,7 @@ def test_every_flipped_bit_and_every_cut_of_a_header_is_noticed() -> None:
         (b"RING", "cut off"),
         (b"PK\3\4" + bytes(90), "no file of a history"),
         (MAGIC + bytes(20), "cut off"),
-        (MAGIC + struct.pack("<II", 1, 4) + bytes(90), "of format 1, and this Treering reads format 2"),
+        (MAGIC + struct.pack("<II", 1, 4) + bytes(90), "of format 1, and this Treering reads format 3"),
         (MAGIC + struct.pack("<II", 2, 2**32 - 1) + bytes(90), "cut off or damaged in its header"),
     ],
 )
