@@ -81,7 +81,7 @@ def test_a_worker_without_a_share_steals_nothing() -> None:
 def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
     lost = run.take(0, num_running=0, max_batch=2)
-    run.put_back(lost)
+    run.requeue(lost)
     run.release(1)
     assert run.account.sampled_again == 6
     assert run.has_work(1)

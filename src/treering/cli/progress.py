@@ -83,7 +83,7 @@ class StepProgress(LiveLine):
     """
 
     def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str = "step") -> None:
-        """`first_step` of `num_steps` steps are already done; `title` stands before the count."""
+        """`first_step` of `num_steps` steps are already done; `title` precedes the count."""
         self._num_steps = num_steps
         self._title = title
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))

@@ -159,7 +159,7 @@ class RunState:
                 f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
-        self._prompt_schedule.go_to(step, state["draws"])
+        self._prompt_schedule.resume_after(step, state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
             self._planner.load_state(state["planner"])

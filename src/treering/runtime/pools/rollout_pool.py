@@ -30,7 +30,7 @@ OpenSteps = Mapping[int, OpenStep]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WorkerState:
-    """What the controller knows of a worker."""
+    """The controller's state of a worker."""
 
     child: ChildProcess
     step: int = 0
@@ -41,7 +41,7 @@ class _WorkerState:
     awaited: set[RolloutKey] = field(default_factory=set)
     """Rollouts that may get another turn after their reward request."""
     move_target: int | None = None
-    """Worker that gets the rollouts this one was asked to give up, until it has answered."""
+    """Worker that takes over the rollouts that this one must give up, until this one has answered."""
     has_report: bool = False
     """Whether it has reported progress since moves were last considered."""
     num_ended: int = 0
@@ -123,16 +123,7 @@ class RolloutPool:
             if not requests:
                 continue
             if worker.step != open_step.step or not worker.has_begun:
-                worker.step, worker.has_begun = open_step.step, True
-                reports = open_step.moving != "off"
-                worker.child.send(
-                    BeginStep(
-                        step=open_step.step,
-                        version=open_step.version,
-                        policy_version=policy_versions[open_step.version],
-                        reports=reports,
-                    )
-                )
+                _begin_step(worker, open_step, policy_versions[open_step.version])
             worker.running.update((request.key, request) for request in requests)
             worker.child.send(SampleRequests(requests=requests))
         for number, worker in enumerate(self._workers):
@@ -252,13 +243,26 @@ class RolloutPool:
         self._account.worker_deaths += 1
         worker.child.reap()
         if worker.step in open_steps:
-            open_steps[worker.step].put_back(worker.running.values())
+            open_steps[worker.step].requeue(worker.running.values())
             open_steps[worker.step].release(number)
         # A step whose rollouts may get another turn needs a worker in it.
         self._workers[number] = _WorkerState(
             child=worker.child, step=worker.step if worker.awaited else 0, awaited=worker.awaited
         )
         worker.child.start(self._settings)
+
+
+def _begin_step(worker: _WorkerState, open_step: OpenStep, policy_version: int) -> None:
+    """Starts a step on a worker, before its first requests."""
+    worker.step, worker.has_begun = open_step.step, True
+    worker.child.send(
+        BeginStep(
+            step=open_step.step,
+            version=open_step.version,
+            policy_version=policy_version,
+            reports=open_step.moving != "off",
+        )
+    )
 
 
 def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> OpenStep | None:

@@ -33,7 +33,7 @@ def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
     slowest, fastest = times[0, 0], times[0, -1]
     starts = np.linspace(fastest, slowest, _NUM_STARTS)
     plans = [counts for start in starts for counts in _by_slopes(times, start)]
-    best = _spend(times, min(plans, key=lambda counts: _two_steps(times, counts)), cluster.num_workers)
+    best = _add_remaining(times, min(plans, key=lambda counts: _two_steps(times, counts)), cluster.num_workers)
     alike = np.diff(np.arange(len(groups) + 1) * cluster.num_workers // len(groups))
     return min((best, alike), key=lambda counts: _two_steps(times, counts))
 
@@ -84,8 +84,8 @@ def _needed(times: Float64Array, start: float, slope: float) -> Int64Array:
     return found
 
 
-def _spend(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Array:
-    """Gives left-over workers, one at a time, to the group that shortens two steps most; to the first if none does."""
+def _add_remaining(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Array:
+    """Gives each remaining worker to the group that shortens two steps most; to the first if none does."""
     for _ in range(num_workers - int(counts.sum())):
         choices = counts + np.eye(counts.size, dtype=np.int64)
         counts = min(choices, key=lambda choice: _two_steps(times, choice))
