@@ -147,7 +147,7 @@ def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
     plans.plan(1)
     plans.plan(2)
     plans.plan(2)
-    plans.tell(1, np.array([4, 4, 6, 6]))
+    plans.observe(1, np.array([4, 4, 6, 6]))
     plans.plan(3)
     assert policy.seen == [
         ("asked", 1, [40.0] * 4),
@@ -163,7 +163,7 @@ def test_restored_plans_are_not_made_again() -> None:
     first = planner(policies[0])
     for step in (1, 2):
         first.plan(step)
-    first.tell(1, np.array([4, 4, 6, 6]))
+    first.observe(1, np.array([4, 4, 6, 6]))
     second, other = planner(policies[1]), planner(policies[2], num_workers=3)
     second.load_state(first.state())
     other.load_state(first.state())

@@ -17,8 +17,8 @@ from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int32Array, Int64Array
 
 Source = Literal["history", "other_prompt", "own", "siblings"]
-"""Text that may be copied. history: the prompt's rollouts of the previous epoch. other_prompt: another prompt's. own: the
-rollout's own earlier tokens. siblings: the complete other rollouts of the group."""
+"""Text that may be copied. history: the prompt's rollouts of the previous epoch. other_prompt: those of another prompt.
+own: the rollout's own earlier tokens. siblings: the complete other rollouts of the group."""
 
 NUM_PREFIX = 3
 """Tokens that must match before a position counts."""

@@ -203,15 +203,13 @@ class RolloutPool:
     def _move(
         self, number: int, worker: _WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
     ) -> None:
-        """Asks a worker to give up rollouts if a move saves time. One move at a time in each step."""
+        """Requests that a worker gives up rollouts, if a move saves time. One move at a time in each step."""
         open_step = open_steps.get(worker.step)
         if open_step is None or open_step.prices is None or open_step.moving == "off":
             return
         if any(each.step == worker.step and each.move_target is not None for each in self._workers):
             return
-        if open_step.moving == "consolidate" and not _is_awaited_elsewhere(
-            number, open_step, open_steps, policy_versions
-        ):
+        if open_step.moving == "consolidate" and not _has_later_work(number, open_step, open_steps, policy_versions):
             return
         held = [
             Held(requests=each.running, num_awaited=len(each.awaited))
@@ -279,7 +277,7 @@ def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> Open
     )
 
 
-def _is_awaited_elsewhere(
+def _has_later_work(
     number: int, open_step: OpenStep, open_steps: OpenSteps, policy_versions: Mapping[int, int]
 ) -> bool:
     """Whether a later step could start on a worker if it were idle."""

@@ -197,8 +197,8 @@ def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> Placeme
     """The plan for a cluster of another size, with the same share of long-rollout workers."""
     if num_workers == planned_for or not plan.num_long_workers:
         return plan
-    mine, planned = num_workers // plan.num_turns, planned_for // plan.num_turns
-    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * mine / planned), 1), mine - 1))
+    now, before = num_workers // plan.num_turns, planned_for // plan.num_turns
+    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * now / before), 1), now - 1))
 
 
 def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:

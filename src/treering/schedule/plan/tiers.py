@@ -19,12 +19,11 @@ _STEEPNESS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
     """int64 [N]: workers of each group, at least one each and W in all, for groups with rising lengths, N <= W.
 
-    As printed (section 6.4) group i ends by t0 + i d, with the least slope d that the workers suffice for. This
-    differs from the printed planner. t0 is searched for instead of taken from the shortest group at its fastest, which
-    starves the others if training is short. Steeper slopes are tried, because the least one spends most workers on the
-    longest group, whose longest rollout gains nothing from them. There is always a plan, with one worker each at least,
-    and never one worse than equal counts. Left-over workers go where they help. The objective is the longest time that
-    any worker runs in an odd and an even step together.
+    As in the paper (section 6.4), group i ends by t0 + i d, with the least slope d that is feasible. The differences:
+    t0 is searched for; the paper takes the shortest group at its fastest, which leaves the others too few workers if
+    training is short. Steeper slopes are tried too: the least one gives most workers to the longest group, whose
+    longest rollout gains nothing from them. The result is never worse than equal counts. Remaining workers are added
+    where they help. The objective is the longest time that any worker runs in an odd and an even step together.
 
     Example: groups of [100] * 8 and [400] * 8 on 5 workers with 8 slots, a step of 20 + 1 s a row, get 3 and 2: with 3
     of the longer ones, one worker would have them in both steps.
@@ -95,8 +94,8 @@ def _add_remaining(times: Float64Array, counts: Int64Array, num_workers: int) ->
 @njit(cache=True)
 def _two_steps(times: Float64Array, counts: Int64Array) -> float:
     """The longest time of a worker in an odd and an even step together, workers paired by rank."""
-    mine, place = np.empty(counts.sum()), 0
+    durations, place = np.empty(counts.sum()), 0
     for group in range(counts.size):
-        mine[place : place + counts[group]] = times[group, counts[group] - 1]
+        durations[place : place + counts[group]] = times[group, counts[group] - 1]
         place += counts[group]
-    return float((mine + mine[::-1]).max())
+    return float((durations + durations[::-1]).max())
