@@ -1,7 +1,7 @@
 """Shared memory in an unnamed file, passed to children as a file descriptor.
 
-A named file in /dev/shm would remain after a killed run, and containers often limit that folder to 64 MB. An unnamed file is freed
-with the last process that has it open, however that process ends.
+A named file in /dev/shm would remain after a killed run, and containers often limit that folder to 64 MB. An unnamed
+file is freed when the last process that has it open ends, in whatever way.
 """
 
 import mmap

@@ -202,7 +202,7 @@ def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> Placeme
 
 
 def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
-    """float64: a share of the predictions, evenly spaced in rank; all of them, in their order, where it is 1."""
+    """float64: a share of the predictions, evenly spaced in rank; all in their order if the share is 1."""
     if share == 1:
         return forecast.lengths
     num = max(round(share * forecast.num_rollouts), 1)
