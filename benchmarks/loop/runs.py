@@ -141,13 +141,13 @@ def configuration(start: Start, size: RunSize, variant: Variant, *, seed: int, r
 
 def run_loop(config: RlConfig) -> LoopRun:
     """Runs all steps of a configuration, and writes nothing but the history that workers read."""
-    beside = config.run.dir.parent
-    source = load_task(config.task, beside=beside)
-    model = make_model(config, beside, source)
+    config_dir = config.run.dir.parent
+    source = load_task(config.task, config_dir=config_dir)
+    model = make_model(config, config_dir, source)
     compute = compute_options(config.model, config.rl)
     num_steps = config.rl.num_steps
     assert num_steps is not None, "configuration sets it"
-    loop = make_loop(config, beside, source, model, compute=compute, num_steps=num_steps)
+    loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps)
     reports, latest, ended = [], [], []
     with ExitStack() as stack:
         if isinstance(loop, PipelineLoop):

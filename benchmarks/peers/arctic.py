@@ -72,7 +72,7 @@ class Replay:
         firsts = np.flatnonzero(np.diff(self._arrays["waves"])) + 1
         for wave in np.split(np.arange(self._arrays["order"].size), firsts):
             self._run_wave(wave.tolist())
-        self._weigh()
+        self._measure_bytes()
 
     def _run_wave(self, wave: list[int]) -> None:
         for number in wave:
@@ -113,7 +113,7 @@ class Replay:
         return Request(cache=cache, rollout=rollout, tokens=tokens, is_sampled=is_sampled, at=at)
 
     def _advance(self, request: Request) -> None:
-        """A step, and what is given behind it."""
+        """One step, and the tokens given after it."""
         tokens, is_sampled, at = request.tokens, request.is_sampled, request.at
         end = at + (self._step(request) if is_sampled[at] else 1)
         while end < tokens.size and not is_sampled[end]:
@@ -125,7 +125,7 @@ class Replay:
         request.at = end
 
     def _step(self, request: Request) -> int:
-        """Drafts, and emits what agrees with the recording and a token more; returns how many."""
+        """Drafts, and returns the number of emitted tokens: those that agree with the recording, and one more."""
         tokens, is_sampled, at = request.tokens, request.is_sampled, request.at
         context = tokens[max(0, at - self._depth) : at]
         began = time.thread_time()
@@ -133,8 +133,8 @@ class Replay:
         drafted, parents = draft.token_ids, draft.parents
         self.totals.propose_s.append(time.thread_time() - began)
         num_accepted = _agreement(drafted, parents, tokens, is_sampled, at)
-        behind = at + num_accepted
-        num_emitted = num_accepted + int(behind < tokens.size and bool(is_sampled[behind]))
+        end = at + num_accepted
+        num_emitted = num_accepted + int(end < tokens.size and bool(is_sampled[end]))
         self.totals.num_steps += 1
         self.totals.num_emitted += num_emitted
         self.totals.num_drafted += len(drafted)
@@ -146,7 +146,7 @@ class Replay:
         start = int(self._arrays["starts"][rollout] - begin)
         return self._arrays["tokens"][begin:end], self._arrays["is_sampled"][begin:end], start
 
-    def _weigh(self) -> None:
+    def _measure_bytes(self) -> None:
         """What the caches hold in the end, in the bytes that they count themselves."""
         lengths = self._arrays["offsets"][1:] - self._arrays["starts"]
         for cache in self._caches.values():

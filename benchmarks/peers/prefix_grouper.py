@@ -2,7 +2,7 @@
 
 Usage: python -I prefix_grouper.py CASE.pt RESULT.json NUM_RUNS
 
-PrefixGrouper asks its host for an attention function that understands bottom-right causal masks with padding.
+PrefixGrouper expects from its host an attention function that supports bottom-right causal masks with padding.
 FlashAttention does on CUDA; on CPU the adapter below gives SDPA a mask made once per batch, and none where plain causal
 attention is the same, so that nothing but PrefixGrouper's own work is paid.
 """

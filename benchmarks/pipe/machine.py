@@ -1,4 +1,4 @@
-"""How fast a machine runs the processes of a pipeline, by how many run at one time: fitted to the times of runs."""
+"""Fits the speed of a pipeline's processes, by the number that run at the same time, to measured runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,14 +49,14 @@ def merged(runs: Sequence[Observed]) -> Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Machine:
-    """Times of a process that runs alone, and how processes beside it lengthen them."""
+    """Times of a process that runs alone, and slowdowns by concurrent processes."""
 
     alone: Latency
     """Its `prefill_s` is per rollout, each with a prompt of one token; its `training_s` contains the gap of a step."""
     factors: NDArray[np.float64]
     """float64 [J + 1]: seconds of a pass with j other workers or trainers at work, over those alone."""
     update_s: float
-    """Seconds that each worker at work beside an update adds to it."""
+    """Seconds that each concurrent worker adds to an update."""
 
     def latency(self, shares: NDArray[np.float64], num_busy: float) -> Latency:
         """Of a run whose workers and trainer have so many others at work beside them.

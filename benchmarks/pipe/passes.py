@@ -90,9 +90,9 @@ class TimedEngine(Engine):
 class TimedRecipe(TrainRecipe):
     """The recipe of a run whose workers record the times of passes."""
 
-    def __init__(self, config: RlConfig, beside: Path, folder: Path) -> None:
+    def __init__(self, config: RlConfig, config_dir: Path, folder: Path) -> None:
         """`folder`: for the records; it exists."""
-        super().__init__(config, beside)
+        super().__init__(config, config_dir)
         self._folder = folder
 
     def __getstate__(self) -> dict[str, object]:

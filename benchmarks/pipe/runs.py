@@ -37,10 +37,10 @@ class PipeRun:
 
 def run_timed(config: RlConfig, *, first: int) -> PipeRun:
     """Runs all steps of a configuration with workers; `observed` leaves the first `first` steps out."""
-    beside = config.run.dir.parent
+    config_dir = config.run.dir.parent
     config.run.dir.mkdir(parents=True)
-    source = load_task(config.task, beside=beside)
-    model = make_model(config, beside, source)
+    source = load_task(config.task, config_dir=config_dir)
+    model = make_model(config, config_dir, source)
     num_steps = config.rl.num_steps
     assert num_steps is not None, "configuration sets it"
     policy = make_policy(config.schedule)
@@ -49,7 +49,7 @@ def run_timed(config: RlConfig, *, first: int) -> PipeRun:
         PipelineLoop(
             model,
             source.task,
-            TimedRecipe(config, beside, config.run.dir),
+            TimedRecipe(config, config_dir, config.run.dir),
             optim=optim_options(config.optim, num_steps),
             options=rl_options(config, source, compute_options(config.model, config.rl)),
             num_steps=num_steps,

@@ -111,7 +111,7 @@ def main() -> None:
     known = {case["command"] for case in found}
     with WorkProgress(Console(stderr=True)) as progress:
         for number, options in enumerate(wanted):
-            progress.tell(f"{command_of(options)}, case {number + 1} of {len(wanted)}", number / len(wanted))
+            progress.show(f"{command_of(options)}, case {number + 1} of {len(wanted)}", number / len(wanted))
             if command_of(options) in known:
                 continue
             found.append(measure(options))

@@ -63,9 +63,9 @@ def write_text(target: Path, text: str) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Removes a folder; if killed midway, nothing is left under its name."""
-    doomed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    renamed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed)
 
 
 def clear_unfinished(parent: Path) -> None:

@@ -66,19 +66,19 @@ class Sink(Protocol):
         """Store the values of one step; once it returns, a killed process does not lose them."""
 
     def close(self) -> None:
-        """Release the file; a second call does nothing."""
+        """Close the file; a second call does nothing."""
 
 
 class JsonlSink:
     """One JSON object a line: `{"step": 7, "train/loss": 1.25}`.
 
     JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which Python's `float`
-    reads back; null would not tell them apart.
+    reads back; null would be ambiguous.
 
     Args:
         path: the file; its folder is created.
-        resume_step: the last step that the run keeps. Rows after it, and a line that a kill left half written, are cut
-            off, so that no step stands twice. None means a new run.
+        resume_step: the last step that the run keeps. Rows after it, and an incomplete last line, are cut
+            off, so that no step occurs twice. None means a new run.
 
     Raises:
         StateError: a new run finds rows in the file.
@@ -165,8 +165,8 @@ class Metrics:
         """Write the values of one step: Python, numpy or zero-dimensional torch numbers by metric name.
 
         Raises:
-            StateError: the step does not come after the one before.
-            InputError: a name is empty or "step", or a value is no single number.
+            StateError: the step is not greater than the previous one.
+            InputError: a name is empty or "step", or a value is not a single number.
         """
         if step <= self._last_step:
             raise StateError(
@@ -193,7 +193,7 @@ class Metrics:
 
 
 def cut_rows(path: Path, last_step: int) -> None:
-    """Cuts a JSONL file after the rows of steps up to `last_step`; a line that a kill left half written goes too.
+    """Cuts a JSONL file after the rows of steps up to `last_step`; an incomplete last line is cut too.
 
     Example: a file with rows of steps 1, 1, 2 and 3 cut at 2 holds those of 1, 1 and 2.
     """
@@ -201,7 +201,7 @@ def cut_rows(path: Path, last_step: int) -> None:
 
 
 def _num_bytes_until(path: Path, last_step: int) -> int:
-    """Length of the leading part of the file whose lines are whole and belong to steps up to `last_step`."""
+    """Length of the leading part of the file whose lines are complete and belong to steps up to `last_step`."""
     num_bytes = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -237,7 +237,7 @@ def _checked_name(name: str) -> str:
 def _number(name: str, value: Any) -> Number:
     if isinstance(value, Integral):
         return int(value)
-    # A tensor is no registered Real, and float() of a tensor with several elements raises, as it should.
+    # A tensor is not a registered Real, and float() of a tensor with several elements raises, as it should.
     if isinstance(value, Real) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
         return float(value)
     raise InputError(f"a metric is one number: {name!r} is {value!r}; log its mean, or each part under its own name")

@@ -120,7 +120,7 @@ def test_history_is_published_between_steps_and_never_inside_one() -> None:
     assert replay(apart, "history")[0].num_accepted > 20
 
 
-def test_rows_of_a_step_are_forgotten_behind_it() -> None:
+def test_rows_of_a_step_are_forgotten_after_it() -> None:
     apart = recording(disjoint(0, 0, step=1), disjoint(0, 0, step=2))
     assert replay(apart, "all", settings={"sources": ("siblings",)})[0].num_accepted == 0
 

@@ -55,7 +55,7 @@ def expected(lines: Sequence[Line], epoch: int, before: int | None, source: Sour
         num_rollouts=len(chosen),
         num_tokens=sum(counts),
         num_copied=sum(map(sum, found)),
-        num_behind_prefix=sum(sum(line.is_sampled[3:]) for line in chosen),
+        num_after_prefix=sum(sum(line.is_sampled[3:]) for line in chosen),
         rate_by_rollout=float(np.mean([sum(hits) / count for hits, count in zip(found, counts, strict=True)])),
         num_hits=tuple(sum(hit in kind for hits in found for hit in hits) for kind in CLASSES),
         hit_tokens=tuple(sum(hit for hits in found for hit in hits if hit in kind) for kind in CLASSES),
@@ -130,10 +130,10 @@ def both(first: Sequence[int], second: Sequence[int]) -> Reuse:
 
 def test_an_epoch_that_repeats_itself_copies_all_but_the_first_three_tokens() -> None:
     found = both(range(20), range(20))
-    assert (found.num_copied, found.num_behind_prefix, found.rate, found.num_hits) == (17, 17, 0.85, (0, 0, 0, 1))
+    assert (found.num_copied, found.num_after_prefix, found.rate, found.num_hits) == (17, 17, 0.85, (0, 0, 0, 1))
 
 
-def test_behind_an_edit_three_tokens_are_generated_before_the_next_hit() -> None:
+def test_after_an_edit_three_tokens_are_generated_before_the_next_hit() -> None:
     # 0 1 2 generated, 3 4 copied, 99 generated, 6 7 8 generated, 9 to 19 copied.
     found = both(range(20), [*range(5), 99, *range(6, 20)])
     assert (found.num_copied, found.num_hits, found.hit_tokens) == (2 + 11, (1, 0, 1, 0), (2, 0, 11, 0))

@@ -24,7 +24,7 @@ def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
             (1300.0, "text: tree done", 0.9),
         ):
             now = seconds
-            shown.tell(words, done)
+            shown.show(words, done)
     # The share grew by 0.1 a minute from 1000 s on; from 1300 s on 0.1 is left of what took 300 s for 0.9.
     assert capsys.readouterr().err.splitlines() == [
         "math, 0%",

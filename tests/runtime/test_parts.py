@@ -81,7 +81,7 @@ def test_a_worker_without_a_share_steals_nothing() -> None:
 def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     run = step_run([0, 0, 0, 1, 0, 0, 0, 1])
     lost = run.take(0, num_running=0, max_batch=2)
-    run.put_back(lost)
+    run.requeue(lost)
     run.release(1)
     assert run.account.sampled_again == 6
     assert run.has_work(1)
@@ -147,7 +147,7 @@ def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
     plans.plan(1)
     plans.plan(2)
     plans.plan(2)
-    plans.tell(1, np.array([4, 4, 6, 6]))
+    plans.observe(1, np.array([4, 4, 6, 6]))
     plans.plan(3)
     assert policy.seen == [
         ("asked", 1, [40.0] * 4),
@@ -163,7 +163,7 @@ def test_restored_plans_are_not_made_again() -> None:
     first = planner(policies[0])
     for step in (1, 2):
         first.plan(step)
-    first.tell(1, np.array([4, 4, 6, 6]))
+    first.observe(1, np.array([4, 4, 6, 6]))
     second, other = planner(policies[1]), planner(policies[2], num_workers=3)
     second.load_state(first.state())
     other.load_state(first.state())

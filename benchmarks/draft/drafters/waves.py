@@ -12,7 +12,7 @@ def in_waves(recorded: Recorded, rollouts: Int64Array, num_rows: int) -> tuple[I
     """Rollouts in the order of a run that takes the first sample of every task, then the second of every task.
 
     Args:
-        recorded: what was sampled.
+        recorded: the rollouts.
         rollouts: int64 [K], ascending.
         num_rows: rollouts of a wave at most.
 

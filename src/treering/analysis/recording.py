@@ -1,8 +1,6 @@
-"""Recorded rollouts of several epochs as flat arrays, for measures of what history was worth.
+"""Recorded rollouts of several epochs as flat arrays, the input of replays and measurements.
 
-Knows prompts, epochs and what was sampled. Knows nothing of files, of drafters and of what is measured.
-
-    R rollouts, epochs in order, then steps, then as given   N tokens of all rollouts, one rollout after another
+R rollouts, sorted by epoch, then step, then input order   N tokens of all rollouts, one rollout after another
 """
 
 from collections.abc import Sequence
@@ -21,32 +19,32 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """What a run sampled.
+    """The rollouts of a run as flat arrays.
 
     Example: prompt [5, 6], sampled [7, 8], given [9], sampled [4] have offsets [0, 6], starts [2], lengths [3],
     run_ends [0, 1, 4, 4, 4, 6] and nexts [2, 2, 2, 3, 5, 5, 6].
     """
 
     prompt_ids: tuple[PromptId, ...]
-    """By number, as they first appear."""
+    """In order of first appearance; a prompt's number is its index here."""
     tokens: Int32Array
     """int32 [N], prompts included."""
     offsets: Int64Array
     """int64 [R + 1], where each rollout's prompt begins."""
     starts: Int64Array
-    """int64 [R], place of the first sampled token."""
+    """int64 [R], index of the first sampled token."""
     lengths: Int64Array
     """int64 [R] >= 1, sampled tokens."""
     run_ends: Int64Array
-    """int64 [N], where the sampled run that a token is in ends; its own place where it was given."""
+    """int64 [N], end of the sampled run that contains the token; the token's own index if it was not sampled."""
     nexts: Int64Array
-    """int64 [N + 1], the first sampled place from here on; the rollout's end where there is none."""
+    """int64 [N + 1], index of the first sampled token from here on; the rollout's end if there is none."""
     prompts: Int64Array
     """int64 [R], number of the prompt."""
     epochs: Int64Array
     """int64 [R], ascending."""
     steps: Int64Array
-    """int64 [R], ascending within an epoch; 0 where no rollout has one."""
+    """int64 [R], ascending within an epoch; all 0 unless every rollout has a step."""
     rewards: Float64Array
     """float64 [R], NaN where unknown."""
 
@@ -56,14 +54,14 @@ class Recorded:
         return self.starts.size
 
     def response(self, rollout: int) -> Int32Array:
-        """A rollout from its first sampled token on, what was given in between included."""
+        """A rollout from its first sampled token on, observations included."""
         return self.tokens[self.starts[rollout] : self.offsets[rollout + 1]]
 
     def taking(self, rollouts: Int64Array) -> "Recorded":
-        """These rollouts alone; int64 [K], ascending. Prompts keep their numbers."""
+        """Only these rollouts, int64 [K], ascending. Prompts keep their numbers."""
         begins, ends = self.offsets[rollouts], self.offsets[rollouts + 1]
         offsets = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int64)
-        # Where each token that is kept stood before.
+        # Old index of each kept token.
         places = np.repeat(begins - offsets[:-1], ends - begins) + np.arange(offsets[-1])
         is_sampled = self.run_ends[places] > places
         run_ends, nexts = sampled_runs(is_sampled, offsets)
@@ -85,7 +83,7 @@ class Recorded:
 def record(
     trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], *, in_file_order: bool = False
 ) -> Recorded:
-    """The recording of trajectories with their tokens; those without a sampled token are left out.
+    """Builds a recording from trajectories and their tokens; skips those without a sampled token.
 
     Args:
         trajectories: in file order.
@@ -93,7 +91,7 @@ def record(
         in_file_order: the n-th trajectory of a prompt counts as epoch n, and epochs in the file are ignored.
 
     Raises:
-        InputError: one has no epoch and file order does not count, or none has a sampled token.
+        InputError: a trajectory has no epoch and `in_file_order` is false, or none has a sampled token.
 
     Example: prompts a, b, a in file order have the epochs 0, 0, 1.
     """
@@ -131,18 +129,18 @@ def record(
 
 
 def _count(seen: dict[PromptId, int], prompt: PromptId) -> int:
-    """How often the prompt was counted before; counts it."""
+    """Counts the prompt, and returns how often it was counted before."""
     seen[prompt] = seen.get(prompt, -1) + 1
     return seen[prompt]
 
 
 def some_prompts(recorded: Recorded, *, weights: Int64Array, limit: int) -> Recorded:
-    """Whole prompts, in a seeded order, while those before weigh less than `limit`; their rollouts of every epoch.
+    """Adds whole prompts in a seeded order until their weights sum to `limit`; keeps their rollouts of every epoch.
 
     Args:
         recorded: what to choose from.
-        weights: int64 [R], of rollouts.
-        limit: about what the chosen ones weigh together.
+        weights: int64 [R], weight of each rollout.
+        limit: approximate total weight of the chosen prompts.
 
     Example: of 100 prompts with 8 rollouts in each of 4 epochs, weights of 1 and a limit of 320 choose 10 prompts.
     """
@@ -156,14 +154,14 @@ def some_prompts(recorded: Recorded, *, weights: Int64Array, limit: int) -> Reco
 
 
 def prompt_order(num_prompts: int) -> Int64Array:
-    """int64 [P]: all prompts in an order that is always the same and has nothing to do with what they are."""
+    """int64 [P]: a fixed random order of the prompts."""
     return np.random.default_rng(_SEED).permutation(num_prompts)
 
 
 def other_prompts(present: BoolArray) -> Int64Array:
-    """int64 [P]: for each prompt another one, no two alike: the next one that is present in `prompt_order`, round.
+    """int64 [P]: a different prompt for each prompt, all distinct: the next present one in `prompt_order`, cyclically.
 
-    Prompts that are not present, bool [P], have -1, and so has a prompt that is alone.
+    Prompts that are not `present`, bool [P], have -1, and so has a prompt that is the only one.
 
     Example: prompts 2, 0, 1 in that order, all present, have the others 1, 2, 0.
     """
@@ -176,7 +174,7 @@ def other_prompts(present: BoolArray) -> Int64Array:
 
 
 def lengths_before(recorded: Recorded, epoch: int) -> tuple[Float64Array, Float64Array]:
-    """float64 [P] twice: median and longest length of each prompt's rollouts in an epoch, NaN where it has none.
+    """float64 [P] twice: median and longest length of each prompt's rollouts in an epoch, NaN if it has none.
 
     Example: a prompt whose rollouts in epoch 3 have 10, 20 and 60 sampled tokens has 20 and 60 there.
     """

@@ -1,8 +1,7 @@
-"""What a drafter does on recorded rollouts, epoch after epoch, and what it does on other histories in their place.
+"""Replays recorded rollouts with a drafter, epoch after epoch, with their own or another prompt's history.
 
-Teacher-forced: a drafter proposes, what agrees with the recording is accepted, and one token more is emitted. A step is
-replayed over what the store holds of earlier ones, and is then published to it as in a run; nothing is published inside
-a step. Knows recordings, stores and drafters. Knows nothing of files, models and clocks.
+Teacher-forced: draft tokens that agree with the recording are accepted, and one more token is emitted. As in a run, a
+step drafts from earlier steps, and its rollouts are published to the store when it ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,11 @@ from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts
 
 Look = Literal["all", "history", "other_prompt", "own"]
-"""What a replayed rollout may draft from. all: whatever the drafter is set to. history: the prompt's earlier epochs and
-the rollout's own context. other_prompt: the same, of another prompt. own: the context alone."""
+"""Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and
+the rollout's own context. other_prompt: the same with the history of another prompt. own: the context alone."""
 
 NUM_ROWS = 64
-"""Rollouts side by side."""
+"""Rows that are replayed at the same time."""
 
 _SOURCES: dict[Look, tuple[Source, ...]] = {
     "history": ("history", "own"),
@@ -36,16 +35,16 @@ _NO_LIMIT = np.iinfo(np.int64).max // 2
 
 @dataclass(slots=True, kw_only=True)
 class Drafted:
-    """What all row-steps of an epoch did together.
+    """Sums over all row-steps of an epoch.
 
     Example: two row-steps that drafted 4 and 2 tokens, of which 3 and 0 were accepted, emitted 5: 2.5 tokens per step,
     an acceptance of 0.5.
     """
 
     num_steps: int = 0
-    """Forward passes, each row counted."""
+    """Row-steps: forward passes times rows."""
     num_tokens: int = 0
-    """Sampled ones that were emitted."""
+    """Emitted sampled tokens."""
     num_drafted: int = 0
     num_accepted: int = 0
 
@@ -56,7 +55,7 @@ class Drafted:
 
     @property
     def acceptance(self) -> float | None:
-        """Share of drafted tokens; None where none was drafted."""
+        """Accepted share of the drafted tokens; None if none was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
 
@@ -68,20 +67,20 @@ def replay(
     settings: Mapping[str, Any] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> dict[int, Drafted]:
-    """Replays a recording; what the drafter learns goes on from epoch to epoch.
+    """Replays a recording; the drafter keeps its state from epoch to epoch.
 
     Args:
         recorded: epochs in order.
-        look: what may be drafted from.
+        look: allowed sources, see `Look`.
         max_epochs: epochs of a prompt that the store keeps.
-        settings: of the `Drafter`; `sources` counts only where `look` is "all".
+        settings: arguments of the `Drafter`; `sources` is used only if `look` is "all".
         on_tokens: called with the number of newly emitted tokens.
 
     Returns:
-        What was drafted, by epoch.
+        Totals by epoch.
 
-    Example: with all prompts alike from epoch to epoch, "history" emits many tokens a step from the second epoch on,
-    and "other_prompt" about one.
+    Example: if every prompt repeats its rollouts in each epoch, "history" emits many tokens per step from the second
+    epoch on, and "other_prompt" about one.
     """
     given = {**(settings or {}), **({"sources": _SOURCES[look]} if look in _SOURCES else {})}
     store = HistoryStore(max_bytes=1 << 62, max_epochs=max_epochs)
@@ -97,7 +96,7 @@ def replay(
 
 
 class ReplayRows:
-    """The rows of an engine that replays rollouts side by side; a free row takes the next rollout."""
+    """The rows of an engine that replays rollouts in a batch; a free row takes the next rollout."""
 
     def __init__(
         self, recorded: Recorded, rollouts: Int64Array, looked_up: Int64Array, groups: Int64Array | None = None
@@ -105,7 +104,7 @@ class ReplayRows:
         """Replays up to `NUM_ROWS` rollouts at a time.
 
         Args:
-            recorded: what was sampled.
+            recorded: the rollouts.
             rollouts: int64 [K], the rollouts to replay, in order.
             looked_up: int64 [P], the prompt id under which the store has each prompt's history.
             groups: int64 [R], equal for siblings; None groups rollouts by prompt.
@@ -132,7 +131,7 @@ class ReplayRows:
             accepted, leaves = confirmed(recorded, places, drafts)
             emitted = np.minimum(accepted + 1, recorded.run_ends[places] - places)
             if drafts.tokens.size:
-                # A run ends by its policy's choice: what was drafted behind its end was wrong, as a token would be.
+                # The policy chose where a run ends, so draft tokens after its end count as rejected.
                 drafter.observe(rows, accepted, leaves=leaves)
             drafted.num_steps += accepted.size
             drafted.num_tokens += int(emitted.sum())
@@ -146,7 +145,7 @@ class ReplayRows:
         begins = self._recorded.offsets[rollouts]
         prompts = self._recorded.prompts[rollouts]
         return DraftRows(
-            # A prompt that is alone has no other one, and -1 has no history.
+            # A single prompt has no other one: its number is -1, which has no history.
             prompt_ids=self._looked_up[prompts].tolist(),
             groups=self._groups[rollouts],
             tokens=self._buffer[: self._num_busy],
@@ -157,10 +156,10 @@ class ReplayRows:
         )
 
     def _move(self, emitted: Int64Array) -> None:
-        """Goes behind what was emitted and what is given behind it; from the back, so that freed rows can be filled."""
-        behind = self._places[: self._num_busy] + emitted
+        """Moves rows past emitted and given tokens; last rows first, so that freed rows can be filled."""
+        nexts = self._places[: self._num_busy] + emitted
         ends = self._recorded.offsets[self._rollouts[: self._num_busy] + 1]
-        places = np.where(behind < ends, self._recorded.nexts[behind], ends)
+        places = np.where(nexts < ends, self._recorded.nexts[nexts], ends)
         self._places[: self._num_busy] = places
         for row in np.flatnonzero(places == ends)[::-1].tolist():
             self._refill(row)
@@ -176,23 +175,23 @@ class ReplayRows:
 
     def _take(self, row: int, rollout: int) -> None:
         begin, end = self._recorded.offsets[rollout : rollout + 2].tolist()
-        # The whole rollout at once: what stands behind a row's count is not read.
+        # Copy the whole rollout: tokens past a row's count are not read.
         self._buffer[row, : end - begin] = self._recorded.tokens[begin:end]
         self._rollouts[row], self._places[row] = rollout, self._recorded.starts[rollout]
 
 
 def confirmed(recorded: Recorded, places: Int64Array, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
-    """How much of each row's draft the recording confirms, within the sampled run that is next.
+    """Counts the draft tokens of each row that agree with the recording, within the current sampled run.
 
     Args:
-        recorded: what was sampled.
-        places: int64 [B], of each row's next token.
-        drafts: of B rows.
+        recorded: the rollouts.
+        places: int64 [B], index of each row's next token.
+        drafts: drafts of the B rows.
 
     Returns:
-        int64 [B] accepted tokens, and int64 [B] the number within the row's draft of the last of them, -1 for none.
+        int64 [B] accepted tokens, and int64 [B] the index in the row's draft of the last accepted one, -1 for none.
 
-    Example: where 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted, the last one is number 2.
+    Example: if 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted tokens; the last has index 2.
     """
     accepted, leaves = agreement(
         recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
@@ -227,12 +226,12 @@ def agreement(
     offsets: Int64Array,
     parents: Int32Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """`confirmed` of flat arrays: those of a recording, int64 [B] places, and drafts as `Drafts` has them."""
+    """`confirmed` on flat arrays: those of a recording, int64 [B] places, and the fields of `Drafts`."""
     accepted = np.zeros(places.size, np.int64)
     leaves = np.full(places.size, -1, np.int64)
     for b in range(places.size):
         place, end = places[b], run_ends[places[b]]
-        # One pass is enough: a child stands behind its parent.
+        # One pass is enough: a child comes after its parent.
         for i in range(offsets[b], offsets[b + 1]):
             if place < end and parents[i] == leaves[b] and tokens[i] == recorded[place]:
                 leaves[b] = i - offsets[b]

@@ -1,10 +1,9 @@
-"""How much of rollouts could be copied from others at best: RhymeRL's measure of reuse (section 5.1), and its controls.
+"""Measures the share of rollouts that could be copied from other text: RhymeRL's reuse (section 5.1), with controls.
 
-An oracle: it knows what comes, so it takes the longest of all continuations behind the last three tokens. That is no
-acceptance of any drafter. What copying from a text that has nothing to do with the prompt gives is the null that it is
-to be compared with. Knows recorded rollouts. Knows nothing of drafters, files and tables.
+An oracle: after each three tokens it copies the longest matching continuation, which no drafter can know. Compare it
+with its control, the reuse from an unrelated prompt's rollouts.
 
-    R rollouts   G groups: the rollouts of one prompt in one epoch   T tokens of all responses, and an end behind each
+    R rollouts   G groups: the rollouts of one prompt in one epoch   T tokens of all responses, with an end after each
 """
 
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int32Array, Int64Array
 
 Source = Literal["history", "other_prompt", "own", "siblings"]
-"""What may be copied: the prompt's rollouts of the epoch before; another prompt's of that epoch, the same other one
-for all of them; what the rollout itself had said before; the group's other rollouts, all of them, whole."""
+"""Text that may be copied. history: the prompt's rollouts of the previous epoch. other_prompt: those of another prompt.
+own: the rollout's own earlier tokens. siblings: the complete other rollouts of the group."""
 
 NUM_PREFIX = 3
-"""Tokens that must agree before a place counts."""
+"""Tokens that must match before a position counts."""
 HIT_LENGTHS = ((1, 2), (3, 7), (8, 15), (16, None))
-"""Classes of hits by the tokens that they copy, both ends included."""
+"""Classes of hits by copied tokens, both ends included."""
 
 _END = -1
 _UNBOUND = np.iinfo(np.int64).max
@@ -32,20 +31,20 @@ _UNBOUND = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reuse:
-    """Rollouts against one source.
+    """Reuse of rollouts from one source.
 
-    Example: 20 tokens of which hits of 2 and 16 could be copied have a rate of 0.9; half of the hits are of 1 or 2
-    tokens, and they hold a ninth of what is copied.
+    Example: 20 tokens with hits of 2 and 16 tokens have a rate of 0.9; half of the hits have 1 or 2 tokens, and they
+    are a ninth of the copied tokens.
     """
 
     num_rollouts: int
     num_tokens: int
-    """Sampled ones."""
+    """Sampled tokens."""
     num_copied: int
-    num_behind_prefix: int
-    """Tokens with `NUM_PREFIX` before them: the most that could be copied from any source."""
+    num_after_prefix: int
+    """Sampled tokens with `NUM_PREFIX` tokens before them: an upper bound of the copied tokens."""
     rate_by_rollout: float
-    """Mean over the rollouts of the share that could be copied."""
+    """Mean over rollouts of the share that could be copied."""
     num_hits: tuple[int, ...]
     """By `HIT_LENGTHS`."""
     hit_tokens: tuple[int, ...]
@@ -61,7 +60,7 @@ class ReuseMeter:
     """Measures reuse in a recording; chains of equal triples are built once for all sources.
 
     Example: a prompt whose rollouts are [1, 2, 3, 4, 5] in epoch 0 and [1, 2, 3, 4, 9] in epoch 1 has a reuse of 0.2
-    from history in epoch 1: behind 1 2 3 the 4 is copied, and before three tokens are there, and for the 9, nothing is.
+    from history in epoch 1: only the 4 is copied, after 1 2 3. The first three tokens have no prefix, and 9 is new.
     """
 
     def __init__(self, recorded: Recorded) -> None:
@@ -73,25 +72,25 @@ class ReuseMeter:
         self._text = recorded.tokens[places]
         self._text[self._begins[1:] - 1] = _END
         self._run_ends = recorded.run_ends[places] - shifts
-        behind = np.minimum(self._begins[:-1] + NUM_PREFIX, self._begins[1:] - 1)
+        after_prefix = np.minimum(self._begins[:-1] + NUM_PREFIX, self._begins[1:] - 1)
         is_sampled = np.concatenate([[0], np.cumsum(self._run_ends > np.arange(self._text.size))])
-        self._num_behind_prefix = is_sampled[self._begins[1:] - 1] - is_sampled[behind]
+        self._num_after_prefix = is_sampled[self._begins[1:] - 1] - is_sampled[after_prefix]
         self._number_groups()
         self._link()
 
     def epochs(self) -> list[int]:
-        """Those of the recording, ascending."""
+        """The epochs of the recording, ascending."""
         return [int(epoch) for epoch in self._epochs]
 
     def rollouts_of(self, epoch: int) -> Int64Array:
-        """int64 [K]: the epoch's rollouts whose prompt ran in the epoch before too; all of the first epoch's."""
+        """int64 [K]: the epoch's rollouts whose prompt ran in the previous epoch too; in the first epoch all."""
         rollouts = np.flatnonzero(self._recorded.epochs == epoch)
         return rollouts if epoch == self._epochs[0] else rollouts[self._earlier[self._groups[rollouts]] >= 0]
 
     def measure(self, rollouts: Int64Array, source: Source) -> Reuse | None:
-        """What these rollouts, int64 [K], could copy; None where none of them has such a source.
+        """The reuse of these rollouts, int64 [K]; None if none of them has such a source.
 
-        Those that have none beside others that have one copy nothing.
+        Rollouts without the source copy nothing.
         """
         texts, is_any = self._source(rollouts, source)
         if not is_any:
@@ -107,14 +106,14 @@ class ReuseMeter:
             num_rollouts=rollouts.size,
             num_tokens=int(lengths.sum()),
             num_copied=int(copied.sum()),
-            num_behind_prefix=int(self._num_behind_prefix[rollouts].sum()),
+            num_after_prefix=int(self._num_after_prefix[rollouts].sum()),
             rate_by_rollout=float((copied / lengths).mean()),
             num_hits=tuple(num_hits.tolist()),
             hit_tokens=tuple(hit_tokens.tolist()),
         )
 
     def _source(self, rollouts: Int64Array, source: Source) -> tuple[Int64Array, bool]:
-        """int64 [K], the group whose text each rollout copies from, -1 for none; and whether there is any."""
+        """int64 [K], the group that each rollout copies from, -1 for none; and whether there is any."""
         groups = self._groups[rollouts]
         if source == "siblings":
             return groups, bool((self._group_sizes[groups] > 1).any())
@@ -130,7 +129,7 @@ class ReuseMeter:
         keys, self._groups, self._group_sizes = np.unique(
             ranks * num_prompts + recorded.prompts, return_inverse=True, return_counts=True
         )
-        # The group of each epoch and prompt.
+        # Group by epoch and prompt.
         table = np.full((self._epochs.size, num_prompts), -1, np.int64)
         table.reshape(-1)[keys] = np.arange(keys.size)
         self._earlier, self._other = np.full((2, keys.size), -1, np.int64)
@@ -152,7 +151,7 @@ class ReuseMeter:
 
 @njit(inline="always")
 def _head(text: Int32Array, at: int, first: int, num_heads: int) -> int:
-    """Where the chain of the three tokens before a place begins."""
+    """Index in `heads` of the chain for the three tokens before a position."""
     mixed = np.uint64(text[at - 3]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(text[at - 2])
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xC2B2AE3D27D4EB4F) + np.uint64(text[at - 1])
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
@@ -168,7 +167,7 @@ def _link_all(
     heads: Int32Array,
     links: Int32Array,
 ) -> None:
-    """Chains of places behind equal triples, a group's own, earliest place first."""
+    """Links the positions after equal triples of tokens within each group, earliest first."""
     for r in range(groups.size - 1, -1, -1):
         first = head_offsets[groups[r]]
         num_heads = head_offsets[groups[r] + 1] - first
@@ -195,20 +194,20 @@ def copy_all(
 ) -> Int64Array:
     """Tokens that each rollout copies from its group's text, int64 [K]; hits are added to the last two arguments.
 
-    A rollout's own places count only where `is_own`, and then no others do, and only what stands before.
+    If `is_own`, a rollout copies only its own earlier tokens, else only those of other rollouts.
     """
     copied = np.zeros(rollouts.size, np.int64)
     for k in range(rollouts.size):
         if groups[k] < 0:
             continue
         begin, end = begins[rollouts[k]], begins[rollouts[k] + 1] - 1
-        first, behind = head_offsets[groups[k]], head_offsets[groups[k] + 1]
+        first, stop = head_offsets[groups[k]], head_offsets[groups[k] + 1]
         at = begin
         while at < end:
             length = 0
-            # What was given ends its run where it stands, so nothing is copied there.
+            # A given token has an empty run, so nothing is copied there.
             if at - begin >= NUM_PREFIX:
-                place = heads[_head(text, at, first, behind - first)]
+                place = heads[_head(text, at, first, stop - first)]
                 length = _longest(text, links, place, at, run_ends[at], begin, end, is_own)
             if length > 0:
                 copied[k] += length
@@ -223,12 +222,12 @@ def copy_all(
 def _longest(
     text: Int32Array, links: Int32Array, place: int, at: int, run_end: int, begin: int, end: int, is_own: bool
 ) -> int:
-    """The longest continuation that a chain's places have in common with what comes behind `at`, 0 for none."""
+    """Length of the longest match between the text after `at` and after a position of the chain, 0 for none."""
     best = 0
     bound = at if is_own else _UNBOUND
     while 0 <= place < bound and best < run_end - at:
         is_inside = begin <= place < end
-        # Longer than the best only if it agrees behind the best too, which is looked at first.
+        # A longer match must also agree at the end of the best one; test that first.
         if is_inside == is_own and place + best < text.size and text[place + best] == text[at + best]:
             most = min(run_end - at, bound - place)
             length = 0

@@ -1,4 +1,4 @@
-"""Loads what `treering sft` trains on: the configured files as tokens and masks, or a generated stand-in. No torch."""
+"""Loads the data of `treering sft`: the configured files as tokens and masks, or a generated stand-in. No torch."""
 
 import hashlib
 from collections.abc import Sequence
@@ -50,18 +50,18 @@ class Corpus:
         return total.hexdigest()
 
 
-def load_corpus(config: DataConfig, *, beside: Path, vocab_size: int | None) -> Corpus:
+def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None) -> Corpus:
     """Reads and renders the configured tasks, or generates the stand-in.
 
     Args:
         config: the [data] section.
-        beside: folder of the configuration file.
+        config_dir: folder of the configuration file.
         vocab_size: the model's, if set; folding fits ids into it.
 
     Raises:
         InputError: a file is missing or bad, or no task has a trained token.
     """
-    corpus = _load(config, beside)
+    corpus = _load(config, config_dir)
     if config.vocab == "folded":
         corpus = _folded(corpus, vocab_size)
     trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
@@ -89,17 +89,17 @@ def locate(path: Path, places: Sequence[Path]) -> Path:
     raise InputError(f"{path} is looked up in {listed}, and none has it; correct the path, or set {DATA_VARIABLE}")
 
 
-def search_places(beside: Path) -> list[Path]:
+def search_places(config_dir: Path) -> list[Path]:
     """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
     folder = data_folder()
-    return [beside, Path(), *([] if folder is None else [folder])]
+    return [config_dir, Path(), *([] if folder is None else [folder])]
 
 
-def _load(config: DataConfig, beside: Path) -> Corpus:
+def _load(config: DataConfig, config_dir: Path) -> Corpus:
     if config.source == "generated":
         return _generate(config.stand_in, notes=())
     if config.source == "files":
-        return _read(config, search_places(beside))
+        return _read(config, search_places(config_dir))
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"

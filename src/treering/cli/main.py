@@ -202,7 +202,7 @@ def sft(
 
     Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
 
-    A run that was stopped goes on from its last checkpoint when it is started again.
+    A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering sft")
     from treering.cli.training import run_sft
@@ -224,7 +224,7 @@ def train(
 
     Example: treering train config.toml rl.group_size=16 run.dir=runs/try
 
-    A run that was stopped goes on from its last checkpoint when it is started again.
+    A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering train")
     from treering.cli.training import run_train

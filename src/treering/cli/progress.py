@@ -83,7 +83,7 @@ class StepProgress(LiveLine):
     """
 
     def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str = "step") -> None:
-        """`first_step` of `num_steps` steps are already done; `title` stands before the count."""
+        """`first_step` of `num_steps` steps are already done; `title` precedes the count."""
         self._num_steps = num_steps
         self._title = title
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
@@ -105,9 +105,9 @@ class StepProgress(LiveLine):
         """Shows one more supervised step; rates are averages since this object was made."""
         self._num_flat += report.update.num_branch_tokens
         self._num_unique += report.update.num_tokens
-        self.tell(report.step, self._text(report))
+        self.show_text(report.step, self._text(report))
 
-    def tell(self, step: int, text: str) -> None:
+    def show_text(self, step: int, text: str) -> None:
         """Shows that `step` is done, with the caller's text."""
         self._live.update(self._job, completed=step, text=text)
         if not self._console.is_terminal and self._is_due(step):
@@ -143,7 +143,7 @@ class RlProgress:
         if report.update is not None:
             self._num_flat += report.update.num_branch_tokens
             self._num_unique += report.update.num_tokens
-        self._progress.tell(report.step, self._text(report))
+        self._progress.show_text(report.step, self._text(report))
 
     def _text(self, report: "RlStepReport") -> str:
         mean = report.rollouts.reward_mean
@@ -157,7 +157,7 @@ class RlProgress:
 class WorkProgress(LiveLine):
     """What is being computed, and how long the rest may take if the finished share is known.
 
-    Example: `with WorkProgress(console) as progress: progress.tell("math: tree done", 0.25)`, a minute after the
+    Example: `with WorkProgress(console) as progress: progress.show("math: tree done", 0.25)`, a minute after the
     start, shows `math: tree done, 25 %, about 3 min left`.
     """
 
@@ -170,7 +170,7 @@ class WorkProgress(LiveLine):
         self._first: tuple[float, float] | None = None
         self._last_line = time.monotonic()
 
-    def tell(self, words: str, done: float | None = None) -> None:
+    def show(self, words: str, done: float | None = None) -> None:
         """Shows the words; `done` is the finished share between 0 and 1, None if unknown."""
         now = time.monotonic()
         text = words if done is None else f"{words}, {done:.0%}{self._left(done, now)}"

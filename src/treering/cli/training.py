@@ -25,7 +25,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     from treering.cli.sft.run import train
     from treering.cli.sft.summary import as_table
 
-    _report(train(config, beside=config_path.parent, console=_stderr()), as_table, json_output)
+    _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -34,7 +34,7 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     from treering.cli.train.run import train
     from treering.cli.train.summary import as_table
 
-    _report(train(config, beside=config_path.parent, console=_stderr()), as_table, json_output)
+    _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output)
 
 
 def _stderr() -> Console:

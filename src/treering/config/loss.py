@@ -21,7 +21,7 @@ Sharing = Annotated[
     ),
 ]
 MaxBytes = Annotated[
-    int | None, Field(ge=1, description='Room that parents = "auto" may fill with activations; none: what is free.')
+    int | None, Field(ge=1, description='Bytes that parents = "auto" may fill with activations; none: all free memory.')
 ]
 
 

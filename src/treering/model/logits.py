@@ -53,7 +53,7 @@ def logit_gradient(
     if grad_logprobs is not None:
         row_grad = zeros.index_add(0, target_row, grad_logprobs)[:, None]
         factor = -row_grad if factor is None else factor - row_grad
-    assert factor is not None, "autograd asked for a gradient that nothing needs"
+    assert factor is not None, "autograd computes only gradients that something needs"
     grad_logits = log_weights.exp_().mul_(factor)
     if grad_logprobs is not None:
         grad_logits.index_put_((target_row, targets), grad_logprobs, accumulate=True)

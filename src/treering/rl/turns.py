@@ -28,7 +28,7 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
 
     Args:
         task: observations and rewards.
-        prompt: what the rollout continues.
+        prompt: the prompt of the rollout.
         rollout: as the engine returned it.
         is_last_turn: whether it ends here, without an observation.
         max_tokens: of a whole rollout; without room for another token, it ends before the observation.

@@ -113,7 +113,7 @@ class RunState:
 
     def note_sampled(self, open_step: OpenStep) -> None:
         """Records the lengths of a sampled step and, while it trains, plans the first step that may use them."""
-        self._planner.tell(open_step.step, open_step.lengths)
+        self._planner.observe(open_step.step, open_step.lengths)
         following = open_step.step + 1 + self._cluster.staleness
         if following <= self._num_steps:
             self._planner.plan(following)
@@ -159,7 +159,7 @@ class RunState:
                 f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
-        self._prompt_schedule.go_to(step, state["draws"])
+        self._prompt_schedule.resume_after(step, state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
             self._planner.load_state(state["planner"])
@@ -172,7 +172,8 @@ class RunState:
 def _check_format(state: Mapping[str, Any]) -> None:
     """Refuses the checkpoints of earlier versions, whose records have other names."""
     known = Account().as_dict().keys() >= state.get("account", {}).keys()
-    if not known or any("policy_version" not in each for each in state.get("past", [])):
+    is_planner_known = "observed" in state.get("planner", {"observed": ()})
+    if not known or not is_planner_known or any("policy_version" not in each for each in state.get("past", [])):
         raise StateError(
             "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "
             "one; start a new run, or install that version"

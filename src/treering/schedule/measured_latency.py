@@ -17,17 +17,17 @@ from treering.schedule.latency import Latency
 from treering.types import is_count
 
 _FEW = 16
-"""Passes of a size below which nothing follows from them."""
+"""Fewest passes of one size that a fit uses."""
 
 _SLOW = 3
-"""A pass of so many classes above the median of its like, 8 to 16 times its time, is left out."""
+"""A pass this many bits above the median of its size, 8 to 16 times as slow, is an outlier and is left out."""
 
 _NO_TIME_S = 1e-9
-"""A clock may stand still during a pass, and no pass is free."""
+"""Least time of a pass: a coarse clock may measure 0."""
 
 
 class Cell(NamedTuple):
-    """What passes of a cell have in common, each a power of 2 that it lies below."""
+    """A bucket of similar passes; each field is the bit length of a quantity."""
 
     rows: int
     """0: none, 1: one, 2: two, 3: 3 or 4, 4: 5 to 8, ..."""
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Over the passes of a cell."""
+    """Sums over the passes of a cell."""
 
     num_passes: int = 0
     num_rows: int = 0
@@ -47,7 +47,7 @@ class Sums(NamedTuple):
     duration_ns: int = 0
 
     def plus(self, other: "Sums") -> "Sums":
-        """Both together."""
+        """The sum of both."""
         passes, rows, prefilled, sampled, duration_ns = other
         return Sums(
             self.num_passes + passes,
@@ -60,33 +60,33 @@ class Sums(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class PassTimes:
-    """Times of engines' passes, loads and updates; small, and the same whatever order they are added in.
+    """Times of passes, weight loads and updates. Independent of the order in which they are added.
 
-    Times are whole nanoseconds, so sums are exact. Passes are kept as sums by their rows, prefilled tokens and time.
+    Times are whole nanoseconds, so sums are exact. Passes are stored as sums per cell, so memory stays small.
 
     Example: 20 passes of 1 row that took 3 ms each and 20 of 8 rows that took 10 ms have the latency 2 ms + 1 ms a row.
     """
 
     cells: dict[Cell, Sums] = field(default_factory=dict)
     loads_ns: list[int] = field(default_factory=list)
-    """Each load of weights, ascending."""
+    """Time of each weight load, ascending."""
     trainings_ns: list[int] = field(default_factory=list)
-    """Each update, ascending."""
+    """Time of each update, ascending."""
 
     def note_pass(
         self, seconds: float, *, num_rows: int, num_prefilled: int, num_sampled: int, num_passes: int = 1
     ) -> None:
-        """Takes a pass, or a few that were timed together.
+        """Adds a pass, or several that were timed together.
 
         Args:
-            seconds: of all of them.
-            num_rows: rollouts that they sampled for, summed over passes.
-            num_prefilled: tokens that they prefilled.
+            seconds: of all passes together.
+            num_rows: decoding rows, summed over passes.
+            num_prefilled: prefilled tokens, summed over passes.
             num_sampled: tokens that rollouts gained.
-            num_passes: how many.
+            num_passes: number of passes.
 
         Raises:
-            InputError: a count or a time that is none.
+            InputError: an invalid count or time.
         """
         sums = Sums(
             _count("num_passes", num_passes, 1),
@@ -99,33 +99,33 @@ class PassTimes:
         self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
 
     def note_load(self, seconds: float) -> None:
-        """Takes what new weights took a worker.
+        """Adds the time in which a worker loaded new weights.
 
         Raises:
-            InputError: a time that is none.
+            InputError: an invalid time.
         """
         self.loads_ns = sorted([*self.loads_ns, _nanoseconds(seconds)])
 
     def note_training(self, seconds: float) -> None:
-        """Takes an update, from its last rollout to new weights.
+        """Adds the time of an update, from its last rollout to the new weights.
 
         Raises:
-            InputError: a time that is none.
+            InputError: an invalid time.
         """
         self.trainings_ns = sorted([*self.trainings_ns, _nanoseconds(seconds)])
 
     def add(self, other: "PassTimes") -> None:
-        """Adds what another one was told."""
+        """Adds all times of another object."""
         for cell, sums in other.cells.items():
             self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
         self.loads_ns = sorted(self.loads_ns + other.loads_ns)
         self.trainings_ns = sorted(self.trainings_ns + other.trainings_ns)
 
     def latency(self) -> Latency | None:
-        """Seconds of a pass as so much, and so much more a row and a prefilled token; medians of loads and updates.
+        """Seconds of a pass as a constant plus a cost per row and per prefilled token; medians of loads and updates.
 
-        None unless 16 passes were seen of each of two sizes, one at least twice the other: passes that are all alike
-        do not say what a row more would take. Loads and updates that were not seen take no time.
+        None unless there are 16 passes of each of two sizes, one at least twice the other: passes of one size do not
+        determine the cost of a row. Loads and updates without a measurement take no time.
         """
         sizes = _by_size(self.cells)
         by_rows = _by_rows(sizes)
@@ -145,20 +145,20 @@ class PassTimes:
         )
 
     def state(self) -> dict[str, Any]:
-        """Everything, as lists of whole numbers."""
+        """Checkpoint state, as lists of whole numbers."""
         cells = [[*cell, *sums] for cell, sums in sorted(self.cells.items())]
         return {"cells": cells, "loads_ns": list(self.loads_ns), "trainings_ns": list(self.trainings_ns)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """What `state` gave."""
+        """The object that returned this `state`."""
         size = len(Cell._fields)
         cells = {Cell(*numbers[:size]): Sums(*numbers[size:]) for numbers in state["cells"]}
         return cls(cells=cells, loads_ns=list(state["loads_ns"]), trainings_ns=list(state["trainings_ns"]))
 
 
 def merged(parts: Iterable[PassTimes]) -> PassTimes:
-    """All of them together."""
+    """The sum of all parts."""
     whole = PassTimes()
     for part in parts:
         whole.add(part)
@@ -166,7 +166,7 @@ def merged(parts: Iterable[PassTimes]) -> PassTimes:
 
 
 def _cell_of(sums: Sums) -> Cell:
-    """Where passes belong that were timed together."""
+    """The cell of passes that were timed together."""
     rows = -(-sums.num_rows // sums.num_passes)
     return Cell(
         rows=0 if rows == 0 else (rows - 1).bit_length() + 1,
@@ -176,7 +176,7 @@ def _cell_of(sums: Sums) -> Cell:
 
 
 def _count(name: str, value: int, least: int) -> int:
-    """The count as a plain number; these are told for every pass, so the usual one is seen first."""
+    """The count as a plain int; called for every pass, so the usual case is tested first."""
     if type(value) is int and value >= least:
         return value
     if not is_count(value, least=least):
@@ -191,22 +191,22 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _by_size(cells: Mapping[Cell, Sums]) -> dict[tuple[int, int], Sums]:
-    """Passes by rows and prefilled tokens, ascending, without those that took many times the median of their like."""
-    likes: dict[tuple[int, int], list[Cell]] = defaultdict(list)
+    """Passes by rows and prefilled tokens, ascending, without outliers (see `_SLOW`)."""
+    by_size: dict[tuple[int, int], list[Cell]] = defaultdict(list)
     for cell in sorted(cells):
-        likes[cell.rows, cell.prefilled].append(cell)
+        by_size[cell.rows, cell.prefilled].append(cell)
     found = {}
-    for size, like in likes.items():
-        ends = np.cumsum([cells[cell].num_passes for cell in like])
-        middle = like[int(np.searchsorted(ends, (ends[-1] + 1) // 2))]
-        # Only then together: cells of short passes alone would draw the line below what passes take.
-        kept = [cells[cell] for cell in like if cell.duration <= middle.duration + _SLOW]
+    for size, same_size in by_size.items():
+        ends = np.cumsum([cells[cell].num_passes for cell in same_size])
+        middle = same_size[int(np.searchsorted(ends, (ends[-1] + 1) // 2))]
+        # Sum all kept cells of a size: the cells of its short passes alone would bias the fit downwards.
+        kept = [cells[cell] for cell in same_size if cell.duration <= middle.duration + _SLOW]
         found[size] = reduce(Sums.plus, kept)
     return found
 
 
 def _by_rows(sizes: Mapping[tuple[int, int], Sums]) -> list[Sums]:
-    """Passes with rows by their rows, ascending, those that were seen often enough."""
+    """Decoding passes by rows, ascending, for sizes with at least `_FEW` passes."""
     found: dict[int, Sums] = defaultdict(Sums)
     for (rows, _), sums in sizes.items():
         found[rows] = found[rows].plus(sums)
@@ -214,10 +214,10 @@ def _by_rows(sizes: Mapping[tuple[int, int], Sums]) -> list[Sums]:
 
 
 def _line(sizes: Sequence[Sums]) -> tuple[float, float, float]:
-    """Seconds of a pass, of a row and of a prefilled token, none below 0, that come closest to what passes took."""
+    """Least-squares seconds per pass, per row and per prefilled token, each at least 0."""
     passes, rows, prefilled, _, durations = np.array(sizes, np.float64).T
     seconds = np.maximum(durations / passes / 1e9, _NO_TIME_S)
-    # What disturbs a pass grows with its time, so differences count as shares of it.
+    # Noise grows with the time of a pass, so errors are relative.
     weights = np.sqrt(passes) / seconds
     design = np.column_stack([np.ones(passes.size), rows / passes, prefilled / passes]) * weights[:, None]
     found = _least_squares(design, seconds * weights)
@@ -225,7 +225,7 @@ def _line(sizes: Sequence[Sums]) -> tuple[float, float, float]:
 
 
 def _least_squares(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients, none below 0, with the least squared error: where some are 0, the others are a plain solution."""
+    """Non-negative least squares, by trying every subset of non-zero coefficients."""
     width = design.shape[1]
     best, least = np.zeros(width), np.inf
     for size in range(1, width + 1):

@@ -16,7 +16,7 @@ from treering.tree.repeats import Repeats, Trees, find_repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """A place where two branches diverge, and what they have in common after it.
+    """A position where two branches diverge, and the text that they share after it.
 
     Attributes:
         forest, other_forest: numbers of the forests; equal for branches of one forest.

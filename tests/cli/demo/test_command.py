@@ -128,7 +128,7 @@ def test_both_run_folders_hold_all_that_a_run_leaves(report: DemoReport, folder:
 
 def test_treering_train_goes_on_with_either_side(report: DemoReport, folder: Path) -> None:
     config = load(RlConfig, folder / "treering.toml", ["rl.num_epochs=3"])
-    with open_training(config, beside=folder, console=Console(quiet=True)) as run:
+    with open_training(config, config_dir=folder, console=Console(quiet=True)) as run:
         assert (run.opened.step, run.num_steps) == (report.num_steps, 6)
         assert next(run.steps).step == 5
 
@@ -170,7 +170,7 @@ def train(folder: Path, size: DemoSize, seed: int) -> tuple[RlLoop, list[float]]
     """The Treering side alone: its loop, and the mean reward of every epoch."""
     config = load(RlConfig, write_config(folder, size, side="treering", num_threads=1, seed=seed))
     rewards: list[list[float]] = [[] for _ in range(size.num_epochs)]
-    with open_training(config, beside=folder, console=Console(quiet=True)) as run:
+    with open_training(config, config_dir=folder, console=Console(quiet=True)) as run:
         for report in run.steps:
             rewards[report.epoch].append(report.rollouts.reward_mean)
         return run.loop, [sum(epoch) / len(epoch) for epoch in rewards]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chain
 from tests.models import build
 from treering.engine.request import Request, Sampling
-from treering.engine.speculation.speculation import worth_of
+from treering.engine.speculation.speculation import row_weights
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -128,12 +128,12 @@ def test_row_weights_change_no_rollout(model: PreTrainedModel) -> None:
 def test_row_weights_are_expected_remaining_tokens_over_their_mean(
     usual: list[float], num_written: list[int], num_left: list[int], worth: list[float]
 ) -> None:
-    found = worth_of(np.array(usual), np.array(num_written), np.array(num_left))
+    found = row_weights(np.array(usual), np.array(num_written), np.array(num_left))
     assert found == pytest.approx(np.array(worth))
 
 
 def test_without_known_lengths_there_are_no_weights() -> None:
-    assert worth_of(np.array([np.nan, np.nan]), np.array([3, 4]), np.array([9, 9])) is None
+    assert row_weights(np.array([np.nan, np.nan]), np.array([3, 4]), np.array([9, 9])) is None
 
 
 def truth_of(rollouts: Rollouts) -> ScriptedDrafter:

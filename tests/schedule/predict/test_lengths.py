@@ -99,7 +99,7 @@ def test_a_state_is_not_changed_by_what_is_seen_later(kind):
 
 
 def test_the_state_of_another_predictor_is_refused():
-    with pytest.raises(InputError, match="ema goes on from its own state, got 'median''s"):
+    with pytest.raises(InputError, match="ema resumes from its own state, got 'median''s"):
         KINDS["ema"]().load_state(KINDS["median"]().state())
 
 

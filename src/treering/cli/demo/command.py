@@ -52,7 +52,11 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
     threads = best_threads(start.model, size.max_batch)
     with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
         compared = compare(
-            out, size, threads, seed=seed, on_step=lambda so_far: progress.tell(so_far.num_steps, _standing(so_far))
+            out,
+            size,
+            threads,
+            seed=seed,
+            on_step=lambda so_far: progress.show_text(so_far.num_steps, _standing(so_far)),
         )
     report = make_report(start, out / START_FOLDER, size, threads, compared, seed=seed)
     (out / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
@@ -68,7 +72,7 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
             task,
             seed=seed,
             enough=enough,
-            on_step=lambda step, accuracy: progress.tell(step, f"right {accuracy:.2f} of {enough} wanted"),
+            on_step=lambda step, accuracy: progress.show_text(step, f"right {accuracy:.2f} of {enough} wanted"),
         )
     start.model.save_pretrained(out / START_FOLDER)
     console.print(

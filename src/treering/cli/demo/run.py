@@ -78,7 +78,7 @@ def compare(
             side: stack.enter_context(
                 open_training(
                     load(RlConfig, write_config(out, size, side=side, num_threads=threads[side], seed=seed)),
-                    beside=out,
+                    config_dir=out,
                     console=Console(quiet=True),
                 )
             )

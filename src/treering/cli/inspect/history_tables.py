@@ -49,7 +49,7 @@ def _reuse_table(epochs: Sequence[EpochReport]) -> Table:
     table = _table(title, "epoch", "rollouts", *(NAMES[source] for source in SOURCES), "excess", "at most")
     for epoch in epochs:
         found = [epoch.reuse[source] for source in SOURCES]
-        bound = next((one.num_behind_prefix / one.num_tokens for one in found if one), None)
+        bound = next((one.num_after_prefix / one.num_tokens for one in found if one), None)
         table.add_row(
             str(epoch.epoch),
             f"{epoch.num_rollouts:,}",

@@ -24,12 +24,12 @@ from treering.train.loop.step_report import StepReport
 from treering.tree.build import lay_out
 
 
-def train(config: SftConfig, *, beside: Path, console: Console) -> SftSummary:
-    """Trains as a configuration in the folder `beside` says, or resumes the run that its run folder holds."""
+def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
+    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
-    corpus = load_corpus(config.data, beside=beside, vocab_size=config.model.vocab_size)
-    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
+    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size)
+    folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
     note_compiling(console, lay_out)
     compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)

@@ -59,13 +59,13 @@ def run(
 def _compare(setups: list[PolicySetup], cases: list[Case]) -> tuple[list[Result], list[Timeline]]:
     num_runs, num_done = len(setups) * len(cases), 0
 
-    def tell(name: str) -> None:
+    def on_run(name: str) -> None:
         nonlocal num_done
-        progress.tell(f"{name}, run {num_done + 1} of {num_runs}", num_done / num_runs)
+        progress.show(f"{name}, run {num_done + 1} of {num_runs}", num_done / num_runs)
         num_done += 1
 
     with WorkProgress(Console(stderr=True)) as progress:
-        return compare(setups, cases, tell)
+        return compare(setups, cases, on_run)
 
 
 def _picture(timelines: list[Timeline], case: Case) -> str:

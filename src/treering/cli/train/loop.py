@@ -26,15 +26,15 @@ from treering.train.loop.compute import ComputeOptions
 
 
 class TrainRecipe:
-    """The `Recipe` of a configuration; pickling leaves out what it has built."""
+    """The `Recipe` of a configuration; pickling drops the built objects."""
 
-    def __init__(self, config: RlConfig, beside: Path) -> None:
-        """`beside` is the folder of the configuration file."""
+    def __init__(self, config: RlConfig, config_dir: Path) -> None:
+        """`config_dir` is the folder of the configuration file."""
         self._config = config
-        self._beside = beside
+        self._config_dir = config_dir
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_beside": self._beside}
+        return {"_config": self._config, "_config_dir": self._config_dir}
 
     @property
     def max_batch(self) -> int:
@@ -44,7 +44,7 @@ class TrainRecipe:
     def make_model(self) -> PreTrainedModel:
         """See `Recipe`."""
         transformers_logging.disable_progress_bar()
-        return make_model(self._config, self._beside, self._source)
+        return make_model(self._config, self._config_dir, self._source)
 
     def make_task(self) -> Task:
         """See `Recipe`."""
@@ -56,18 +56,18 @@ class TrainRecipe:
 
     @cached_property
     def _source(self) -> TaskSource:
-        return load_task(self._config.task, beside=self._beside)
+        return load_task(self._config.task, config_dir=self._config_dir)
 
 
-def make_model(config: RlConfig, beside: Path, source: TaskSource) -> PreTrainedModel:
+def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
-    folder = None if config.model.path is None else locate(config.model.path, search_places(beside))
+    folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
     return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
 
 
 def make_loop(
     config: RlConfig,
-    beside: Path,
+    config_dir: Path,
     source: TaskSource,
     model: PreTrainedModel,
     *,
@@ -82,7 +82,7 @@ def make_loop(
     return PipelineLoop(
         model,
         source.task,
-        TrainRecipe(config, beside),
+        TrainRecipe(config, config_dir),
         optim=optim,
         options=options,
         num_steps=num_steps,

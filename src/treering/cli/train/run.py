@@ -59,10 +59,10 @@ class OpenRun:
     steps: Iterator[RlStepReport]
 
 
-def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
-    """Trains as a configuration in the folder `beside` says, or resumes the run that its run folder holds."""
+def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
+    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     with (
-        open_training(config, beside=beside, console=console) as run,
+        open_training(config, config_dir=config_dir, console=console) as run,
         StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
     ):
         reports = _show_each(run.steps, RlProgress(progress), console)
@@ -84,15 +84,15 @@ def train(config: RlConfig, *, beside: Path, console: Console) -> TrainSummary:
 
 
 @contextmanager
-def open_training(config: RlConfig, *, beside: Path, console: Console) -> Iterator[OpenRun]:
+def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[OpenRun]:
     """Opens a run: model, warm-up, newest checkpoint, logs; closes the logs at the end."""
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
-    source = load_task(config.task, beside=beside)
-    model = make_model(config, beside, source)
+    source = load_task(config.task, config_dir=config_dir)
+    model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
-    loop = make_loop(config, beside, source, model, compute=_compute(config, model), num_steps=num_steps)
+    loop = make_loop(config, config_dir, source, model, compute=_compute(config, model), num_steps=num_steps)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, source, model),

@@ -54,14 +54,14 @@ class TaskSource:
         return max(prompt.tokens.size for prompt in self.task.prompts)
 
 
-def load_task(config: TaskConfig, *, beside: Path) -> TaskSource:
-    """Draws or reads the prompts of a configuration in the folder `beside`.
+def load_task(config: TaskConfig, *, config_dir: Path) -> TaskSource:
+    """Draws or reads the prompts of a configuration in the folder `config_dir`.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
-        return _from_file(config, beside)
+        return _from_file(config, config_dir)
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
 
@@ -76,10 +76,10 @@ def draw_sums(config: TaskConfig) -> SumTask:
     )
 
 
-def _from_file(config: TaskConfig, beside: Path) -> TaskSource:
+def _from_file(config: TaskConfig, config_dir: Path) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     assert config.tokenizer is not None, "the configuration checks it"
-    places = search_places(beside)
+    places = search_places(config_dir)
     tokenizer = locate(config.tokenizer, places)
     task = PromptsFile(
         locate(config.file, places),

@@ -19,7 +19,7 @@ def check_decoder(model: nn.Module, decoder: Decoder, *, vocab_size: int, max_co
 
     Raises:
         StateError: the model's own logits hold NaN or +inf.
-        UnsupportedError: the logits differ by more than rounding: a layer does more than its weights say.
+        UnsupportedError: the logits differ by more than rounding: a layer has a hook, an adapter or its own forward.
     """
     tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % vocab_size
     expected = _model_logits(model, torch.from_numpy(tokens))

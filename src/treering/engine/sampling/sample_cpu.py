@@ -84,7 +84,7 @@ def _exp(x: float) -> float:
 
 # error_model: numba's default tests every divisor for zero.
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-def _weigh(row: Logits, top: float, temperature: float, weights: Float64Array) -> None:
+def _fill_weights(row: Logits, top: float, temperature: float, weights: Float64Array) -> None:
     """Probabilities relative to the top token's."""
     for i in range(row.size):
         weights[i] = _exp((np.float64(row[i]) - top) / temperature)
@@ -156,7 +156,7 @@ def sample_row(
         if row[token] > row[likeliest]:
             likeliest = token
     top = np.float64(row[likeliest])
-    _weigh(row, top, temperature, weights)
+    _fill_weights(row, top, temperature, weights)
     total = _total(weights)
     # A NaN anywhere, +inf - inf and -inf - -inf all end here.
     if math.isnan(total):

@@ -68,7 +68,7 @@ def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _likely(row: Logits, ids: Int64Array, weights: Float64Array, total: float, top_p: float) -> int:
+def _largest_mass(row: Logits, ids: Int64Array, weights: Float64Array, total: float, top_p: float) -> int:
     """Moves the ids whose mass reaches `top_p` of `total` to the front, and counts them."""
     # All tokens below it sum to less than 1 - top_p, so the tokens ranked above them reach top_p.
     least = (1.0 - top_p) * total / ids.size
@@ -100,5 +100,5 @@ def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array
         for token in range(num_ids):
             ids[token] = token
     if top_p < 1.0:
-        num_ids = _likely(row, ids[:num_ids], weights, total_of(ids[:num_ids], weights), top_p)
+        num_ids = _largest_mass(row, ids[:num_ids], weights, total_of(ids[:num_ids], weights), top_p)
     return num_ids

@@ -19,7 +19,7 @@ from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
 from treering.types import PromptId
 
-_LEAST_WORTH, _MOST_WORTH = 0.5, 4.0
+_MIN_WEIGHT, _MAX_WEIGHT = 0.5, 4.0
 _LEAST_REMAINING = 0.25
 """Fraction of a rollout's length that is expected to follow at least, even beyond its prompt's usual length."""
 
@@ -63,7 +63,7 @@ class Speculation:
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:
             self._state = state
-            self._rows = _rows_of(table, self._worth(table, self._drafter, num_waiting))
+            self._rows = _rows_of(table, self._row_weights(table, self._drafter, num_waiting))
         c = table.columns
         rows = self._rows
         assert rows.leaders is not None
@@ -89,7 +89,7 @@ class Speculation:
         )
         self._drafter.observe(rows, accepted, leaves=leaves)
 
-    def _worth(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
+    def _row_weights(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
         """Row weights; None while requests wait, because then each finished row is replaced and none is the last."""
         if num_waiting > 0:
             self._medians = {}
@@ -106,10 +106,10 @@ class Speculation:
         }
         medians = [self._medians[prompt_id] for prompt_id in prompt_ids]
         usual = np.array([np.nan if median is None else median for median in medians], np.float64)
-        return worth_of(usual, c.num_tokens[rows] - c.num_prompt[rows], c.limit[rows] - c.num_tokens[rows])
+        return row_weights(usual, c.num_tokens[rows] - c.num_prompt[rows], c.limit[rows] - c.num_tokens[rows])
 
 
-def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
+def row_weights(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
     """Row weights: expected remaining tokens over their mean, clipped to [0.5, 4].
 
     Args:
@@ -128,11 +128,11 @@ def worth_of(usual: Float64Array, num_written: Int64Array, num_left: Int64Array)
         return None
     expected = np.minimum(np.maximum(usual - num_written, np.maximum(_LEAST_REMAINING * num_written, 1)), num_left)
     mean = expected[is_known].mean()
-    worth = np.where(is_known, expected / mean, 1.0)
-    return np.clip(worth, _LEAST_WORTH, _MOST_WORTH)
+    weights = np.where(is_known, expected / mean, 1.0)
+    return np.clip(weights, _MIN_WEIGHT, _MAX_WEIGHT)
 
 
-def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
+def _rows_of(table: Table, weights: Float64Array | None) -> DraftRows:
     """Views of the running rows, valid until a row is added or removed; each step updates them in place."""
     c, num_rows = table.columns, table.num_rows
     return DraftRows(
@@ -143,6 +143,6 @@ def _rows_of(table: Table, worth: Float64Array | None) -> DraftRows:
         num_prompt_tokens=c.num_prompt[:num_rows],
         max_drafts=np.zeros(num_rows, np.int64),
         row_ids=c.row_ids[:num_rows],
-        worth=worth,
+        worth=weights,
         leaders=np.arange(num_rows),
     )

@@ -1,4 +1,4 @@
-"""What one more call of a recurrent layer costs, in tokens: the exchange rate between forking and rescanning.
+"""The cost of a call of a recurrent layer, in tokens, to choose between forking and rescanning.
 
 Every level of forks takes at least one more call per layer; without it, the tokens above the fork are computed once per
 branch. Only the ratio of the two costs matters.
@@ -10,7 +10,7 @@ import torch
 
 
 class Price(NamedTuple):
-    """What a call, and a row of a call, cost in addition to their tokens, in tokens."""
+    """Cost of a call and of a row of a call, in tokens, in addition to their own tokens."""
 
     call: int
     row: int

@@ -1,7 +1,7 @@
 """Shared memory in an unnamed file, passed to children as a file descriptor.
 
-A name in /dev/shm would outlive a killed run, and containers often limit that folder to 64 MB. An unnamed file is freed
-with the last process that has it open, however that process ends.
+A named file in /dev/shm would remain after a killed run, and containers often limit that folder to 64 MB. An unnamed
+file is freed when the last process that has it open ends, in whatever way.
 """
 
 import mmap
@@ -21,7 +21,7 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         """Reserves `num_bytes`, at least 1; pages are allocated at their first write."""
-        self._fd = _nameless_file()
+        self._fd = _unnamed_file()
         os.ftruncate(self._fd, num_bytes)
         self.view = mmap.mmap(self._fd, num_bytes)
 
@@ -39,7 +39,7 @@ class SharedMemory:
         self._fd = -1
 
 
-def _nameless_file() -> int:
+def _unnamed_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("treering-weights")
     with tempfile.TemporaryFile() as file:

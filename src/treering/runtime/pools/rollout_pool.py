@@ -30,7 +30,7 @@ OpenSteps = Mapping[int, OpenStep]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _WorkerState:
-    """What the controller knows of a worker."""
+    """The controller's state of a worker."""
 
     child: ChildProcess
     step: int = 0
@@ -41,7 +41,7 @@ class _WorkerState:
     awaited: set[RolloutKey] = field(default_factory=set)
     """Rollouts that may get another turn after their reward request."""
     move_target: int | None = None
-    """Worker that gets the rollouts this one was asked to give up, until it has answered."""
+    """Worker that takes over the rollouts that this one must give up, until this one has answered."""
     has_report: bool = False
     """Whether it has reported progress since moves were last considered."""
     num_ended: int = 0
@@ -123,16 +123,7 @@ class RolloutPool:
             if not requests:
                 continue
             if worker.step != open_step.step or not worker.has_begun:
-                worker.step, worker.has_begun = open_step.step, True
-                reports = open_step.moving != "off"
-                worker.child.send(
-                    BeginStep(
-                        step=open_step.step,
-                        version=open_step.version,
-                        policy_version=policy_versions[open_step.version],
-                        reports=reports,
-                    )
-                )
+                _begin_step(worker, open_step, policy_versions[open_step.version])
             worker.running.update((request.key, request) for request in requests)
             worker.child.send(SampleRequests(requests=requests))
         for number, worker in enumerate(self._workers):
@@ -212,15 +203,13 @@ class RolloutPool:
     def _move(
         self, number: int, worker: _WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
     ) -> None:
-        """Asks a worker to give up rollouts if a move saves time. One move at a time in each step."""
+        """Requests that a worker gives up rollouts, if a move saves time. One move at a time in each step."""
         open_step = open_steps.get(worker.step)
         if open_step is None or open_step.prices is None or open_step.moving == "off":
             return
         if any(each.step == worker.step and each.move_target is not None for each in self._workers):
             return
-        if open_step.moving == "consolidate" and not _is_awaited_elsewhere(
-            number, open_step, open_steps, policy_versions
-        ):
+        if open_step.moving == "consolidate" and not _has_later_work(number, open_step, open_steps, policy_versions):
             return
         held = [
             Held(requests=each.running, num_awaited=len(each.awaited))
@@ -252,13 +241,26 @@ class RolloutPool:
         self._account.worker_deaths += 1
         worker.child.reap()
         if worker.step in open_steps:
-            open_steps[worker.step].put_back(worker.running.values())
+            open_steps[worker.step].requeue(worker.running.values())
             open_steps[worker.step].release(number)
         # A step whose rollouts may get another turn needs a worker in it.
         self._workers[number] = _WorkerState(
             child=worker.child, step=worker.step if worker.awaited else 0, awaited=worker.awaited
         )
         worker.child.start(self._settings)
+
+
+def _begin_step(worker: _WorkerState, open_step: OpenStep, policy_version: int) -> None:
+    """Starts a step on a worker, before its first requests."""
+    worker.step, worker.has_begun = open_step.step, True
+    worker.child.send(
+        BeginStep(
+            step=open_step.step,
+            version=open_step.version,
+            policy_version=policy_version,
+            reports=open_step.moving != "off",
+        )
+    )
 
 
 def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> OpenStep | None:
@@ -275,7 +277,7 @@ def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> Open
     )
 
 
-def _is_awaited_elsewhere(
+def _has_later_work(
     number: int, open_step: OpenStep, open_steps: OpenSteps, policy_versions: Mapping[int, int]
 ) -> bool:
     """Whether a later step could start on a worker if it were idle."""

@@ -21,7 +21,7 @@ _LEAST_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Job:
-    """A step sent to the trainer since its base, with the size of its rollouts."""
+    """A step that the trainer received after its base, with the size of its rollouts."""
 
     message: TrainStep
     num_bytes: int
@@ -120,12 +120,12 @@ class TrainerClient:
 
     def _fetch_state(self) -> bytes:
         """The trainer's state; the request is sent again if the trainer is replaced."""
-        asked: int | None = None
+        asked_pid: int | None = None
         self._saved.clear()
         while not self._saved:
-            if asked != self.child.pid:
+            if asked_pid != self.child.pid:
                 self.child.send(FetchState())
-                asked = self.child.pid
+                asked_pid = self.child.pid
             wait(self.connections(), timeout=1.0)
             self.receive()
         return self._saved.pop()

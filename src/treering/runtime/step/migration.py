@@ -22,7 +22,7 @@ from treering.schedule.simulator.destinations import (
     Prices,
     fullest_tail,
     has_tail,
-    outlier_goes_to,
+    target_of_outlier,
 )
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
 
@@ -118,7 +118,7 @@ def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, work
     for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
         num_generated = float(open_step.so_far(key))
         context = open_step.num_prompt_tokens(key) + num_generated
-        target = outlier_goes_to(loads, prices, _OUTLIERS[open_step.moving], worker, num_generated, context)
+        target = target_of_outlier(loads, prices, _OUTLIERS[open_step.moving], worker, num_generated, context)
         if target >= 0:
             return Move(target=target, keys=(key,))
     return None

@@ -99,20 +99,20 @@ class OpenStep:
         With stealing, `num_spare` of its own requests may queue in its engine, so that no slot there runs empty.
         """
         taken: list[Request] = []
-        queue, room = self._queues[worker], max_batch - num_running
-        limit = room + num_spare if self._can_steal else len(queue)
+        queue, num_free = self._queues[worker], max_batch - num_running
+        limit = num_free + num_spare if self._can_steal else len(queue)
         while queue and len(taken) < limit:
             taken.append(queue.popleft())
-        while self._unassigned and len(taken) < room:
+        while self._unassigned and len(taken) < num_free:
             taken.append(self._unassigned.popleft())
-        while self._can_steal and self._sizes[worker] > 0 and len(taken) < room and any(self._queues):
+        while self._can_steal and self._sizes[worker] > 0 and len(taken) < num_free and any(self._queues):
             taken.append(self._longest().popleft())
             self.account.stolen += 1
         if taken and self.started_s == 0.0:
             self.started_s = time.perf_counter()
         return taken
 
-    def put_back(self, requests: Iterable[Request]) -> None:
+    def requeue(self, requests: Iterable[Request]) -> None:
         """Takes back the requests of a dead worker; any worker samples them again, with the same tokens."""
         lost = list(requests)
         self._started.difference_update(request.key for request in lost)

@@ -52,7 +52,7 @@ class Planner:
     Policies use the cluster's latency until enough passes are measured, then the measured one. With rebalancing "none"
     they always use the cluster's, because no clock may then influence the run.
 
-    Example: at staleness 1 `plan(1)`, `plan(2)`, `tell(1, ...)`, `plan(3)`, `tell(2, ...)`, `plan(4)`.
+    Example: at staleness 1 `plan(1)`, `plan(2)`, `observe(1, ...)`, `plan(3)`, `observe(2, ...)`, `plan(4)`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Planner:
         self._timed.append(times)
         self._measured = merged(self._timed).latency()
 
-    def tell(self, step: int, lengths: NDArray[np.int64]) -> None:
+    def observe(self, step: int, lengths: NDArray[np.int64]) -> None:
         """Records the actual lengths of a planned step: int64 [R] >= 1."""
         plan = self._plans.pop(step)
         self._observed.append((step, plan.predicted, lengths))

@@ -31,7 +31,7 @@ class PromptSchedule:
         self.num_steps_done = 0
         self.draws: dict[PromptId, int] = {}
 
-    def go_to(self, step: int, draws: Mapping[PromptId, int]) -> None:
+    def resume_after(self, step: int, draws: Mapping[PromptId, int]) -> None:
         """Resumes after a step, with the draws after it."""
         self.num_steps_done, self.draws = step, dict(draws)
 

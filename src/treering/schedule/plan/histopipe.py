@@ -86,10 +86,10 @@ class HistoPipe(Policy):
 
     def _planned(self, request: PlanRequest) -> PlacementPlan:
         is_due = request.step >= self._planned_for + self._interval
-        has_news = self._calibrated.has_seen and not self._has_learnt
+        is_first_learnt = self._calibrated.has_seen and not self._has_learnt
         shape = shape_of(request.cluster.latency, request.cluster.num_slots)
         is_other = not is_among(shape, self._shapes)
-        if self._plan is None or is_due or has_news or is_other:
+        if self._plan is None or is_due or is_first_learnt or is_other:
             problem = search_problem(request, self._calibrated, seed=self._seed)
             num_workers = problem.cluster.num_workers
             # A plan found for a sample of another size does not apply to this one.

@@ -42,9 +42,9 @@ class PlacementPlan:
     num_long_workers: int = 0
     """Long-rollout workers of a step: they run only its longest rollouts. The others keep at least one worker."""
     stealing: Stealing = "off"
-    """Passed on."""
+    """Of the assignments."""
     moving: Moving = "off"
-    """Passed on."""
+    """Of the assignments."""
 
     def __post_init__(self) -> None:
         if self.num_turns < 1 or not 0 <= self.long_share < 1 or (self.long_share > 0) != (self.num_long_workers > 0):
@@ -66,18 +66,18 @@ def place(
     Args:
         plan: how to place the step.
         lengths: float64 [R] > 0: corrected predictions.
-        prompts: int64 [R]: number of each one's prompt.
+        prompts: int64 [R]: prompt number of each rollout.
         step: from 1.
-        cluster: W workers, all of them.
+        cluster: all W workers.
 
     Example: lengths [9, 1, 1, 1] with equal counts on two workers: [1, 1, 0, 0] in step 1, [0, 0, 1, 1] in step 2.
     """
     order = longest_first(lengths, prompts)
-    mine = np.arange(step % plan.num_turns, cluster.num_workers, plan.num_turns)
+    available = np.arange(step % plan.num_turns, cluster.num_workers, plan.num_turns)
     if plan.placing == "balanced":
-        workers = _with_long_workers(plan, order, lengths, mine)
+        workers = _with_long_workers(plan, order, lengths, available)
     else:
-        workers = _by_ranges(plan.placing, order[::-1], lengths, mine if step % 2 else mine[::-1], cluster)
+        workers = _by_ranges(plan.placing, order[::-1], lengths, available if step % 2 else available[::-1], cluster)
     return Assignment(
         workers=workers.astype(np.int32),
         order=order,
@@ -88,12 +88,12 @@ def place(
 
 
 def _with_long_workers(
-    plan: PlacementPlan, order: NDArray[np.int64], lengths: NDArray[np.float64], mine: NDArray[np.int64]
+    plan: PlacementPlan, order: NDArray[np.int64], lengths: NDArray[np.float64], available: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     workers = np.empty(lengths.size, np.int64)
-    num_long_workers = min(plan.num_long_workers, mine.size - 1)
+    num_long_workers = min(plan.num_long_workers, available.size - 1)
     num_long = round(plan.long_share * lengths.size) if num_long_workers else 0
-    parts = ((order[:num_long], mine[:num_long_workers]), (order[num_long:], mine[num_long_workers:]))
+    parts = ((order[:num_long], available[:num_long_workers]), (order[num_long:], available[num_long_workers:]))
     for part, own in parts:
         workers[part] = own[balanced(part, lengths, own.size)]
     return workers
@@ -103,17 +103,17 @@ def _by_ranges(
     placing: Placing,
     rising: NDArray[np.int64],
     lengths: NDArray[np.float64],
-    mine: NDArray[np.int64],
+    available: NDArray[np.int64],
     cluster: Cluster,
 ) -> NDArray[np.int64]:
     if placing == "equal_counts":
-        return mine[equal_counts(rising, mine.size)]
+        return available[equal_counts(rising, available.size)]
     if placing == "equal_sums":
-        return mine[equal_sums(rising, lengths, mine.size)]
-    groups = np.array_split(rising, min(_NUM_GROUPS, mine.size, rising.size))
-    counts = share_out([lengths[group] for group in groups], replace(cluster, num_workers=mine.size))
+        return available[equal_sums(rising, lengths, available.size)]
+    groups = np.array_split(rising, min(_NUM_GROUPS, available.size, rising.size))
+    counts = share_out([lengths[group] for group in groups], replace(cluster, num_workers=available.size))
     workers = np.empty(lengths.size, np.int64)
-    for group, own in zip(groups, np.split(mine, np.cumsum(counts)[:-1]), strict=True):
+    for group, own in zip(groups, np.split(available, np.cumsum(counts)[:-1]), strict=True):
         falling = group[::-1]
         workers[falling] = own[balanced(falling, lengths, own.size)]
     return workers

@@ -197,12 +197,12 @@ def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> Placeme
     """The plan for a cluster of another size, with the same share of long-rollout workers."""
     if num_workers == planned_for or not plan.num_long_workers:
         return plan
-    mine, planned = num_workers // plan.num_turns, planned_for // plan.num_turns
-    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * mine / planned), 1), mine - 1))
+    now, before = num_workers // plan.num_turns, planned_for // plan.num_turns
+    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * now / before), 1), now - 1))
 
 
 def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
-    """float64: a share of the predictions, evenly spaced in rank; all of them, in their order, where it is 1."""
+    """float64: a share of the predictions, evenly spaced in rank; all in their order if the share is 1."""
     if share == 1:
         return forecast.lengths
     num = max(round(share * forecast.num_rollouts), 1)

@@ -19,12 +19,11 @@ _STEEPNESS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
     """int64 [N]: workers of each group, at least one each and W in all, for groups with rising lengths, N <= W.
 
-    As printed (section 6.4) group i ends by t0 + i d, with the least slope d that the workers suffice for. This
-    differs from the printed planner. t0 is searched for instead of taken from the shortest group at its fastest, which
-    starves the others if training is short. Steeper slopes are tried, because the least one spends most workers on the
-    longest group, whose longest rollout gains nothing from them. There is always a plan, with one worker each at least,
-    and never one worse than equal counts. Left-over workers go where they help. The objective is the longest time that
-    any worker runs in an odd and an even step together.
+    As in the paper (section 6.4), group i ends by t0 + i d, with the least slope d that is feasible. The differences:
+    t0 is searched for; the paper takes the shortest group at its fastest, which leaves the others too few workers if
+    training is short. Steeper slopes are tried too: the least one gives most workers to the longest group, whose
+    longest rollout gains nothing from them. The result is never worse than equal counts. Remaining workers are added
+    where they help. The objective is the longest time that any worker runs in an odd and an even step together.
 
     Example: groups of [100] * 8 and [400] * 8 on 5 workers with 8 slots, a step of 20 + 1 s a row, get 3 and 2: with 3
     of the longer ones, one worker would have them in both steps.
@@ -33,7 +32,7 @@ def share_out(groups: Sequence[Float64Array], cluster: Cluster) -> Int64Array:
     slowest, fastest = times[0, 0], times[0, -1]
     starts = np.linspace(fastest, slowest, _NUM_STARTS)
     plans = [counts for start in starts for counts in _by_slopes(times, start)]
-    best = _spend(times, min(plans, key=lambda counts: _two_steps(times, counts)), cluster.num_workers)
+    best = _add_remaining(times, min(plans, key=lambda counts: _two_steps(times, counts)), cluster.num_workers)
     alike = np.diff(np.arange(len(groups) + 1) * cluster.num_workers // len(groups))
     return min((best, alike), key=lambda counts: _two_steps(times, counts))
 
@@ -84,8 +83,8 @@ def _needed(times: Float64Array, start: float, slope: float) -> Int64Array:
     return found
 
 
-def _spend(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Array:
-    """Gives left-over workers, one at a time, to the group that shortens two steps most; to the first if none does."""
+def _add_remaining(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Array:
+    """Gives each remaining worker to the group that shortens two steps most; to the first if none does."""
     for _ in range(num_workers - int(counts.sum())):
         choices = counts + np.eye(counts.size, dtype=np.int64)
         counts = min(choices, key=lambda choice: _two_steps(times, choice))
@@ -95,8 +94,8 @@ def _spend(times: Float64Array, counts: Int64Array, num_workers: int) -> Int64Ar
 @njit(cache=True)
 def _two_steps(times: Float64Array, counts: Int64Array) -> float:
     """The longest time of a worker in an odd and an even step together, workers paired by rank."""
-    mine, place = np.empty(counts.sum()), 0
+    durations, place = np.empty(counts.sum()), 0
     for group in range(counts.size):
-        mine[place : place + counts[group]] = times[group, counts[group] - 1]
+        durations[place : place + counts[group]] = times[group, counts[group] - 1]
         place += counts[group]
-    return float((mine + mine[::-1]).max())
+    return float((durations + durations[::-1]).max())

@@ -1,1 +1,1 @@
-"""How long rollouts will become, and how good such predictions were."""
+"""Predicts rollout lengths, and measures the quality of predictions."""

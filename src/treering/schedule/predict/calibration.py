@@ -11,17 +11,17 @@ from numpy.typing import ArrayLike, NDArray
 from treering.errors import InputError
 
 LAST_SHARE = 0.1
-"""The part of a group, its longest rollouts, that the paper calls the last to finish."""
+"""Share of a group, its longest rollouts, that the paper calls the last to finish."""
 REACH = 1.1
-"""A rollout of the last part moves once it is longer than this times anything that its group's prompts had before."""
+"""A rollout among the last to finish migrates if it exceeds this times the longest earlier one of its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Predicted lengths against those that rollouts came to have.
+    """Predicted lengths compared with the actual ones.
 
     Example: predictions [100, 200] of rollouts with 200 and 400 tokens have a bias of log 2 = 0.693, a sigma of 0, a
-    Spearman correlation of 1, and cover none of them.
+    Spearman correlation of 1 and a coverage of 0.
     """
 
     num_rollouts: int
@@ -31,20 +31,20 @@ class Calibration:
     bias: float
     """Mean of log(actual / predicted); above 0 where rollouts are longer than predicted."""
     spearman: float
-    """Correlation of the ranks, ties at their mean rank; 0 where all of one side are equal."""
+    """Correlation of the ranks, ties at their mean rank; 0 if all predicted or all actual lengths are equal."""
     coverage: float
-    """Share of rollouts no longer than predicted: a predictor of the quantile q is right where it is q."""
+    """Share of rollouts no longer than predicted; a good predictor of the quantile q has coverage q."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankGroups:
-    """Rollouts by the group that they were predicted in and the one that they were in; see `rank_groups`.
+    """Predicted and actual rank groups of rollouts; see `rank_groups`.
 
     The first four shares sum to 1: as RhymeRL counts them, only a move to a longer group is an error.
 
-    Example: lengths 1, 2, 3, 4 that were predicted as 1, 3, 2, 4, in two groups of two: the third rollout was predicted
-    in the group of short ones and belongs to the other. It is the longest of the former, and longer than 1.1 times
-    what any prompt there was said to need, so accurate is 0.75 and migrated 0.25.
+    Example: lengths 1, 2, 3, 4 with predictions 1, 3, 2, 4, in two groups of two. The third rollout was predicted in
+    the short group and belongs to the long one. It is the longest of its predicted group, and exceeds 1.1 times the
+    largest prediction there, so `accurate` is 0.75 and `migrated` 0.25.
     """
 
     num_groups: int
@@ -54,24 +54,24 @@ class RankGroups:
     not_last: float
     """Share in a longer group, and not among the last tenth of the predicted one to finish."""
     within_reach: float
-    """Share in a longer group, among that last tenth, and at most 1.1 times as long as its prompts had it before."""
+    """Share in a longer group, among that last tenth, at most 1.1 times the longest earlier rollout of the group."""
     migrated: float
-    """The rest: longer still. What the paper moves to another worker."""
+    """Share of the rest, which the paper moves to another worker."""
     crossed_boundary: float
-    """Share that is one group higher than predicted and in the shorter half of it; no part of the sum."""
+    """Share one group higher than predicted and in the shorter half of it; not part of the sum."""
     matrix: NDArray[np.float64]
-    """float64 [N, N]: of the rollouts predicted in group i, the share that was in group j; 0 where there are none."""
+    """float64 [N, N]: of the rollouts predicted in group i, the share in group j; 0 if there are none."""
 
 
 def calibrate(predicted: ArrayLike, actual: ArrayLike) -> Calibration:
-    """The figures of R predictions.
+    """Measures R predictions.
 
     Args:
         predicted: [R] > 0.
         actual: [R] > 0.
 
     Raises:
-        InputError: no numbers, different counts, or one that is not above 0.
+        InputError: no numbers, different counts, or a length that is not above 0.
 
     >>> calibrate([100.0, 200.0], [200, 400])
     Calibration(num_rollouts=2, sigma=0.0, bias=0.6931471805599453, spearman=1.0, coverage=0.0)
@@ -90,17 +90,17 @@ def calibrate(predicted: ArrayLike, actual: ArrayLike) -> Calibration:
 def group_ranks(
     predicted: ArrayLike, actual: ArrayLike, *, num_groups: int = 8, longest_before: ArrayLike | None = None
 ) -> RankGroups:
-    """Which rank groups R rollouts were predicted in, and which they were in.
+    """Compares the predicted rank groups of R rollouts with the actual ones.
 
     Args:
         predicted: [R] > 0.
         actual: [R] > 0.
         num_groups: N.
-        longest_before: [R] > 0: the longest rollout that each one's prompt had in the epoch before; None takes what was
-            predicted, which makes more of them "migrated".
+        longest_before: [R] > 0: the longest rollout of the same prompt in the previous epoch; None uses the prediction,
+            which counts more rollouts as migrated.
 
     Raises:
-        InputError: no numbers, different counts, one that is not above 0, or no group.
+        InputError: no numbers, different counts, a length that is not above 0, or no group.
 
     >>> group_ranks([1.0, 3.0, 2.0, 4.0], [1, 2, 3, 4], num_groups=2).matrix.tolist()
     [[0.5, 0.5], [0.5, 0.5]]
@@ -127,7 +127,7 @@ def group_ranks(
 def rank_groups(values: ArrayLike, num_groups: int) -> NDArray[np.int64]:
     """int64 [R]: the group of each value, from 0, when R values are ranked and cut into N groups of equal size.
 
-    Equal values, such as those predicted for the rollouts of one prompt, are in one group: that of their mean rank.
+    Equal values, such as predictions for one prompt, share a group: that of their mean rank.
 
     >>> rank_groups([30, 10, 20, 40], 2).tolist()
     [1, 0, 0, 1]
@@ -159,7 +159,7 @@ def _pairs(predicted: ArrayLike, actual: ArrayLike) -> tuple[NDArray[np.float64]
             f"every rollout has a predicted and an actual length, got {guesses.shape} and {lengths.shape}; align them"
         )
     if not (np.isfinite(guesses) & (guesses > 0) & np.isfinite(lengths) & (lengths > 0)).all():
-        raise InputError("lengths are compared by their ratios and lie above 0, got others; leave empty rollouts out")
+        raise InputError("lengths must be finite and above 0; leave empty rollouts out")
     return guesses, lengths
 
 

@@ -13,7 +13,7 @@ _NUM_BINS = 32
 _LEAST_IN_BIN = 64
 
 _SIGMA_OF_MEDIAN = 1.4826
-"""Standard deviations in the median distance from the median, for the normal law."""
+"""Standard deviations in the median distance from the median, for the normal distribution."""
 
 _UNUSUAL = 3.0
 """An error this many spreads from the middle does not belong to the normal distribution."""
@@ -25,7 +25,7 @@ class PredictionErrors:
     Errors differ between long and short predictions and are asymmetric: many of the longest rollouts end at the limit,
     and early ends lie far below. Resampling only observed errors would overfit plans to the few longest rollouts.
 
-    Example: of errors [0.1, -0.1] * 40 + [-2.0] * 20 a fifth of what is drawn is -2.0, the rest is normal around -0.1
+    Example: of errors [0.1, -0.1] * 40 + [-2.0] * 20 a fifth of the samples is -2.0, the rest is normal around -0.1
     with a spread of 0.3.
     """
 

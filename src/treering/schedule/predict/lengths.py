@@ -90,7 +90,7 @@ class LengthPredictor(ABC):
         """
         if state.get("name") != self.name:
             raise InputError(
-                f"predictor {self.name} goes on from its own state, got {state.get('name')!r}'s; keep the setting"
+                f"predictor {self.name} resumes from its own state, got {state.get('name')!r}'s; keep the setting"
             )
         self._seen.load_state(state["seen"])
         self._memories = {prompt: list(memory) for prompt, memory in state["prompts"]}

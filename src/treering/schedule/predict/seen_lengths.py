@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class SeenLengths:
-    """A multiset of lengths, in memory that grows with the longest one and not with their number.
+    """A multiset of lengths; memory grows with the longest length, not with their number.
 
     >>> seen = SeenLengths()
     >>> seen.median(default=7.0)
@@ -24,25 +24,25 @@ class SeenLengths:
         self._median: float | None = None
 
     def add(self, lengths: NDArray[np.int64]) -> None:
-        """Takes more lengths, int64 >= 0."""
+        """Adds lengths, int64 >= 0."""
         counts = np.bincount(lengths, minlength=self._counts.size)
         counts[: self._counts.size] += self._counts
         self._counts = counts
         self._median = None
 
     def median(self, *, default: float) -> float:
-        """The median of all, the mean of the middle two where their number is even; `default` where there are none."""
+        """The median, with the mean of the middle two for an even number; `default` if there are no lengths."""
         if self._median is None:
             self._median = self._find_median()
         return default if self._median is None else self._median
 
     def state(self) -> dict[str, Any]:
-        """The lengths and their counts, as lists."""
+        """Checkpoint state: the lengths and their counts, as lists."""
         (lengths,) = np.nonzero(self._counts)
         return {"lengths": lengths.tolist(), "counts": self._counts[lengths].tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Holds what a `state` held."""
+        """Restores a `state`."""
         self._counts = np.zeros(max(state["lengths"], default=-1) + 1, np.int64)
         self._counts[state["lengths"]] = state["counts"]
         self._median = None

@@ -20,21 +20,21 @@ def expected_lengths(
 ) -> NDArray[np.float64]:
     """Expected lengths of a group's running rollouts, given that each is longer than it is now.
 
-    A survival estimate (Kaplan and Meier's): finished siblings are lengths seen, running ones are lengths only known to
-    be greater than what they have, and the prediction times ratios from history are added as lengths of a
-    smaller weight. A rollout's expectation is the mean of the longer lengths. If there are none, or if the longest is
-    still running, its expected length is twice its current one.
+    A survival estimate (Kaplan and Meier's): finished siblings are observed lengths, running ones are censored at their
+    current lengths, and the prediction times ratios from history adds lengths of a smaller weight. A rollout's
+    expectation is the mean of the lengths above its current one. If there are none, or if the longest rollout is still
+    running, it is twice the current length.
 
     Args:
-        running: [U] >= 0: tokens that the running rollouts have.
-        finished: [F] >= 1: lengths of the group's finished ones.
+        running: [U] >= 0: current tokens of the running rollouts.
+        finished: [F] >= 1: lengths of the finished rollouts.
         predicted: the group's predicted length, above 0.
         ratios: [H] > 0, one or more: actual over predicted lengths of earlier rollouts, of any prompts.
-        max_tokens: no rollout becomes longer.
-        prior: how many finished siblings the prediction counts as, above 0.
+        max_tokens: limit of every rollout.
+        prior: weight of the prediction in finished siblings, above 0.
 
     Returns:
-        float64 [U], each above what the rollout has, unless that is `max_tokens`.
+        float64 [U], each above the current length, unless that is `max_tokens`.
 
     Raises:
         InputError: no ratio, or a number out of its range.
@@ -74,7 +74,7 @@ def _check(
     so_far: NDArray[np.float64], ended: NDArray[np.float64], ratios: NDArray[np.float64], predicted: float, prior: float
 ) -> None:
     if ratios.size == 0 or not (np.isfinite(ratios) & (ratios > 0)).all():
-        raise InputError("a prediction is widened by ratios above 0, at least one; give [1.0] where nothing is known")
+        raise InputError("a prediction is widened by ratios above 0, at least one; give [1.0] if none is known")
     if (so_far < 0).any() or (ended < 1).any():
         raise InputError(
             f"a finished rollout has a token, a running one 0 or more, got {ended} and {so_far}; correct them"

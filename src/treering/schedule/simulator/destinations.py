@@ -63,7 +63,7 @@ def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
 
 
 @njit(cache=True)
-def outlier_goes_to(
+def target_of_outlier(
     loads: Loads, prices: Prices, moving: int, worker: int, num_generated: float, num_context: float
 ) -> int:
     """The worker that a running rollout should move to; -1 if it should stay.

@@ -8,7 +8,7 @@ from numba import njit
 from treering.arrays import Float64Array
 from treering.schedule.simulator.destinations import CONSOLIDATE, OFF
 from treering.schedule.simulator.heaps import pop
-from treering.schedule.simulator.moves import give_tail, is_check_due, move_outliers
+from treering.schedule.simulator.moves import is_check_due, move_outliers, move_tail
 from treering.schedule.simulator.step import (
     EVENTS,
     MOVED,
@@ -42,7 +42,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
         _end_rollouts(state, rules, worker, time)
         _start_rollouts(state, work, rules, worker)
         if rules.moving == CONSOLIDATE:
-            give_tail(state, work, rules, worker, time)
+            move_tail(state, work, rules, worker, time)
         elif rules.moving != OFF and is_check_due(state, rules, worker):
             move_outliers(state, work, rules, worker, time)
             _start_rollouts(state, work, rules, worker)

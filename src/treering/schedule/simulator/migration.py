@@ -71,7 +71,7 @@ def likely_left(num_generated: float, predicted: float, max_tokens: float) -> fl
 @njit(cache=True)
 def freed_s(
     num_left: float,
-    num_given: int,
+    num_moved: int,
     rows_there: int,
     token_s: NDArray[np.float64],
     prefill_s: float,
@@ -81,7 +81,7 @@ def freed_s(
 
     Args:
         num_left: assumed remaining tokens of the longest of them.
-        num_given: number of rollouts.
+        num_moved: number of rollouts.
         rows_there: running rollouts on the new worker.
         token_s: float64 [S + 1]: seconds a token by running rollouts.
         prefill_s: seconds per prefilled token.
@@ -93,6 +93,6 @@ def freed_s(
     Example: with steps of 20 + 0.05 s a row, 2 rollouts with 1,000 tokens to go moved to 30 others: 1,000 x 20.1 s
     are freed, and cost 1.25 x 1,000 x 0.1 s; prefilling 100,000 tokens for 0.1 s each would cost 12,500 s more.
     """
-    slower_s = num_left * (token_s[rows_there + num_given] - token_s[rows_there])
-    freed: float = num_left * token_s[num_given] - HYSTERESIS * (prefill_s * num_context + slower_s)
+    slower_s = num_left * (token_s[rows_there + num_moved] - token_s[rows_there])
+    freed: float = num_left * token_s[num_moved] - HYSTERESIS * (prefill_s * num_context + slower_s)
     return freed

@@ -5,7 +5,7 @@ W workers, S slots a worker
 
 from numba import njit
 
-from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, outlier_goes_to
+from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, target_of_outlier
 from treering.schedule.simulator.heaps import remove
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
 from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepRollouts, StepState, add, announce
@@ -35,7 +35,7 @@ def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: in
         other = -1
         if state.moves[rollout] < MAX_MOVES and generated >= LATE * state.reach[worker]:
             context = generated + work.num_prompt_tokens[rollout]
-            other = outlier_goes_to(_loads(state, work), _prices(rules), rules.moving, worker, generated, context)
+            other = target_of_outlier(_loads(state, work), _prices(rules), rules.moving, worker, generated, context)
         if other < 0:
             at += 1
             continue
@@ -46,13 +46,13 @@ def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: in
 
 
 @njit(cache=True)
-def give_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
+def move_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
     """Moves a worker's tail to the other worker that runs the most rollouts, if that pays."""
     can_steal = rules.stealing and state.totals[QUEUED] > 0
     if can_steal or not has_tail(_loads(state, work), worker):
         return
     other = fullest_tail(_loads(state, work), worker, rules.token_s.size - 1)
-    if other < 0 or not _pays_to_give(state, work, rules, worker, other):
+    if other < 0 or not _pays_to_move_tail(state, work, rules, worker, other):
         return
     for _ in range(state.running[worker]):
         _move(state, work, rules, worker, 0, other, time)
@@ -70,7 +70,7 @@ def _prices(rules: Rules) -> Prices:
 
 
 @njit(cache=True)
-def _pays_to_give(state: StepState, work: StepRollouts, rules: Rules, worker: int, other: int) -> bool:
+def _pays_to_move_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, other: int) -> bool:
     """Whether the freed time exceeds the prefill and the slower steps at the new worker."""
     base, num_running = worker * (rules.token_s.size - 1), state.running[worker]
     num_context, longest = 0.0, 0.0

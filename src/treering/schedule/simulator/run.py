@@ -131,17 +131,11 @@ class _Simulation:
         version = cluster.version_of(number)
         opened = self._trained[version - 1] if version else 0.0
         starts = np.maximum(self._free, opened) + (latency.load_s if version else 0.0)
-        queued = assignment.order[np.argsort(assignment.workers[assignment.order], kind="stable")]
-        sizes = np.bincount(assignment.workers, minlength=cluster.num_workers)
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        prompts = np.zeros_like(step.lengths) if step.num_prompt_tokens is None else step.num_prompt_tokens
-        corrected = assignment.predicted_lengths
-        predicted = step.forecast.lengths if corrected is None else corrected
-        work = StepRollouts(offsets, queued, step.lengths, predicted, prompts)
+        work = _queued_rollouts(step, assignment, cluster.num_workers)
         stealing, moving = assignment.stealing == "queued", _MOVING[assignment.moving]
         rules = Rules(self._token_s, latency.prefill_s, float(cluster.max_tokens), stealing, moving)
         outcome = run_step(starts, work, rules)
-        (joined,) = np.nonzero(sizes)
+        (joined,) = np.nonzero(np.diff(work.offsets))
         self._free[joined] = outcome.ends[joined]
         self._shares.append(
             _Share(
@@ -177,3 +171,14 @@ class _Simulation:
             num_moved=sum(share.num_moved for share in shares),
             choices=policy.choices,
         )
+
+
+def _queued_rollouts(step: TraceStep, assignment: Assignment, num_workers: int) -> StepRollouts:
+    """The rollouts of a step in the queues of their workers."""
+    queued = assignment.order[np.argsort(assignment.workers[assignment.order], kind="stable")]
+    sizes = np.bincount(assignment.workers, minlength=num_workers)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    corrected = assignment.predicted_lengths
+    predicted = step.forecast.lengths if corrected is None else corrected
+    prompts = np.zeros_like(step.lengths) if step.num_prompt_tokens is None else step.num_prompt_tokens
+    return StepRollouts(offsets, queued, step.lengths, predicted, prompts)

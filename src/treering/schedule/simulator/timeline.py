@@ -14,7 +14,7 @@ class Timeline:
     """The timeline of one policy on one trace.
 
     Example: two workers that run [0, 4] and [0, 2] of one step, then train for 1, have a makespan of 5 and a bubble of
-    2 / 8: of the 8 seconds until the last rollout ended, a worker stood idle for 2.
+    2 / 8: of the 8 seconds until the last rollout ended, a worker is idle for 2.
     """
 
     policy: str

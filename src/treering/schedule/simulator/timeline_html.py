@@ -13,16 +13,16 @@ from treering.errors import InputError
 from treering.schedule.simulator.timeline import Timeline
 
 MAX_ROWS = 64
-"""Workers drawn of each policy; of more, an even sample."""
+"""Most workers drawn per policy; of more, an even sample."""
 
 WIDTH = 1100.0
-"""Of the longest timeline, in pixels of the picture."""
+"""Width of the longest timeline in SVG units."""
 _LEFT, _RIGHT = 76.0, 24.0
 _HEAD, _GAP, _AXIS = 22.0, 18.0, 30.0
 _ROWS_HEIGHT, _MAX_ROW = 256.0, 16.0
 _TRAINING = 10.0
 _MAX_TICKS = 12
-# Turns of the golden angle: neighbours among the steps, and those a few steps apart, are far apart on the wheel.
+# Degrees of hue per step, the golden angle: steps that are close in time get different colours.
 _HUE_TURN = 137.508
 
 _PAGE = """<!doctype html>
@@ -57,15 +57,15 @@ picture.addEventListener("mouseleave", () => picture.classList.remove("dim"));
 
 
 def draw(timelines: Sequence[Timeline], *, title: str) -> str:
-    """The timelines above each other on one time axis, as the text of an HTML file.
+    """Draws the timelines above each other on one time axis, as the text of an HTML file.
 
-    A row is a worker and a colour a step; where the background shows, a worker decodes nothing. Below the workers a row
-    shows the updates. A full line is where the last update ended, a dashed one the lower bound. The pointer tells what
-    a bar is and shows its step alone. The file loads nothing, and follows the reader's light or dark setting.
+    Each row is a worker and each colour a step; gaps are idle time. The last row shows the updates. A solid line marks
+    the end of the last update, a dashed one the lower bound. Hovering over a bar shows its numbers and highlights its
+    step. The file is self-contained and follows the light or dark setting of the browser.
 
     Args:
         timelines: one or more; speedups are over the first.
-        title: of the page.
+        title: title of the page.
 
     Raises:
         InputError: no timeline.
@@ -73,7 +73,7 @@ def draw(timelines: Sequence[Timeline], *, title: str) -> str:
     Example: `Path("pipe.html").write_text(draw([synchronous, histopipe], title="What HistoPipe gains"))`
     """
     if not timelines:
-        raise InputError("a picture shows at least one timeline, got none; simulate a policy")
+        raise InputError("draw needs at least one timeline, got none; simulate a policy")
     total_s = max(timeline.makespan_s for timeline in timelines)
     scale = WIDTH / total_s
     panels: list[_Panel] = []
@@ -88,7 +88,7 @@ def draw(timelines: Sequence[Timeline], *, title: str) -> str:
 
 
 class _Panel:
-    """One timeline at its place in the picture."""
+    """One timeline with its position in the picture."""
 
     def __init__(self, timeline: Timeline, first: Timeline, scale: float, top: float) -> None:
         self._timeline = timeline
@@ -101,7 +101,7 @@ class _Panel:
         self.bottom = self._training_top + _TRAINING
 
     def parts(self) -> list[str]:
-        """Elements, background first."""
+        """SVG elements, background first."""
         return [*self._frame(), *self._spans(), *self._updates(), *self._lines()]
 
     def _frame(self) -> Iterator[str]:
@@ -114,7 +114,7 @@ class _Panel:
             f'<text x="{_LEFT:g}" y="{self._top + 15:.1f}"><tspan font-weight="bold">{escape(timeline.policy)}</tspan>'
             f" {figures}</text>"
         )
-        # To the end of this policy only, so that one sees who ends first.
+        # Each background ends with its own policy, which makes end times easy to compare.
         width = timeline.makespan_s * self._scale
         yield _rect(_LEFT, top, width, self._height * self._rows.size, 'class="idle"')
         yield _rect(_LEFT, self._training_top, width, _TRAINING, 'class="idle"')
@@ -165,9 +165,9 @@ def _legend(timelines: Sequence[Timeline]) -> str:
     most = max(timeline.num_workers for timeline in timelines)
     sampled = f" Of {most:,} workers {MAX_ROWS} are drawn, an even sample." if most > MAX_ROWS else ""
     return (
-        "A row is a worker and a colour a step: a bar goes from the first token of the worker's share of the step to "
-        "the last, and towards its end few of the share's rollouts may be left. Where the background shows, nothing is "
-        "decoded. Full line: the end of the last update. Dashed line: the lower bound. Speedups are over "
+        "Each row is a worker and each colour a step. A bar lasts from the first token of the worker's share of the "
+        "step to the last one; near its end few rollouts may be running. Gaps are idle time. "
+        "Solid line: the end of the last update. Dashed line: the lower bound. Speedups are over "
         f"{escape(timelines[0].policy)}.{sampled}"
     )
 

@@ -105,7 +105,7 @@ def _row(line: bytes) -> _Row:
     except (ValueError, RecursionError) as error:
         raise InputError(f"a line is a JSON object ({error}); write it like {EXAMPLE}") from error
     if not isinstance(record, dict) or not ("task_id" in record or "prompt" in record):
-        raise InputError(f"a line names its prompt, or its task_id beside tokens; write it like {EXAMPLE}")
+        raise InputError(f"a line names its prompt, or its task_id and tokens; write it like {EXAMPLE}")
     if "prompt" in record:
         prompt, length, before = record["prompt"], _count(record, "length"), _count(record, "prompt_tokens", default=0)
     else:

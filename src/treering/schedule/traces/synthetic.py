@@ -15,10 +15,10 @@ from treering.schedule.traces.trace import Trace, TraceStep
 def synthetic_trace(
     spec: str | LengthLaw, *, num_steps: int, num_rollouts: int, group_size: int = 1, noise: float = 0.25, seed: int
 ) -> Trace:
-    """Lengths by a law, each rollout predicted on its own: its length times exp(noise z), z standard normal.
+    """Lengths sampled from a law; each prediction is the length times exp(noise z), z standard normal.
 
-    The simplest model for comparing schedules. Groups only name which rollouts belong together: for rollouts that
-    share their prompt's prediction see `treering.schedule.traces.stability.stable_trace`.
+    The simplest model for comparing schedules. Groups only say which rollouts share a prompt; for one prediction
+    per prompt see `treering.schedule.traces.stability.stable_trace`.
 
     Args:
         spec: a law, or its text as `parse_law` reads it.
@@ -48,7 +48,7 @@ def synthetic_trace(
 
 
 def check_counts(num_steps: int, num_rollouts: int, group_size: int) -> None:
-    """Rejects a trace without steps, and steps that are not whole groups."""
+    """Rejects a trace without steps, and steps that are not a multiple of the group size."""
     if min(num_steps, num_rollouts, group_size) < 1 or num_rollouts % group_size:
         raise InputError(
             f"a trace has one step or more, each of whole groups, got {num_steps} steps of {num_rollouts} rollouts in "
@@ -57,9 +57,9 @@ def check_counts(num_steps: int, num_rollouts: int, group_size: int) -> None:
 
 
 def as_trace(pairs: list[tuple[NDArray[np.int64], NDArray[np.float64]]], law: LengthLaw, group_size: int) -> Trace:
-    """A trace of each step's lengths and predictions, whose every `group_size` rollouts are a prompt of that step.
+    """A trace of each step's lengths and predictions; each `group_size` consecutive rollouts share a prompt.
 
-    Predictions, like lengths, end at the law's largest length. Where it has none, the longest rollout is the limit.
+    Predictions are capped at the law's largest length, or at the longest rollout if the law has no limit.
     """
     longest = max(int(lengths.max()) for lengths, _ in pairs) if law.max_tokens is None else law.max_tokens
     steps = []

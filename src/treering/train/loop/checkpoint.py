@@ -164,7 +164,7 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
     ]
     if differing:
         raise StateError(
-            f"a run goes on with the settings that it began with, and {where} is of another one: "
+            f"a run resumes with the settings that it began with, and {where} is of another one: "
             f"{'; '.join(differing)}; set these back, or choose another run folder"
         )
 

@@ -67,9 +67,9 @@ def make_value_loss(
         ConfigError: an option without the others that it needs.
     """
     rest = {"value_coefficient": coefficient, "old_values": old_values, "value_clip": clip}
-    lonely = [name for name, option in rest.items() if option is not None]
-    if returns is None and lonely:
-        raise ConfigError(f"{' and '.join(lonely)} belong to a value loss, which needs returns; give returns too")
+    given = [name for name, option in rest.items() if option is not None]
+    if returns is None and given:
+        raise ConfigError(f"{' and '.join(given)} belong to a value loss, which needs returns; give returns too")
     if (old_values is None) != (clip is None):
         missing = "old_values" if old_values is None else "value_clip"
         raise ConfigError(f"a clipped value loss needs old_values and value_clip, got no {missing}; give both")

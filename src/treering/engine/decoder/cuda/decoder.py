@@ -114,10 +114,10 @@ class CudaDecoder(Decoder):
 
     def _launch(self, tables: PassTables, wanted: NDArray[np.int64]) -> Tensor:
         buffers = self._buffers_for(tables.tokens.shape[1])
-        tokens, tiles, wanted_there = self._send([tables.tokens, tables.tiles, wanted])
+        tokens, tiles, wanted_on_device = self._send([tables.tokens, tables.tiles, wanted])
         head = self._weights.head
         logits = torch.empty(wanted.size, head.shape[0], dtype=head.dtype, device=head.device)
-        self._pass(torch_product, buffers, tokens, tiles, wanted_there, logits, tables.rows)
+        self._pass(torch_product, buffers, tokens, tiles, wanted_on_device, logits, tables.rows)
         return logits
 
     def _padded(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
