@@ -34,7 +34,7 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(
 ) -> None:
     events: list[tuple[str, int]] = []
     monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
-    monkeypatch.setattr(RunState, "take_over", noting(RunState.complete_step, "trained", events))
+    monkeypatch.setattr(RunState, "complete_step", noting(RunState.complete_step, "trained", events))
     with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
         for _ in range(4):
             loop.step()

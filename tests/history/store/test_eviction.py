@@ -15,10 +15,8 @@ Model = dict[Any, dict[int, list[int]]]
 
 
 def num_bytes_of(model: Model) -> int:
-    """8 bytes an entry, 4 a rollout, 16 a version and 8 a prompt."""
-    return sum(
-        8 + sum(16 + 8 * len(text) + 4 * text.count(-1) for text in versions.values()) for versions in model.values()
-    )
+    """8 bytes an entry, 16 a version and 8 a prompt."""
+    return sum(8 + sum(16 + 8 * len(text) for text in versions.values()) for versions in model.values())
 
 
 def evict(model: Model, budget: int) -> None:

@@ -42,7 +42,7 @@ def test_every_flipped_bit_and_every_cut_of_a_header_is_noticed() -> None:
         (b"PK\3\4" + bytes(90), "no file of a history"),
         (MAGIC + bytes(20), "cut off"),
         (MAGIC + struct.pack("<II", 1, 4) + bytes(90), "of format 1, and this Treering reads format 3"),
-        (MAGIC + struct.pack("<II", 2, 2**32 - 1) + bytes(90), "cut off or damaged in its header"),
+        (MAGIC + struct.pack("<II", 3, 2**32 - 1) + bytes(90), "cut off or damaged in its header"),
     ],
 )
 def test_other_bytes_are_refused_with_the_reason(data: bytes, reason: str) -> None:
@@ -75,7 +75,7 @@ def test_a_manifest_comes_back_and_nothing_may_stand_behind_it() -> None:
     files = [Listed(number=i, digest="ab" * 32, alive=np.packbits([1, 0, 1] * (i + 1)).tobytes()) for i in range(4)]
     state = Manifest(next_number=9, files=files)
     assert manifest.decode(manifest.encode(state)) == state
-    with pytest.raises(InputError, match="behind its end"):
+    with pytest.raises(InputError, match="after its end"):
         manifest.decode(manifest.encode(state) + b"\0")
 
 

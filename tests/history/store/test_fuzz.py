@@ -128,7 +128,7 @@ def test_whatever_is_damaged_opening_goes_on_and_reads_only_what_was_added(origi
             num_read = all_read(store)
             # What is lost, somebody was told of; stale files may bring back more.
             assert num_read >= NUM_KEPT or any(folder.name in str(each.message) for each in warned)
-            store.add("a", [np.array(rollout(0, 9), np.int32)], 9, [9])
+            store.add("a", [np.array(rollout(0, 9), np.int32)], 9)
             store.publish()
             assert 9 in store.snapshot["a"].versions
         if not (folder / "manifest.bin").is_dir():

@@ -108,7 +108,7 @@ def test_opening_with_tighter_limits_keeps_the_newest_and_cleans_the_folder(tmp_
     write(tmp_path, *({"a": [v, v, v]} for v in range(6)), max_epochs=6)
     store = reopened(tmp_path, max_epochs=1)
     assert contents(store) == {"a": {5: [-1, 5, 5, 5]}}
-    assert num_bytes_on_disk(tmp_path) == store.num_bytes == 4 * 8 + 4 + 16 + 8
+    assert num_bytes_on_disk(tmp_path) == store.num_bytes == 4 * 8 + 16 + 8
     assert contents(reopened(tmp_path, max_bytes=1)) == {}
     assert names_in(tmp_path) == [MANIFEST]
 

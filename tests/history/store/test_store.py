@@ -66,12 +66,12 @@ def test_the_budget_holds_and_whatever_was_evicted_is_no_newer_than_what_stays(a
 def test_the_oldest_version_goes_first_whichever_prompt_it_belongs_to() -> None:
     history = {"a": {1: [[1, 2, 3]], 4: [[1]]}, "b": {2: [[4, 5, 6]], 3: [[4]]}}
     a4, b3, b2 = {4: [-1, 1]}, {3: [-1, 4]}, {2: [-1, 4, 5, 6]}
-    # 8 bytes an entry, 4 a rollout, 16 a version and 8 a prompt: 96 for each of the two.
-    assert contents(store_of(history, max_bytes=192)) == contents(store_of(history))
-    assert contents(store_of(history, max_bytes=191)) == {"a": a4, "b": b3 | b2}
-    assert contents(store_of(history, max_bytes=139)) == {"a": a4, "b": b3}
-    assert contents(store_of(history, max_bytes=87)) == {"a": a4}
-    assert contents(store_of(history, max_bytes=43)) == {}
+    # 8 bytes an entry, 16 a version and 8 a prompt: 88 for each of the two.
+    assert contents(store_of(history, max_bytes=176)) == contents(store_of(history))
+    assert contents(store_of(history, max_bytes=175)) == {"a": a4, "b": b3 | b2}
+    assert contents(store_of(history, max_bytes=127)) == {"a": a4, "b": b3}
+    assert contents(store_of(history, max_bytes=79)) == {"a": a4}
+    assert contents(store_of(history, max_bytes=39)) == {}
 
 
 def test_a_snapshot_never_changes_and_prompts_that_did_not_change_are_shared() -> None:
