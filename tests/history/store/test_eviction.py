@@ -58,7 +58,7 @@ def test_what_no_longer_holds_does_not_pile_up() -> None:
 
 
 def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
-    """Bytes: a is 44, then 64 with two rollouts; b is 180; c is 44."""
+    """Bytes: a is 40, then 56 with two rollouts; b is 176; c is 40."""
     store = HistoryStore(max_bytes=230)
     for prompt, num_tokens in (("a", 1), ("a", 1), ("b", 18), ("a", 1)):
         store.add(prompt, [np.ones(num_tokens, np.int32)], 0)
