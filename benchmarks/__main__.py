@@ -46,7 +46,7 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
     console = Console(stderr=True)
     console.print(view.NOTE, soft_wrap=True)
     with WorkProgress(console) as progress:
-        report = benchmark.measure(on_progress=progress.tell, **options)
+        report = benchmark.measure(on_progress=progress.show, **options)
     text = json.dumps(report, indent=2, allow_nan=False)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")

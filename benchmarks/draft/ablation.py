@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with WorkProgress(Console(stderr=True)) as progress:
             for file in given.files:
                 recorded, gaps = read_recording(file, given.tokenizer, given.limit_tokens or None)
-                rows += measure(file.name.split(".")[0], recorded, progress.tell)
+                rows += measure(file.name.split(".")[0], recorded, progress.show)
                 notes += gaps
     except TreeringError as error:
         sys.exit(f"ablation: {error}")

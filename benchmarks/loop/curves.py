@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         with WorkProgress(Console(stderr=True)) as progress:
-            report = measure(given.seeds, on_progress=progress.tell)
+            report = measure(given.seeds, on_progress=progress.show)
     except InputError as error:
         parser.error(str(error))
     given.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
