@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.common.timing import print_report
 from benchmarks.draft.bench import LIMIT_TOKENS, OnProgress
-from benchmarks.draft.drafters.ours import SHIPPED_ACCEPTANCE, make_drafter, replay_rows
+from benchmarks.draft.drafters.ours import make_drafter, replay_rows
 from benchmarks.draft.histories import plans
 from benchmarks.draft.matched import NUM_REPLAYS, at_most
 from benchmarks.draft.recording import read_recording
@@ -25,7 +25,7 @@ from benchmarks.draft.replay import Row, part
 from treering.analysis.recording import Recorded
 from treering.cli.progress import WorkProgress
 from treering.errors import InputError, TreeringError
-from treering.history.draft.settings import Shape
+from treering.history.draft.settings import MIN_ACCEPTANCE, Shape
 
 VARIANTS: tuple[tuple[str, Shape], ...] = (
     ("treering_frequency", "tree"),
@@ -57,9 +57,9 @@ def measure(name: str, recorded: Recorded, on_progress: OnProgress = lambda word
             row = replay_rows(recorded, plan, make, next(tells))
             return {key: row[key] for key in RATES}
 
-        shipped = replay(SHIPPED_ACCEPTANCE)
+        shipped = replay(MIN_ACCEPTANCE)
         reference = rows[0] if rows else shipped
-        equal = at_most(reference["drafted_per_step"], SHIPPED_ACCEPTANCE, shipped, replay)
+        equal = at_most(reference["drafted_per_step"], MIN_ACCEPTANCE, shipped, replay)
         names = {"recording": name, "history": plan.history, "drafter": drafter, "shape": shape}
         rows.append(names | {"drafts": "shipped"} | shipped)
         if equal is not None:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from benchmarks.draft.drafters.ours import SHIPPED_ACCEPTANCE, make_drafter, replay_rows
+from benchmarks.draft.drafters.ours import make_drafter, replay_rows
 from benchmarks.draft.histories import Plan
 from benchmarks.draft.replay import OnDone, Row, part
 from treering.analysis.recording import Recorded
+from treering.history.draft.settings import MIN_ACCEPTANCE
 
 SHIPPED = "treering_shipped"
 """Ours as shipped, where `treering` is the row at a rival's drafts."""
@@ -55,7 +56,7 @@ def replay_ours(recorded: Recorded, plan: Plan, name: str, rows: Sequence[Row], 
     tells = iter([part(on_done, number, 1, 1 + NUM_REPLAYS) for number in range(1 + NUM_REPLAYS)])
     shipped = replay(next(tells))
     found = at_most(
-        rival["drafted_per_step"], SHIPPED_ACCEPTANCE, shipped, lambda acceptance: replay(next(tells), acceptance)
+        rival["drafted_per_step"], MIN_ACCEPTANCE, shipped, lambda acceptance: replay(next(tells), acceptance)
     )
     on_done(1.0)
     return [*([] if found is None else [found]), shipped | {"drafter": SHIPPED}]

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -25,9 +24,6 @@ OURS: dict[str, dict[str, Any]] = {
     "treering_frequency": {"policy": "frequency", "shape": "tree"},
 }
 """Names in a report, each with the drafter's own settings; the last one is the ablation."""
-
-SHIPPED_ACCEPTANCE: float = signature(Drafter).parameters["min_acceptance"].default
-"""The least acceptance of a drafter that is given none."""
 
 MakeDrafter = Callable[[HistoryStore], Drafter]
 

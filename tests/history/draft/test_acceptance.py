@@ -111,8 +111,8 @@ def test_a_weight_moves_by_the_models_error_less_the_more_it_has_moved(was_accep
     touched = [NUM_VOTES + first for first in FIRST[:NUM_GENERAL_KINDS]]
     moved = weights[touched] - np.eye(NUM_GENERAL_KINDS)[0] * 2
     # Beside a weight of 2, a float32 keeps a step of 0.05 to five digits.
-    np.testing.assert_allclose(moved, 0.1 * error / math.sqrt(4 + error**2), rtol=1e-4)
-    # Those of tokens move four times as far, to the nearest unit.
+    np.testing.assert_allclose(moved, 0.15 * error / math.sqrt(4 + error**2), rtol=1e-4)
+    # Those of tokens move further, to the nearest unit.
     of_tokens = list(FIRST[NUM_GENERAL_KINDS:])
     np.testing.assert_allclose(tokens[of_tokens], 0.4 * error / math.sqrt(4 + error**2), atol=WEIGHT_UNIT / 2)
     np.testing.assert_allclose(roots[of_tokens], math.sqrt(4 + error**2), atol=ROOT_UNIT / 2)
@@ -241,8 +241,8 @@ def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
 
     numbers = behind_stop(range(90))
     assert numbers[0] > 5
-    # What is left are tokens whose estimates are about the least that is drafted.
-    assert max(numbers[60:]) <= 2
+    # What is left is the one token whose estimate is about the least that is drafted.
+    assert set(numbers[30:]) <= {0, 1}
 
 
 def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() -> None:

@@ -102,3 +102,12 @@ def test_drafts_are_forgotten_where_a_later_call_fails() -> None:
         drafter.propose(wrong)
     with pytest.raises(StateError, match="propose first"):
         drafter.observe(rows, np.zeros(1, np.int64))
+
+
+def test_without_a_leaf_a_row_teaches_up_to_where_its_draft_branches() -> None:
+    """1 was drafted 2, then 3 and 4: two accepted tokens tell that 2 was right, and not which of the others."""
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3], [1, 2, 4]]}}), min_acceptance=1e-6, sources=("history",))
+    rows = draft_rows([Row(rollout=(1,))])
+    assert sorted(drafter.propose(rows).parents.tolist()) == [-1, 0, 0]
+    drafter.observe(rows, np.array([2]))
+    assert [(bin_.num_drafted, bin_.accepted) for bin_ in drafter.reliability()] == [(1, 1.0)]

@@ -4,7 +4,6 @@ It says how much faster drafts from earlier rollouts would make decoding. No clo
 """
 
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +16,8 @@ from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts,
 from treering.cli.inspect.rollouts import drafter_settings, read_figures, read_rollouts
 from treering.cli.progress import StageProgress, note_compiling
 from treering.data import Renderer
-from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
+from treering.history.draft.settings import MIN_ACCEPTANCE
 
 REPLAY_TOKENS = 1 << 18
 """About how many sampled tokens are replayed without `--max-rollouts`; at worst some 30,000 per second."""
@@ -89,7 +88,7 @@ def inspect_drafts(
         num_recorded=recorded.num_rollouts,
         num_prompts=np.unique(replayed.prompts).size,
         num_with_history=_num_with_history(replayed),
-        verify_cost=settings.get("min_acceptance", signature(Drafter).parameters["min_acceptance"].default),
+        verify_cost=settings.get("min_acceptance", MIN_ACCEPTANCE),
         epochs=tuple(
             EpochDrafts(
                 epoch=epoch,

@@ -19,9 +19,6 @@ NUM_GROUPS = 8
 MATH_SHARE = 0.16
 CODE_SHARE = 0.28
 """Shares of rollouts that move to a longer group, as RhymeRL reports them for mathematics and for code."""
-MATH_CROSSED = 0.13
-CODE_CROSSED = 0.24
-"""Shares of rollouts that move up by one group, into its shorter half."""
 
 _MAX_SPREAD = 8.0
 _NUM_HALVINGS = 24
