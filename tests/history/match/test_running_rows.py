@@ -16,6 +16,7 @@ from tests.history.reference import (
     store_of,
 )
 from treering.history.draft.drafter import Drafter
+from treering.history.features import FIRST, NO_DRAFT, NUM_SOURCES, NUM_VOTES
 from treering.history.match import running_rows as live_module
 from treering.history.match.arena import Arena
 from treering.history.match.hash_chains import HashChains, make_hash_chains
@@ -359,11 +360,19 @@ def test_a_row_that_comes_takes_the_room_of_the_one_that_left() -> None:
         ids[step % 4] = 10 + step
 
 
+def after_no_draft() -> Drafter:
+    """A drafter that has learnt how rows go on that had no draft at the step before."""
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}}), min_acceptance=1e-6, sources=("history",))
+    state = drafter.state()
+    state["weights"][NUM_VOTES + FIRST[9] + NO_DRAFT * NUM_SOURCES] = 2.0
+    drafter.load_state(state)
+    return drafter
+
+
 def test_a_row_starts_without_the_outcome_of_the_row_whose_slot_it_takes() -> None:
-    store = store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}})
     stays, new = Row(rollout=(90,)), Row(rollout=(1, 2, 3))
-    fresh = Drafter(store, min_acceptance=1e-6, sources=("history",)).propose(draft_rows([stays, new], row_ids=[0, 9]))
-    used, slots = Drafter(store, min_acceptance=1e-6, sources=("history",)), []
+    fresh = after_no_draft().propose(draft_rows([stays, new], row_ids=[0, 9]))
+    used, slots = after_no_draft(), []
     for step in range(12):
         # The row that leaves had no draft at two tokens, so its next context would have three, as the new one has.
         used.propose(draft_rows([stays, Row(rollout=(50, 51))], row_ids=[0, 100 + step]))
