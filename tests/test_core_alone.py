@@ -104,7 +104,7 @@ def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
 def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: list[str], needs: str) -> None:
     done = without_train(COMMAND, *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.lstrip() == f"treering: {needs}: pip install 'treering[train]'\n"
+    assert done.stderr == f"treering: {needs}: pip install 'treering[train]'\n"
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "tree_attention", "TorchEngine", "objectives.sft"])

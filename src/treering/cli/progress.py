@@ -57,7 +57,7 @@ class LiveLine:
 
     def __init__(self, console: Console, *columns: ProgressColumn, is_live: bool) -> None:
         """`console` writes to stderr."""
-        self._console = console
+        self._console, self._is_live = console, is_live
         self._live = Progress(*columns, console=console, transient=True, disable=not is_live)
 
     @property
@@ -72,7 +72,9 @@ class LiveLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        # A display that never began is left alone: earlier versions of rich end it with an empty line.
+        if self._is_live:
+            self._live.stop()
 
 
 class StepProgress(LiveLine):
@@ -163,9 +165,8 @@ class WorkProgress(LiveLine):
 
     def __init__(self, console: Console) -> None:
         """`console` writes to stderr."""
-        self._is_live = sys.stderr.isatty()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        super().__init__(console, *columns, is_live=self._is_live)
+        super().__init__(console, *columns, is_live=sys.stderr.isatty())
         self._job = self._live.add_task("preparing", total=None)
         self._first: tuple[float, float] | None = None
         self._last_line = time.monotonic()
