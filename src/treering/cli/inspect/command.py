@@ -1,7 +1,6 @@
 """`treering inspect`: how much trajectory files share, and the best speedup that allows. It counts and never times."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
-from treering.cli.progress import note_compiling
+from treering.cli.progress import WorkProgress, note_compiling
 from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
 from treering.tree.build import lay_out
 from treering.tree.forest import Forest
@@ -76,7 +74,7 @@ def inspect_files(
     template: Literal["plain", "hf"] = "plain",
     num_causes: int = 0,
 ) -> list[FileReport]:
-    """Reads, renders and measures trajectory files, with a progress bar if stderr is a terminal.
+    """Reads, renders and measures trajectory files, with progress on stderr.
 
     With `num_causes` above 0, each report lists that many places where sharing is lost.
 
@@ -90,19 +88,16 @@ def inspect_files(
     renderer = Renderer(tokenizer=tokenizer_dir, template=template)
     reports: list[FileReport] = []
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        job = progress.add_task("", total=3 * len(paths))
-        for path in paths:
-            progress.update(job, description=f"{path.name}: reading")
+    with WorkProgress(console) as progress:
+        for number, path in enumerate(paths):
+            progress.show(f"{path.name}: reading", number / len(paths))
             trajectories = read_trajectories(path)
-            progress.update(job, advance=1, description=f"{path.name}: tokenizing")
+            progress.show(f"{path.name}: tokenizing", (number + 1 / 3) / len(paths))
             rendered = renderer.render(trajectories)
-            progress.update(job, advance=1, description=f"{path.name}: merging")
-            if path == paths[0]:
-                note_compiling(console, lay_out, *([find_repeats] if num_causes else []))
+            progress.show(f"{path.name}: merging", (number + 2 / 3) / len(paths))
+            if number == 0:
+                note_compiling(progress.console, lay_out, *([find_repeats] if num_causes else []))
             reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
-            progress.advance(job)
     return reports
 
 
