@@ -86,11 +86,15 @@ def _walk(node: ast.AST, *, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def _from_names(module: str, node: ast.ImportFrom, *, is_package: bool) -> list[str]:
-    base = module.split(".") if is_package else module.split(".")[:-1]
-    start = base[: len(base) - node.level + 1] if node.level else []
-    origin = ".".join([*start, *([node.module] if node.module else [])])
+    origin = _origin(module, node, is_package=is_package)
     # `from treering import tree` names a room by its alias; deeper, the origin names it already.
     return [f"{origin}.{alias.name}" for alias in node.names] if origin == "treering" else [origin]
+
+
+def _origin(module: str, node: ast.ImportFrom, *, is_package: bool) -> str:
+    base = module.split(".") if is_package else module.split(".")[:-1]
+    start = base[: len(base) - node.level + 1] if node.level else []
+    return ".".join([*start, *([node.module] if node.module else [])])
 
 
 def _is_dynamic_import(node: ast.Call) -> bool:
@@ -121,14 +125,28 @@ def _dependencies() -> dict[str, set[str]]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         skipped = {id(inner) for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
         found[module] = {
-            name
+            target
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and id(node) not in skipped and node.module
-            for alias in node.names
-            for name in (f"{node.module}.{alias.name}", node.module)
-            if name in modules and name != module and not (name == node.module and f"{name}.{alias.name}" in modules)
+            if id(node) not in skipped
+            for name in _named_by(module, node, is_package=path.name == "__init__.py")
+            if (target := _nearest(name, modules)) and target != module
         }
     return found
+
+
+def _named_by(module: str, node: ast.AST, *, is_package: bool) -> list[str]:
+    """The dotted names that an import statement or call names, the last of them perhaps a class of its file."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        origin = _origin(module, node, is_package=is_package)
+        return [f"{origin}.{alias.name}" for alias in node.names]
+    return [node.args[0].value] if isinstance(node, ast.Call) and _is_dynamic_import(node) else []
+
+
+def _nearest(name: object, modules: dict[str, Path]) -> str | None:
+    """The module of a dotted name: the name itself, or what stands before its last dot; None outside the package."""
+    return next((one for one in (name, str(name).rpartition(".")[0]) if one in modules), None)
 
 
 def _is_for_types(node: ast.AST) -> bool:
