@@ -26,3 +26,7 @@ class MissingExtraError(TreeringError, ImportError):
 
 class StateError(TreeringError, RuntimeError):
     """Something used at the wrong time, or damaged: a checkpoint of another run, a backward out of its context."""
+
+
+class DataWarning(UserWarning):
+    """Data that is read, with something that its owner should know; each sentence is said once."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,13 @@ from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
 TaskId: TypeAlias = str | int
 """A dataset key, the same for all trials of a task."""
 
+MAX_COUNT = 2**31 - 1
+"""Largest number of a trial, step, epoch or version."""
+
 RAW_FORMAT = "raw"
 """The format whose text is the concatenated contents; every other format is a chat."""
+
+_PER_TOKEN = ("loss_mask", "logprobs", "advantages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,7 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: Mapping[str, Any] | str
-    """A JSON object, or the model's text if it is not one."""
+    """The text that the model wrote, or a JSON object where the source has only its values."""
     id: str | None = None
     """Identifier that the tool's answer refers to; None if the source has none."""
 
@@ -38,17 +43,21 @@ class Message:
     """The speaker: "system", "user", "assistant", "tool" or the source's own word."""
     content: str | None
     """The text; None if the message only calls tools."""
+    reasoning: str | None = None
+    """The thought before the text, where the source keeps it apart."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls in order."""
     name: str | None = None
     """Name of the speaker or of the answering tool, for templates that show it."""
     tool_call_id: str | None = None
     """The call that a tool message answers."""
+    trained: bool = True
+    """False for an assistant's message that is context only."""
 
     @property
     def is_trained(self) -> bool:
-        """Whether the policy wrote it: True for role "assistant"."""
-        return self.role == "assistant"
+        """Whether the loss covers it: an assistant's message, unless `trained` is False."""
+        return self.role == "assistant" and self.trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +66,7 @@ class Trajectory:
 
     Raises:
         InputError: neither or both of messages and tokens, arrays of different lengths, token ids out of range, raw
-            text with tool calls, or a number that is not finite.
+            text with tool calls, a number that is not finite, or a count that is negative or huge.
 
     Example: `Trajectory(task_id="a", tokens=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))`
     trains 6 and 7.
@@ -73,6 +82,11 @@ class Trajectory:
     """bool [T], True for trained tokens; only with tokens, all of which are trained if it is None."""
     logprobs: npt.NDArray[np.float64] | None = None
     """float64 [T], log-probabilities under the policy that sampled; only with tokens."""
+    advantages: npt.NDArray[np.float64] | None = None
+    """float64 [T], the advantage of each token, 0.0 where none is trained; only with tokens, and instead of
+    `advantage`."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the policy was shown, for chat templates; only with messages."""
     format: str = "chat"
     """"raw" is text without chat markers; anything else is a chat."""
     trial: int | None = None
@@ -87,6 +101,8 @@ class Trajectory:
     """Pass over the prompts in which it was sampled."""
     version: int | None = None
     """Policy version that sampled it."""
+    preference: Literal["chosen", "rejected"] | None = None
+    """Its side of a preference pair: a chosen trajectory and the rejected one that follows it."""
 
     def __post_init__(self) -> None:
         _check_source(self)
@@ -95,6 +111,10 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise InputError(f"{name} must be a finite number, got {value!r}; drop it or repair the source")
+        for name in ("trial", "step", "epoch", "version"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_COUNT:
+                raise InputError(f"{name} lies in [0, {MAX_COUNT}], got {value}; correct it or drop it")
 
 
 def _check_source(trajectory: Trajectory) -> None:
@@ -103,14 +123,30 @@ def _check_source(trajectory: Trajectory) -> None:
         both = "neither" if messages is None else "both"
         raise InputError(f"a trajectory has either messages or tokens, got {both}; keep exactly one of them")
     if messages is None:
+        if trajectory.tools:
+            raise InputError("tools are rendered with messages, and tokens were given; drop tools")
         return
     if not messages:
         raise InputError("messages must hold at least one message, got []; drop the trajectory")
+    for i, message in enumerate(messages):
+        _check_says_something(message, f"messages[{i}]")
     if trajectory.format == RAW_FORMAT and any(message.tool_calls for message in messages):
         raise InputError('format "raw" concatenates contents and has no form for tool_calls; use format "chat"')
-    for name in ("loss_mask", "logprobs"):
+    for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
+
+
+def _check_says_something(message: Message, where: str) -> None:
+    if message.tool_calls or message.reasoning:
+        return
+    if message.is_trained and not message.content:
+        raise InputError(
+            f"{where} of the assistant has neither text nor a tool call, so training it would teach to end a turn at "
+            "once; drop the message, or give it weight 0"
+        )
+    if message.content is None:
+        raise InputError(f'content may be null only beside a tool call, and {where} has none; write "" or the text')
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
@@ -121,9 +157,15 @@ def _check_arrays(trajectory: Trajectory) -> None:
         raise InputError(f"tokens must hold at least one token id, got shape {tokens.shape}; drop the trajectory")
     if int(tokens.min()) < 0:
         raise InputError(f"token ids lie in [0, {MAX_TOKEN_ID}], got {int(tokens.min())}; correct tokens")
-    for name in ("loss_mask", "logprobs"):
+    for name in _PER_TOKEN:
         values = getattr(trajectory, name)
         if values is not None and values.shape != tokens.shape:
             raise InputError(f"{name} has one entry per token: {tokens.size} tokens, {values.size} entries; align them")
-    if trajectory.logprobs is not None and not np.isfinite(trajectory.logprobs).all():
-        raise InputError("logprobs must be finite numbers, got NaN or infinity; use 0.0 where a token was not sampled")
+    for name in ("logprobs", "advantages"):
+        values = getattr(trajectory, name)
+        if values is not None and not np.isfinite(values).all():
+            raise InputError(
+                f"{name} must be finite numbers, got NaN or infinity; use 0.0 where a token is not trained"
+            )
+    if trajectory.advantage is not None and trajectory.advantages is not None:
+        raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")

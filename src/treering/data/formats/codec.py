@@ -1,21 +1,46 @@
-"""Trajectories to and from JSON values: field names, types, and both spellings of tool calls."""
+"""Trajectories to and from JSON values in Treering's own form: chat messages or token ids, with rewards and the like."""
 
+import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from treering.data.formats.fields import integer_field, is_blank, number_field, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.token_arrays import MASK_KEYS, decode_floats, decode_loss_mask, decode_tokens
+from treering.data.formats.tool_calls import decode_tools
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 from treering.errors import InputError
-from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
+from treering.types import LossMask, TokenIds
 
-_SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version")
+_SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version", "preference")
+_UNREADABLE = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("images", "image", "videos", "video", "audio", "audios"),
+            "Treering trains on text; keep trajectories without it, or remove the key if the text stands by itself",
+        ),
+        "label": "a label of good or bad is for KTO, which Treering lacks; keep the good ones and remove the key",
+        **dict.fromkeys(
+            ("chosen", "rejected", "rejected_response", "rejected_messages"),
+            "a preference pair has a prompt, chosen and rejected, and no messages; write it so",
+        ),
+        **dict.fromkeys(
+            ("weight", "sample_weight", "loss_weight"),
+            "every trajectory counts alike; repeat or drop trajectories, and remove the key",
+        ),
+        "documents": "templates with documents are not rendered; write them into a message",
+        "chat_template_kwargs": "template options are not read; write what they add into messages, and remove the key",
+    }
+)
+"""Top-level keys that change what is trained, with what to do; a weight of 1 changes nothing."""
 
 
 def decode(record: object) -> Trajectory:
-    """Parses a trajectory; null fields count as absent, unknown ones are ignored.
+    """Parses a trajectory; null fields count as absent, unknown ones are ignored unless they change what is trained.
+
+    Without a task_id, trajectories with equal first prompts form a task: see `first_prompt_id`.
 
     Raises:
         InputError: a bad field; the message has its name, value and rule.
@@ -24,23 +49,86 @@ def decode(record: object) -> Trajectory:
     `[False, True]`.
     """
     if not isinstance(record, dict):
-        raise InputError(f"a trajectory is a JSON object, got {_show(record)}; write one object per line")
-    messages, tokens = record.get("messages"), record.get("tokens")
-    loss_mask, logprobs = record.get("loss_mask"), record.get("logprobs")
+        raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
+    check_readable(record)
+    messages = None if record.get("messages") is None else _messages(record)
+    tokens = decode_tokens(record)
+    if messages is None and tokens is None:
+        raise InputError("a trajectory has either messages or tokens, got neither; add one of them")
+    loss_mask = decode_loss_mask(record, tokens)
+    task_id = decode_task_id(record)
     return Trajectory(
-        task_id=_task_id(record),
-        messages=None if messages is None else _messages(messages),
-        tokens=None if tokens is None else _token_ids(tokens),
-        loss_mask=None if loss_mask is None else _loss_mask(loss_mask),
-        logprobs=None if logprobs is None else _logprobs(logprobs),
-        format=_text(record, "format", "format") or "chat",
-        trial=_integer(record, "trial"),
-        reward=_number(record, "reward"),
-        advantage=_number(record, "advantage"),
-        step=_integer(record, "step"),
-        epoch=_integer(record, "epoch"),
-        version=_integer(record, "version"),
+        task_id=first_prompt_id(messages, tokens, loss_mask) if task_id is None else task_id,
+        messages=messages,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=decode_floats(record, "logprobs"),
+        advantages=decode_floats(record, "advantages"),
+        tools=() if tokens is not None and messages is None else decode_tools(record),
+        format=text_field(record, "format") or "chat",
+        preference=_preference(record),
+        **decode_scalars(record),
     )
+
+
+def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
+    """trial, reward, advantage, step, epoch and version of a record, by the names of a trajectory's fields.
+
+    Raises:
+        InputError: one of another type.
+    """
+    return {
+        **{key: integer_field(record, key) for key in ("trial", "step", "epoch", "version")},
+        **{key: number_field(record, key) for key in ("reward", "advantage")},
+    }
+
+
+def check_readable(record: Mapping[str, Any]) -> None:
+    """Refuses keys that change what is trained and that Treering does not read.
+
+    Raises:
+        InputError: such a key with a value; the message says what to do.
+
+    Example: `{"messages": [...], "images": ["a.png"]}` is refused, and an empty list of images is not.
+    """
+    for key, advice in _UNREADABLE.items():
+        value = record.get(key)
+        if not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
+            raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {advice}")
+
+
+def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | None:
+    """The task of a record; None if it is null or absent.
+
+    Raises:
+        InputError: neither text nor an integer, or empty.
+    """
+    value = record.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise InputError(f"{key} must be a string or an integer, got {show(value)}; name each one's task")
+    return value
+
+
+def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | None, loss_mask: LossMask | None) -> str:
+    """A task's id from its first prompt: 16 hexadecimal digits, a hash of what stands before the first trained part.
+
+    A trajectory of tokens without a mask, or trained from its first token on, is a task by itself.
+
+    Example: two answers to the same question have the same id.
+    """
+    if messages is None:
+        assert tokens is not None, "a trajectory has messages or tokens"
+        num_prompt = 0 if loss_mask is None else int(loss_mask.argmax())
+        return _digest(tokens[: num_prompt or None].astype("<i4").tobytes())
+    roles = [message.role for message in messages]
+    prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
+    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def encode(trajectory: Trajectory) -> dict[str, Any]:
@@ -53,7 +141,9 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
         record[key] = getattr(trajectory, key)
     if trajectory.messages is not None:
         record["messages"] = [_encode_message(message) for message in trajectory.messages]
-    for key in ("tokens", "loss_mask", "logprobs"):
+    if trajectory.tools:
+        record["tools"] = [dict(tool) for tool in trajectory.tools]
+    for key in ("tokens", "loss_mask", "logprobs", "advantages"):
         values = getattr(trajectory, key)
         record[key] = None if values is None else values.tolist()
     return {key: value for key, value in record.items() if value is not None}
@@ -61,9 +151,13 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
 
 def _encode_message(message: Message) -> dict[str, Any]:
     record: dict[str, Any] = {"role": message.role, "content": message.content}
-    for key in ("name", "tool_call_id"):
-        if getattr(message, key) is not None:
-            record[key] = getattr(message, key)
+    named = {
+        "reasoning_content": message.reasoning,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "weight": None if message.trained else 0,
+    }
+    record.update((key, value) for key, value in named.items() if value is not None)
     if message.tool_calls:
         record["tool_calls"] = [_encode_call(call) for call in message.tool_calls]
     return record
@@ -75,131 +169,19 @@ def _encode_call(call: ToolCall) -> dict[str, Any]:
     return record if call.id is None else {"id": call.id, **record}
 
 
-def _messages(value: object) -> tuple[Message, ...]:
-    return tuple(_message(i, record) for i, record in enumerate(_array("messages", value)))
+def _messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    if given := next((key for key in (*MASK_KEYS, "labels") if record.get(key) is not None), None):
+        raise InputError(f"{given} has one entry per token and messages were given; give tokens instead of messages")
+    messages = decode_messages(record["messages"])
+    if is_blank(record.get("system")):
+        return messages
+    if messages and messages[0].role == "system":
+        raise InputError("system and messages[0] both are the system message; keep one of them")
+    return (*decode_messages([{"role": "system", "content": record["system"]}], "system"), *messages)
 
 
-def _message(index: int, record: object) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(record, dict):
-        raise InputError(f"{where} must be an object with role and content, got {_show(record)}; repair it")
-    role = _text(record, "role", f"{where}.role")
-    if not role:
-        raise InputError(f"{where} needs a role, got {_show(record.get('role'))}; add one")
-    calls = _array(f"{where}.tool_calls", record.get("tool_calls") or [])
-    return Message(
-        role=role,
-        content=_content(record.get("content"), f"{where}.content"),
-        tool_calls=tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
-        name=_text(record, "name", f"{where}.name"),
-        tool_call_id=_text(record, "tool_call_id", f"{where}.tool_call_id"),
-    )
-
-
-def _content(value: object, where: str) -> str | None:
-    if not isinstance(value, list):
-        return _text({"content": value}, "content", where)
-    parts = [_text(part, "text", where) if isinstance(part, dict) else None for part in value]
-    texts = [part for part in parts if part is not None]
-    if len(texts) < len(parts):
-        raise InputError(f"{where} may be a list of text parts only, got {_show(value)}; remove the other parts")
-    return "".join(texts)
-
-
-def _call(record: object, where: str) -> ToolCall:
-    if not isinstance(record, dict):
-        raise InputError(f"{where} must be an object with name and arguments, got {_show(record)}; repair it")
-    call = record.get("function", record)
-    name = _text(call, "name", f"{where}.name") if isinstance(call, dict) else None
-    if not name:
-        raise InputError(f"{where} needs the tool's name, flat or under function, got {_show(record)}; add it")
-    arguments = _arguments(call.get("arguments"), f"{where}.arguments")
-    return ToolCall(name=name, arguments=arguments, id=_text(record, "id", f"{where}.id"))
-
-
-def _arguments(value: object, where: str) -> Mapping[str, Any] | str:
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        _valid(json.dumps(value, ensure_ascii=False), where)
-        return value
-    if not isinstance(value, str):
-        raise InputError(f"{where} must be an object or its JSON text, got {_show(value)}; wrap it in an object")
-    # Models sometimes write broken JSON. It is training data, so the text is kept as it is.
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return _arguments(parsed, where) if isinstance(parsed, dict) else _valid(value, where)
-
-
-def _task_id(record: Mapping[str, Any]) -> TaskId:
-    value = record.get("task_id")
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise InputError(f"task_id must be a string or an integer, got {_show(value)}; name each one's task")
+def _preference(record: Mapping[str, Any]) -> Literal["chosen", "rejected"] | None:
+    value = record.get("preference")
+    if value not in (None, "chosen", "rejected"):
+        raise InputError(f'preference is "chosen" or "rejected", got {show(value)}; correct it or drop it')
     return value
-
-
-def _text(record: Mapping[str, Any], key: str, where: str) -> str | None:
-    value = record.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise InputError(f"{where} must be text, got {_show(value)}; quote it or drop it")
-    return _valid(value, where)
-
-
-def _valid(text: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} must be valid Unicode, got {_show(text)} ({error.reason}); repair it") from error
-    return text
-
-
-def _integer(record: Mapping[str, Any], key: str) -> int | None:
-    value = record.get(key)
-    if value is not None and type(value) is not int:
-        raise InputError(f"{key} must be an integer, got {_show(value)}; correct it or drop it")
-    return value
-
-
-def _number(record: Mapping[str, Any], key: str) -> float | None:
-    value = record.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{key} must be a number, got {_show(value)}; correct it or drop it")
-    return float(value)
-
-
-def _array(name: str, value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{name} must be a list, got {_show(value)}; wrap it in one")
-    return value
-
-
-def _token_ids(value: object) -> TokenIds:
-    for i, token in enumerate(_array("tokens", value)):
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise InputError(f"tokens[{i}] must be an integer in [0, {MAX_TOKEN_ID}], got {_show(token)}; correct it")
-    return np.array(value, dtype=np.int32)
-
-
-def _loss_mask(value: object) -> LossMask:
-    for i, entry in enumerate(_array("loss_mask", value)):
-        if type(entry) not in (int, bool) or entry not in (0, 1):
-            raise InputError(f"loss_mask[{i}] must be 0, 1, true or false, got {_show(entry)}; correct it")
-    return np.array(value, dtype=np.bool_)
-
-
-def _logprobs(value: object) -> npt.NDArray[np.float64]:
-    for i, entry in enumerate(_array("logprobs", value)):
-        if type(entry) not in (int, float):
-            raise InputError(f"logprobs[{i}] must be a number, got {_show(entry)}; use 0.0 where unsampled")
-    return np.array(value, dtype=np.float64)
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,88 @@
+"""Fields of JSON records: typed reads whose errors name the field, its value and the rule."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.errors import InputError
+
+
+def text_field(record: Mapping[str, Any], key: str, where: str | None = None) -> str | None:
+    """The text of a field, None if it is null or absent; `where` names it in errors.
+
+    Raises:
+        InputError: not text, or text with lone surrogates, which no tokenizer takes.
+
+    Example: `text_field({"role": "user"}, "role")` is "user".
+    """
+    value = record.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InputError(f"{where or key} must be text, got {show(value)}; quote it or drop it")
+    return valid_text(value, where or key)
+
+
+def valid_text(text: str, where: str) -> str:
+    """The text itself.
+
+    Raises:
+        InputError: it has lone surrogates.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} must be valid Unicode, got {show(text)} ({error.reason}); repair it") from error
+    return text
+
+
+def integer_field(record: Mapping[str, Any], key: str) -> int | None:
+    """The whole number of a field, None if it is null or absent; 3.0 counts as 3.
+
+    Raises:
+        InputError: not a whole number.
+    """
+    value = record.get(key)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is not None and type(value) is not int:
+        raise InputError(f"{key} must be an integer, got {show(value)}; correct it or drop it")
+    return value
+
+
+def number_field(record: Mapping[str, Any], key: str) -> float | None:
+    """The number of a field as float, None if it is null or absent.
+
+    Raises:
+        InputError: not a number.
+    """
+    value = record.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{key} must be a number, got {show(value)}; correct it or drop it")
+    return float(value)
+
+
+def array(name: str, value: object) -> list[Any]:
+    """The list itself.
+
+    Raises:
+        InputError: not a list.
+    """
+    if not isinstance(value, list):
+        raise InputError(f"{name} must be a list, got {show(value)}; wrap it in one")
+    return value
+
+
+def is_blank(value: object) -> bool:
+    """Whether a value says nothing: null, or empty text, list or object.
+
+    Example: None, "", [] and {} are blank; False and 0 are not.
+    """
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def show(value: object) -> str:
+    """A value for an error message, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
