@@ -99,7 +99,9 @@ def _document_records(path: Path) -> Iterator[tuple[str, object]]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: a JSON document must be UTF-8, got {error}; convert the file") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: a JSON document holds one record or an array of them ({error}); repair it") from error
+        raise InputError(
+            f"{path}: a JSON document holds one record or an array of them ({error}); repair it"
+        ) from error
     if not isinstance(document, list):
         yield str(path), document
         return

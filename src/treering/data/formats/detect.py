@@ -30,7 +30,12 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "sharegpt": (("conversations",),),
         "trl": (("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("messages",)),
         "verifiers": (("prompt", "completion", "example_id", "reward"), ("prompt", "completion"), ("nodes", "task")),
-        "swe_agent": (("history", "trajectory", "info"), ("history",), ("attempts",), ("messages", "trajectory_format")),
+        "swe_agent": (
+            ("history", "trajectory", "info"),
+            ("history",),
+            ("attempts",),
+            ("messages", "trajectory_format"),
+        ),
         "openhands": (
             *(("instance_id", "history"), ("history",), ("events",), ("trajectory",), ("messages",)),
             ("messages", "response"),
@@ -44,7 +49,10 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 
 _TOKENS = ("tokens", "input_ids", "token_ids")
 _OTHER: tuple[tuple[frozenset[str], str], ...] = (
-    (frozenset({"instruction", "output"}), "it is Alpaca's; write instruction and input as prompt, output as completion"),
+    (
+        frozenset({"instruction", "output"}),
+        "it is Alpaca's; write instruction and input as prompt, output as completion",
+    ),
     (frozenset({"role", "content"}), 'it is one message; write a conversation as {"messages": [...]} in one record'),
     (frozenset({"from", "value"}), 'it is one turn; write a conversation as {"conversations": [...]} in one record'),
     (frozenset({"source", "action"}), 'it is one event of OpenHands; write a run as {"history": [...]} in one record'),

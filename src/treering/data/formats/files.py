@@ -19,6 +19,7 @@ GZIP = b"\x1f\x8b"
 
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 
+
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
     """Writes a file for `read_trajectories`; a name that ends in .gz is compressed.
 

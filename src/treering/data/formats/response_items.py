@@ -83,9 +83,13 @@ def _add(answer: dict[str, Any], kind: str, record: Mapping[str, Any], where: st
 def _thought(record: Mapping[str, Any], where: str) -> str:
     # The content is the thought itself; the summary stands for it where the provider keeps it back.
     parts = record.get("content") or record.get("summary") or []
-    texts = [part.get("text") if isinstance(part, dict) else part for part in (parts if isinstance(parts, list) else [])]
+    texts = [
+        part.get("text") if isinstance(part, dict) else part for part in (parts if isinstance(parts, list) else [])
+    ]
     if not texts and record.get("encrypted_content"):
-        raise InputError(f"{where} is reasoning that is encrypted, so what the policy wrote is unknown; drop the record")
+        raise InputError(
+            f"{where} is reasoning that is encrypted, so what the policy wrote is unknown; drop the record"
+        )
     if not all(isinstance(text, str) for text in texts):
         raise InputError(f"{where} is reasoning whose parts need text, got {show(parts)}; repair it")
     return "\n\n".join(texts)

@@ -122,7 +122,9 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: it describes a dataset and cannot be read ({error}); save the dataset again") from error
+        raise InputError(
+            f"{file}: it describes a dataset and cannot be read ({error}); save the dataset again"
+        ) from error
     if not isinstance(value, dict):
         raise InputError(f"{file}: it describes a dataset as a JSON object, and holds none; save the dataset again")
     return value

@@ -64,14 +64,14 @@ def _trajectories(
         return token_trajectories(calls, task_id=task_id)
     agent = record.get("agent")
     tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
-    return [
-        Trajectory(task_id=task_id, messages=messages, tools=nested_tools(tools, f"{where}agent.tool_definitions"))
-    ]
+    return [Trajectory(task_id=task_id, messages=messages, tools=nested_tools(tools, f"{where}agent.tool_definitions"))]
 
 
 def _step(step: object, where: str) -> Mapping[str, Any]:
     if not isinstance(step, dict) or step.get("source") not in _ROLES:
-        raise InputError(f"{where} must be an object with source, one of {', '.join(_ROLES)}, got {show(step)}; repair it")
+        raise InputError(
+            f"{where} must be an object with source, one of {', '.join(_ROLES)}, got {show(step)}; repair it"
+        )
     return step
 
 

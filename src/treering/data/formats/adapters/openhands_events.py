@@ -103,7 +103,9 @@ def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) ->
     metadata = event.get("tool_call_metadata")
     response = metadata.get("model_response") if isinstance(metadata, dict) else None
     choices = response.get("choices") if isinstance(response, dict) else None
-    message = choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    message = (
+        choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    )
     if isinstance(response, dict) and isinstance(message, dict):
         identity = response.get("id")
         if identity is None or identity not in run.answers:
@@ -117,7 +119,14 @@ def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) ->
     given = {key: value for key, value in args.items() if key not in _OWN_ARGS and value is not None}
     call = {"name": event["action"], "arguments": given}
     thought = args.get("thought")
-    run.add(event, {"role": "assistant", "content": thought if isinstance(thought, str) and thought else None, "tool_calls": [call]})
+    run.add(
+        event,
+        {
+            "role": "assistant",
+            "content": thought if isinstance(thought, str) and thought else None,
+            "tool_calls": [call],
+        },
+    )
 
 
 def _read_observation(event: Mapping[str, Any], run: _Run, where: str) -> None:

@@ -73,7 +73,9 @@ def _calls(
     steps: object, history: tuple[Message, ...], items: Mapping[str, list[Mapping[str, Any]]], note: Note
 ) -> list[MessageCall]:
     """The calls of the steps, each the query with the answer of the history; none if the steps do not match it."""
-    queries = [step.get("query") if isinstance(step, dict) else None for step in steps] if isinstance(steps, list) else []
+    queries = (
+        [step.get("query") if isinstance(step, dict) else None for step in steps] if isinstance(steps, list) else []
+    )
     [own] = items.values()
     is_sampled = [item.get("weight") != 0 for item in own if item.get("role") == "assistant"]
     answers = [message for message in history if message.role == "assistant"]

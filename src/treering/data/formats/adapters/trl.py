@@ -97,7 +97,9 @@ def _pair(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 def _common(one: tuple[Message, ...], other: tuple[Message, ...]) -> tuple[Message, ...]:
     num_same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     if num_same is None:
-        raise InputError("chosen and rejected share a beginning and then differ, and one is all of the other; add turns")
+        raise InputError(
+            "chosen and rejected share a beginning and then differ, and one is all of the other; add turns"
+        )
     return one[:num_same]
 
 
