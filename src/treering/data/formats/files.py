@@ -4,13 +4,15 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from treering.data.formats.codec import decode, encode
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
+
+T = TypeVar("T")
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
@@ -22,7 +24,7 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
     file = Path(path)
-    trajectories = [_parse(file, number, line) for number, line in numbered_lines(file)]
+    trajectories = [parse_line(file, number, line, decode) for number, line in numbered_lines(file)]
     if not trajectories:
         raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
     return trajectories
@@ -36,12 +38,19 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
     Example: `write_trajectories("set.jsonl", [Trajectory(task_id=1, tokens=np.array([5, 6], np.int32))])` writes
     `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
     """
-    file = Path(path)
-    lines = (_line(trajectory) for trajectory in trajectories)
+    write_lines(Path(path), (_line(trajectory) for trajectory in trajectories))
+
+
+def write_lines(file: Path, lines: Iterable[bytes]) -> None:
+    """Makes or replaces a file of lines, gzipped if its name ends in .gz; atomic.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
-            _write_lines(stream, lines, file.suffix)
+            _write(stream, lines, file.suffix)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
@@ -71,7 +80,7 @@ def _line(trajectory: Trajectory) -> bytes:
     return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
+def _write(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
     if suffix != ".gz":
         stream.writelines(lines)
         return
@@ -100,9 +109,14 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
 
 
-def _parse(file: Path, number: int, line: bytes) -> Trajectory:
+def parse_line(file: Path, number: int, line: bytes, decode_value: Callable[[object], T]) -> T:
+    """What `decode_value` makes of the JSON value of a line.
+
+    Raises:
+        InputError: the line is not JSON, or `decode_value` refuses it; begins with file and line.
+    """
     try:
-        return decode(json.loads(line))
+        return decode_value(json.loads(line))
     except InputError as error:
         raise InputError(f"{file}:{number}: {error}") from error
     except UnicodeDecodeError as error:
