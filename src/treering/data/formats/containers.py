@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
-from treering.data.formats.files import first_bytes, numbered_lines, read_whole
+from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole
 from treering.data.formats.tables import folder_records, is_table, table_records
 from treering.errors import InputError
 
@@ -50,28 +50,9 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
     return _line_records(path)
 
 
-def parse_line(line: bytes) -> object:
-    """The JSON value of a line.
-
-    Raises:
-        InputError: no UTF-8, or no JSON.
-    """
-    try:
-        return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise InputError(f"a line must be UTF-8, got {error}; convert the file") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"a line must be one JSON object ({error}); repair the line") from error
-
-
 def _line_records(path: Path) -> Iterator[tuple[str, object]]:
     for number, line in numbered_lines(path):
-        where = f"{path}:{number}"
-        try:
-            record = parse_line(line)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        yield where, record
+        yield f"{path}:{number}", parse_line(path, number, line, lambda value: value)
 
 
 def _is_document(line: bytes, path: Path) -> bool:

@@ -1,11 +1,12 @@
 """Which format a record has, by its keys, and what is said of a record that has none."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from treering.data.formats.fields import is_blank, show
+from treering.data.formats.traces import looks_like_trace
 from treering.errors import InputError
 
 FormatName: TypeAlias = Literal[
@@ -29,7 +30,7 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "chat": (("messages",),),
         "sharegpt": (("conversations",),),
         "trl": (("prompt", "completion"), ("prompt", "chosen", "rejected"), ("chosen", "rejected"), ("messages",)),
-        "verifiers": (("prompt", "completion", "example_id", "reward"), ("prompt", "completion"), ("nodes", "task")),
+        "verifiers": (("prompt", "completion", "example_id", "reward"), ("prompt", "completion")),
         "swe_agent": (
             ("history", "trajectory", "info"),
             ("history",),
@@ -65,32 +66,28 @@ _OTHER: tuple[tuple[frozenset[str], str], ...] = (
 )
 
 
-def detect(record: Mapping[str, Any], is_trace: Callable[[Mapping[str, Any]], bool]) -> str:
+def detect(record: Mapping[str, Any]) -> FormatName:
     """The format of a record; keys with null, empty lists and empty objects do not count.
-
-    Args:
-        record: a JSON object.
-        is_trace: whether a record is a trace of verifiers.
 
     Raises:
         InputError: a record of no format; the message has its keys, what it looks like and what is missing.
 
     Example: `{"conversations": [...]}` is "sharegpt".
     """
-    name = _find(record, {key for key, value in record.items() if not is_blank(value)}, is_trace)
+    name = _find(record, {key for key, value in record.items() if not is_blank(value)})
     if name is None:
         raise InputError(_unknown(record))
     return name
 
 
-def check_format(record: Mapping[str, Any], name: str) -> None:
+def check_format(record: Mapping[str, Any], name: FormatName) -> None:
     """Checks that a record has the keys of a named format.
 
     Raises:
         InputError: it has not; the message has its keys and those that are missing.
     """
     keys = set(record)
-    if name == "treering" and keys & set(_TOKENS):
+    if (name == "treering" and keys & set(_TOKENS)) or (name == "verifiers" and looks_like_trace(record)):
         return
     if not any(keys.issuperset(group) for group in NEEDED[name]):
         missing = [key for key in NEEDED[name][0] if key not in keys]
@@ -100,10 +97,10 @@ def check_format(record: Mapping[str, Any], name: str) -> None:
         )
 
 
-def _find(record: Mapping[str, Any], keys: set[str], is_trace: Callable[[Mapping[str, Any]], bool]) -> str | None:
+def _find(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
     if str(record.get("schema_version")).startswith("ATIF") and "steps" in keys:
         return "atif"
-    if is_trace(record):
+    if looks_like_trace(record):
         return "verifiers"
     if "responses_create_params" in keys and isinstance(record.get("response"), dict):
         return "nemo_gym"
@@ -125,7 +122,7 @@ def _find(record: Mapping[str, Any], keys: set[str], is_trace: Callable[[Mapping
     return "treering" if "task_id" in keys else None
 
 
-def _find_agent(record: Mapping[str, Any], keys: set[str]) -> str | None:
+def _find_agent(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
     if "attempts" in keys or str(record.get("trajectory_format")).startswith("mini-swe-agent"):
         return "swe_agent"
     response = record.get("response")

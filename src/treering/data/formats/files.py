@@ -6,9 +6,9 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from treering.data.formats.codec import encode
 from treering.data.trajectory import Trajectory
@@ -18,6 +18,7 @@ GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file."""
 
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+T = TypeVar("T")
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
@@ -28,12 +29,19 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
     Example: `write_trajectories("set.jsonl", [Trajectory(task_id=1, tokens=np.array([5, 6], np.int32))])` writes
     `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
     """
-    file = Path(path)
-    lines = (_line(trajectory) for trajectory in trajectories)
+    write_lines(Path(path), (_line(trajectory) for trajectory in trajectories))
+
+
+def write_lines(file: Path, lines: Iterable[bytes]) -> None:
+    """Makes or replaces a file of lines, gzipped if its name ends in .gz; atomic.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
-            _write_lines(stream, lines, file.suffix)
+            _write(stream, lines, file.suffix)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
@@ -63,7 +71,7 @@ def _line(trajectory: Trajectory) -> bytes:
     return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
+def _write(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
     if suffix != ".gz":
         stream.writelines(lines)
         return
@@ -134,3 +142,19 @@ def open_file(file: Path) -> BinaryIO:
     """
     is_gzip = first_bytes(file, 2) == GZIP or file.suffix == ".gz"
     return cast(BinaryIO, gzip.open(file, "rb")) if is_gzip else open(file, "rb")
+
+
+def parse_line(file: Path, number: int, line: bytes, decode_value: Callable[[object], T]) -> T:
+    """What `decode_value` makes of the JSON value of a line.
+
+    Raises:
+        InputError: the line is not JSON, or `decode_value` refuses it; begins with file and line.
+    """
+    try:
+        return decode_value(json.loads(line))
+    except InputError as error:
+        raise InputError(f"{file}:{number}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}:{number}: a line must be UTF-8, got {error}; convert the file") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise InputError(f"{file}:{number}: a line must be one JSON object ({error}); repair the line") from error

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -21,6 +21,8 @@ from treering.data.formats.containers import read_records
 from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.fields import show
 from treering.data.formats.tasks import Note
+from treering.data.formats.traces import decode_traces, looks_like_trace, warn_about
+from treering.data.trace import Trace
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
@@ -62,56 +64,76 @@ def read_trajectories(path: str | os.PathLike[str], format: FormatName = "auto")
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
     file = Path(path)
-    trajectories = [one for _, found in decoded_records(file, format) for one in found]
+    reader = RecordReader(str(file), format)
+    trajectories = [one for where, record in read_records(file) for one in reader.decode(where, record)]
+    reader.warn()
     if not trajectories:
         raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
     return trajectories
 
 
-def decoded_records(file: Path, format: FormatName = "auto") -> Iterator[tuple[str, list[Trajectory]]]:
-    """The trajectories of each record with the record's place; see `read_trajectories`."""
-    notes: Counter[str] = Counter()
-    expected = None if format == "auto" else format
-    num_records = 0
-    for where, record in read_records(file):
-        num_records += 1
+class RecordReader:
+    """Decodes the records of one file, which all have one format, and collects what is to be said of it.
+
+    Example: `RecordReader("a.jsonl").decode("a.jsonl:1", {"task_id": 1, "tokens": [5]})` is a list of one trajectory.
+    """
+
+    def __init__(self, source: str, format: FormatName = "auto") -> None:
+        """Takes the file's name, which begins the warnings, and the format of its records."""
+        self._source = source
+        self._named = None if format == "auto" else format
+        self._found: FormatName | None = None
+        self._notes: Counter[str] = Counter()
+        self._num_records = 0
+        self._traces: list[Trace] = []
+
+    def decode(self, where: str, record: object) -> list[Trajectory]:
+        """The trajectories of a record; `where` begins the errors.
+
+        Raises:
+            InputError: a bad record.
+        """
+        self._num_records += 1
         said: dict[str, None] = {}
+
+        def note(sentence: str) -> None:
+            said[sentence] = None
+
         try:
-            name = _format_of(record, expected, is_named=format != "auto")
-            expected = expected or name
-            found = _decode(record, name, said)
+            if not isinstance(record, dict):
+                raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
+            found = self._decode(record, self._format_of(record), note)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         except (RecursionError, OverflowError) as error:
             raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
-        notes.update(said)
-        yield where, found
-    for note, count in notes.items():
-        warnings.warn(f"{file}: {note} ({count} of {num_records} records)", DataWarning, stacklevel=2)
+        self._notes.update(said)
+        return found
 
+    def warn(self) -> None:
+        """Says what the file's owner should know.
 
-def _decode(record: object, name: str, said: dict[str, None]) -> list[Trajectory]:
-    assert isinstance(record, dict), "a format was found"
+        Warns:
+            DataWarning: each sentence one time, with the number of records that it is about.
+        """
+        for note, count in self._notes.items():
+            warnings.warn(f"{self._source}: {note} ({count} of {self._num_records} records)", DataWarning, stacklevel=3)
+        warn_about(self._traces, self._source)
 
-    def note(sentence: str) -> None:
-        said[sentence] = None
+    def _format_of(self, record: Mapping[str, Any]) -> FormatName:
+        if self._named is not None:
+            check_format(record, self._named)
+            return self._named
+        found = detect(record)
+        # Both are chat records, with and without a task.
+        if self._found not in (None, found) and {found, self._found} != {"treering", "chat"}:
+            raise InputError(f"a file has one format, and this record is {found} after {self._found}; split the file")
+        self._found = found
+        return found
 
-    return _DECODERS[name](record, note)
-
-
-def _format_of(record: object, expected: str | None, *, is_named: bool) -> str:
-    if not isinstance(record, dict):
-        raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
-    if is_named:
-        assert expected is not None, "a name was given"
-        check_format(record, expected)
-        return expected
-    found = detect(record, _is_trace)
-    # Both are chat records, with and without a task.
-    if expected is not None and found != expected and {found, expected} != {"treering", "chat"}:
-        raise InputError(f"a file has one format, and this record is {found} after {expected}; split the file")
-    return found
-
-
-def _is_trace(record: Mapping[str, Any]) -> bool:
-    return False
+    def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note) -> list[Trajectory]:
+        if name != "verifiers" or not looks_like_trace(record):
+            return _DECODERS[name](record, note)
+        traces = decode_traces(record)
+        self._traces += traces
+        return [trajectory for trace in traces for trajectory in trace.trajectories()]

@@ -38,7 +38,7 @@ def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     prompt = (*_instructions(asked), *as_context(_input(asked)))
     messages = (*prompt, *decode_messages(output, "response.output"))
     reward = number_field(record, "reward")
-    known = {
+    known: dict[str, Any] = {
         "task_id": task_of(record, note, messages=messages, keys=(*TASK_KEYS, "_ng_task_index", "task_index")),
         "trial": integer_field(record, "_ng_rollout_index"),
         "reward": number_field(response, "reward") if reward is None else reward,

@@ -99,7 +99,7 @@ def _read_action(event: Mapping[str, Any], run: _Run, where: str) -> None:
 
 
 def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) -> None:
-    """The model's own message where the event keeps it, once for all calls of a response; else the event's arguments."""
+    """The model's own message where the event keeps it, once for all calls of a response; else its arguments."""
     metadata = event.get("tool_call_metadata")
     response = metadata.get("model_response") if isinstance(metadata, dict) else None
     choices = response.get("choices") if isinstance(response, dict) else None
@@ -175,7 +175,7 @@ def _read_call(event: Mapping[str, Any], run: _Run, where: str) -> None:
     call = event.get("tool_call")
     if not isinstance(call, dict):
         run.note(NO_CALL_KEPT)
-        action = event.get("action") if isinstance(event.get("action"), dict) else {}
+        action = event["action"] if isinstance(event.get("action"), dict) else {}
         given = {key: value for key, value in action.items() if key != "kind" and value is not None}
         call = {"id": event.get("tool_call_id"), "name": event.get("tool_name"), "arguments": given}
     identity = event.get("llm_response_id")

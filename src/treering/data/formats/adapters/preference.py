@@ -1,7 +1,7 @@
 """A preference pair as two trajectories: the chosen one and the rejected one that follows it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from treering.data.formats.codec import first_prompt_id
 from treering.data.formats.fields import number_field
@@ -29,6 +29,7 @@ def preference_pair(
     if chosen == rejected:
         raise InputError("chosen and rejected are the same, so neither is preferred; drop the record")
     shown = as_context(prompt)
+    sides: tuple[Literal["chosen", "rejected"], ...] = ("chosen", "rejected")
     task_id = task_of(record, note, messages=shown) if prompt else first_prompt_id((*chosen, *rejected), None, None)
     return [
         Trajectory(
@@ -39,5 +40,5 @@ def preference_pair(
             reward=number_field(record, f"score_{side}"),
             preference=side,
         )
-        for side, answer in (("chosen", chosen), ("rejected", rejected))
+        for side, answer in zip(sides, (chosen, rejected), strict=True)
     ]

@@ -80,7 +80,7 @@ def _calls(content: object, where: str) -> list[Any] | None:
         calls = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{where} is a function_call, JSON with name and arguments, got {show(text)} ({error}); repair it, or write "
-            "it as a turn of gpt"
+            f"{where} is a function_call, JSON with name and arguments, got {show(text)} ({error}); repair it, or "
+            "write it as a turn of gpt"
         ) from error
     return calls if isinstance(calls, list) else [calls]

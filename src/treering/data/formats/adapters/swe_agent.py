@@ -105,10 +105,10 @@ def _as_chat(item: Mapping[str, Any], note: Note, where: str) -> Mapping[str, An
     if item.get("is_demo"):
         chat["weight"] = 0
     action, content = text_field(item, "action", f"{where}.action"), chat.get("content") or ""
-    if action and action.strip() and not chat.get("tool_calls") and isinstance(content, str):
-        if action.strip() not in content:
-            note(ACTION_ADDED)
-            chat["content"] = f"{content}\n```\n{action.strip()}\n```".lstrip("\n")
+    action = (action or "").strip()
+    if not chat.get("tool_calls") and isinstance(content, str) and action not in content:
+        note(ACTION_ADDED)
+        chat["content"] = f"{content}\n```\n{action}\n```".lstrip("\n")
     return chat
 
 

@@ -4,7 +4,6 @@ Source: "Dataset formats and types" of TRL's documentation.
 """
 
 from collections.abc import Mapping
-from os.path import commonprefix
 from typing import Any
 
 from treering.data.formats.adapters.chat import decode_chat
@@ -106,9 +105,10 @@ def _common(one: tuple[Message, ...], other: tuple[Message, ...]) -> tuple[Messa
 def _text_pair(record: Mapping[str, Any], note: Note, chosen: str, rejected: str) -> list[Trajectory]:
     prompt = text_field(record, "prompt")
     if prompt is None:
-        prompt = commonprefix([chosen, rejected])
+        same = zip(chosen, rejected, strict=False)
+        num_same = next((i for i, pair in enumerate(same) if pair[0] != pair[1]), min(len(chosen), len(rejected)))
         # As TRL cuts: a space belongs to the answer.
-        prompt = prompt.removesuffix(" ")
+        prompt = chosen[:num_same].removesuffix(" ")
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     begin = (Message(role="user", content=prompt),) if prompt else ()
     answers = [(Message(role="assistant", content=text),) for text in (chosen, rejected)]

@@ -36,7 +36,10 @@ def decode_verifiers(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     calls = _token_calls(record.get("trajectory"))
     text_format, prompt, completion = prompt_and_completion(_with_parsed_calls(record))
     messages = (*prompt, *completion)
-    known = {"task_id": task_of(record, note, messages=messages), "reward": number_field(record, "reward")}
+    known: dict[str, Any] = {
+        "task_id": task_of(record, note, messages=messages),
+        "reward": number_field(record, "reward"),
+    }
     if calls:
         return token_trajectories(calls, **known)
     tools = () if text_format == RAW_FORMAT else _tools(record)
@@ -81,8 +84,9 @@ def _parsed(call: object, where: str) -> object:
 def _token_calls(steps: object) -> list[TokenCall]:
     if not isinstance(steps, list):
         return []
-    tokens = [step.get("tokens") if isinstance(step, dict) else None for step in steps]
-    if not tokens or not all(isinstance(one, dict) for one in tokens):
+    tokens = [step["tokens"] for step in steps if isinstance(step, dict) and isinstance(step.get("tokens"), dict)]
+    # Where a call has no ids, the text of all is read.
+    if len(tokens) < len(steps):
         return []
     return [
         token_call(one, ("prompt_ids", "completion_ids", "completion_logprobs"), f"trajectory[{i}].tokens")

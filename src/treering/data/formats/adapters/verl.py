@@ -19,12 +19,12 @@ STRIPPED = (
 
 
 def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The rollout of a row, as the text that it is (format "raw").
+    r"""The rollout of a row, as the text that it is (format "raw").
 
     Raises:
         InputError: no input or output, or an output of more than one turn.
 
-    Example: `{"input": "user\\n2+2?\\nassistant\\n", "output": "4", "score": 1.0, "step": 1}` trains "4".
+    Example: `{"input": "user\n2+2?\nassistant\n", "output": "4", "score": 1.0, "step": 1}` trains "4".
     """
     check_readable(record)
     texts = {key: text_field(record, key) for key in ("input", "output")}
