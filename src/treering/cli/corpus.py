@@ -14,6 +14,7 @@ from treering.data import (
     DATA_VARIABLE,
     AgentSpec,
     Renderer,
+    Trajectory,
     data_folder,
     generate_trajectories,
     read_trajectories,
@@ -113,9 +114,19 @@ def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
     tasks: list[TrainingTask] = []
     for path in config.files:
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
-        tasks += group_by_task(renderer.render(read_trajectories(locate(path, places))))[: config.max_tasks]
+        trajectories = read_trajectories(locate(path, places), config.format)
+        _check_no_preferences(path, trajectories)
+        tasks += group_by_task(renderer.render(trajectories))[: config.max_tasks]
     num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=(), tokenizer=tokenizer)
+
+
+def _check_no_preferences(path: Path, trajectories: Sequence[Trajectory]) -> None:
+    if any(one.preference == "rejected" for one in trajectories):
+        raise InputError(
+            f"{path}: supervised training would train the rejected answers of preference pairs too; use "
+            "treering.objectives.dpo, or write the chosen ones as prompt and completion"
+        )
 
 
 def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:

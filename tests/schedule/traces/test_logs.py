@@ -130,8 +130,8 @@ def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "a line is a JSON object"),
-        ("[1]", "names its prompt, or its task_id"),
+        ("{", "a line must be one JSON object"),
+        ("[1]", "a trajectory is a JSON object, got [1]"),
         ('{"epoch": 0, "length": 3}', "names its prompt, or its task_id"),
         ('{"prompt": "a", "epoch": 0}', "length is a whole number from 0 on, got None"),
         ('{"prompt": "a", "epoch": 0, "length": 1.5}', "length is a whole number from 0 on, got 1.5"),

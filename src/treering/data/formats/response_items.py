@@ -29,8 +29,7 @@ def merge_items(records: Iterable[object], name: str) -> list[object]:
     answer: dict[str, Any] | None = None
     for i, record in enumerate(records):
         kind = _kind(record)
-        assert isinstance(record, dict) or kind is None, "a kind is read from objects"
-        if kind is None or not _is_of_answer(kind, record):
+        if kind is None or not isinstance(record, dict) or not _is_of_answer(kind, record):
             answer = None
             messages.append(_output(record, f"{name}[{i}]") if kind == "function_call_output" else record)
             continue
@@ -90,9 +89,10 @@ def _thought(record: Mapping[str, Any], where: str) -> str:
         raise InputError(
             f"{where} is reasoning that is encrypted, so what the policy wrote is unknown; drop the record"
         )
-    if not all(isinstance(text, str) for text in texts):
+    known = [text for text in texts if isinstance(text, str)]
+    if len(known) < len(texts):
         raise InputError(f"{where} is reasoning whose parts need text, got {show(parts)}; repair it")
-    return "\n\n".join(texts)
+    return "\n\n".join(known)
 
 
 def _output(record: object, where: str) -> Mapping[str, Any]:

@@ -145,7 +145,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         else:
             batches = pyarrow.ipc.open_stream(source)
         for batch in batches:
-            yield from batch.to_pylist(maps_as_pydicts="strict")
+            yield from batch.to_pylist()
 
 
 def _without_nulls(row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -153,6 +153,9 @@ def _without_nulls(row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     holes: list[str] = []
 
     def clean(value: object, inside: str | None) -> object:
+        if isinstance(value, list) and value and all(isinstance(one, tuple) for one in value):
+            # A column of maps.
+            value = dict(value)
         if isinstance(value, list):
             return [clean(one, inside) for one in value]
         if not isinstance(value, dict):

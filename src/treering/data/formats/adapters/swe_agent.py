@@ -64,33 +64,25 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
         )
     # Each agent was shown its own messages only.
     histories = [decode_messages(items, "history") for items in by_agent.values()]
-    if len(histories) == 1 and (calls := _calls(attempt.get("trajectory"), histories[0], by_agent, note)):
+    if len(histories) == 1 and (calls := _calls(attempt.get("trajectory"), histories[0], note)):
         return list(message_branches(calls))
     return histories
 
 
-def _calls(
-    steps: object, history: tuple[Message, ...], items: Mapping[str, list[Mapping[str, Any]]], note: Note
-) -> list[MessageCall]:
+def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[MessageCall]:
     """The calls of the steps, each the query with the answer of the history; none if the steps do not match it."""
-    queries = (
-        [step.get("query") if isinstance(step, dict) else None for step in steps] if isinstance(steps, list) else []
-    )
-    [own] = items.values()
-    is_sampled = [item.get("weight") != 0 for item in own if item.get("role") == "assistant"]
-    answers = [message for message in history if message.role == "assistant"]
-    answers = [message for message, sampled in zip(answers, is_sampled, strict=True) if sampled]
-    if len(answers) != len(queries) or not all(isinstance(query, list) and any(query) for query in queries):
+    answers = [message for message in history if message.is_trained]
+    queries = [step.get("query") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    if len(answers) != len(queries):
         return []
-    return [
-        MessageCall(
-            prompt=decode_messages(
-                [_as_chat(item, note, f"trajectory[{i}].query") for item in query], f"trajectory[{i}].query"
-            ),
-            answer=(answer,),
-        )
-        for i, (query, answer) in enumerate(zip(queries, answers, strict=True))
-    ]
+    calls = []
+    for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
+        if not isinstance(query, list) or not any(query):
+            return []
+        place = f"trajectory[{i}].query"
+        shown = [_as_chat(item, note, place) if isinstance(item, dict) else item for item in query]
+        calls.append(MessageCall(prompt=decode_messages(shown, place), answer=(answer,)))
+    return calls
 
 
 def _as_chat(item: Mapping[str, Any], note: Note, where: str) -> Mapping[str, Any]:
