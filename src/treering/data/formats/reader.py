@@ -107,7 +107,7 @@ class RecordReader:
             raise InputError(f"{where}: {error}") from error
         except (RecursionError, OverflowError) as error:
             raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
-        self._notes.update(said)
+        self._notes.update(list(said))
         return found
 
     def warn(self) -> None:
