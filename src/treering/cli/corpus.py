@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
+from treering.cli.branches import branches_note
 from treering.config.sft import DataConfig, StandInConfig
 from treering.data import (
     DATA_VARIABLE,
@@ -110,15 +111,19 @@ def _load(config: DataConfig, config_dir: Path) -> Corpus:
 
 def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
     tokenizer = None if config.tokenizer is None else locate(config.tokenizer, places)
-    renderer = Renderer(tokenizer=tokenizer, template=config.template)
+    renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     tasks: list[TrainingTask] = []
+    notes: list[str] = []
     for path in config.files:
-        # Each file numbers its own tasks, so equal ids in two files are two tasks.
         trajectories = read_trajectories(locate(path, places), config.format)
         _check_no_preferences(path, trajectories)
-        tasks += group_by_task(renderer.render(trajectories))[: config.max_tasks]
+        rendered = renderer.render(trajectories)
+        # Each file numbers its own tasks, so equal ids in two files are two tasks.
+        tasks += group_by_task(rendered)[: config.max_tasks]
+        if note := branches_note(rendered):
+            notes.append(f"{path.name}: {note}")
     num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
-    return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=(), tokenizer=tokenizer)
+    return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
 
 
 def _check_no_preferences(path: Path, trajectories: Sequence[Trajectory]) -> None:

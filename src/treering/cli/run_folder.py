@@ -1,8 +1,10 @@
 """What every training subcommand does around its steps: metric sinks, warnings as lines, the settings file."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date as Date
 
 from rich.console import Console
 
@@ -33,6 +35,23 @@ def open_sinks(config: RunConfig, opened: Opened) -> list[Sink]:
     if "tensorboard" in config.log:
         sinks.append(TensorBoardSink(config.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
     return sinks
+
+
+def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:
+    """The date that chat templates write: the configured one, else that of the run's first start, else today.
+
+    A run's first start is read from the settings in its folder.
+
+    Example: a run that started on 2026-01-31 and resumes the day after has 2026-01-31.
+    """
+    if configured is not None:
+        return configured
+    try:
+        settings = json.loads((run.dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        return Date.fromisoformat(settings[section]["date"])
+    except (OSError, ValueError, LookupError, TypeError):
+        # A new run, or one whose settings are lost: then its identity says whether its prompts are still the same.
+        return Date.today()
 
 
 def write_settings(config: Config, run: RunConfig) -> None:

@@ -5,11 +5,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath, Positive, Seed
+from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
-_FROM_FILE = ("file", "tokenizer", "template", "reward", "max_prompts", "max_prompt_tokens")
+_FROM_FILE = ("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens")
 
 
 class TaskConfig(Config):
@@ -36,6 +36,7 @@ class TaskConfig(Config):
         description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "
         "raw: unchanged.",
     )
+    date: TemplateDate = None
     reward: str = Field(
         default="exact_answer",
         description="Prompts: exact_answer, contains_answer, or package.module:function of a prompt and a text.",

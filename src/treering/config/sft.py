@@ -13,7 +13,7 @@ from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
-from treering.config.values import Count, FilePath, Positive, Seed
+from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.errors import ConfigError
 
@@ -51,6 +51,7 @@ class DataConfig(Config):
     template: Literal["plain", "hf"] = Field(
         default="plain", description="How messages become text: the plain form, or the tokenizer's chat template."
     )
+    date: TemplateDate = None
     max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
     vocab: Literal["full", "folded"] = Field(
         default="full",

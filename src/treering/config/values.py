@@ -1,5 +1,6 @@
 """Types of single settings, shared by every section: paths, counts, fractions, seeds."""
 
+from datetime import date as Date
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,15 @@ from pydantic import Field
 
 # TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
+TemplateDate = Annotated[
+    Date | None,
+    Field(
+        default=None,
+        strict=False,
+        description="The date that chat templates write as today's, as 2026-01-31; none: the day on which the run "
+        "first started, so that a resumed run has the same prompts.",
+    ),
+]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

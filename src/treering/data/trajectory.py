@@ -128,10 +128,11 @@ def _check_source(trajectory: Trajectory) -> None:
         return
     if not messages:
         raise InputError("messages must hold at least one message, got []; drop the trajectory")
-    for i, message in enumerate(messages):
-        _check_says_something(message, f"messages[{i}]")
-    if trajectory.format == RAW_FORMAT and any(message.tool_calls for message in messages):
-        raise InputError('format "raw" concatenates contents and has no form for tool_calls; use format "chat"')
+    if trajectory.format != RAW_FORMAT:
+        for i, message in enumerate(messages):
+            _check_says_something(message, f"messages[{i}]")
+    elif any(message.tool_calls or message.reasoning for message in messages):
+        raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
     for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")

@@ -366,3 +366,39 @@ def process(folder: Path, path: Path, *overrides: str) -> subprocess.Popen[bytes
 
 def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% for m in messages %} <{{ m.role }}> "
+    "{{ m.content if not (m.role == 'assistant' and not loop.last) else '' }}{% endfor %}"
+    "{% if add_generation_prompt %} <assistant> {% endif %}"
+)
+
+
+def write_dated_chats(folder: Path) -> str:
+    """Two chats of two turns for a template that writes today's date and cuts earlier answers."""
+    words = ["26", "Jul", "2024", *map(str, range(1, 20)), "<", ">", "user", "assistant", "one", "two", "what"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (folder / "tok").mkdir()
+    tokenizer.save(str(folder / "tok" / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": DATED}
+    (folder / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat = [("user", "what"), ("assistant", "one"), ("user", "what 1"), ("assistant", "two")]
+    messages = tuple(Message(role=role, content=content) for role, content in chat)
+    write_trajectories(folder / "chats.jsonl", [Trajectory(task_id=i, messages=messages) for i in range(2)])
+    return 'files = ["../chats.jsonl"]\ntokenizer = "../tok"\ntemplate = "hf"'
+
+
+def test_a_run_resumes_the_day_after_with_the_date_of_its_first_start(folder, capsys):
+    path = config(folder, write_dated_chats(folder))
+    sft(capsys, path, "data.date=2024-07-26", "train.num_steps=2", "run.dir=r")
+    summary, _ = sft(capsys, path, "run.dir=r")
+    assert (summary["resumed_from_step"], summary["num_steps"]) == (2, 4)
+    assert json.loads((folder / "r" / "config.json").read_text())["data"]["date"] == "2024-07-26"
+
+
+def test_chats_that_become_branches_say_how_many_tokens_these_share(folder, capsys):
+    path = config(folder, write_dated_chats(folder))
+    _, err = sft(capsys, path, "train.num_steps=1", "run.dir=r", "data.date=2024-07-26")
+    assert "2 of 2 chats are one branch a turn, 4 branches" in " ".join(err.split())

@@ -218,7 +218,7 @@ def test_the_vocabulary_covers_every_token_of_the_tokenizer(file: Path, tokenize
         ("{}", "needs prompt or question, got the keys none; add one"),
         ('{"text": "a", "id": 3}', "got the keys text, id; add one"),
         ('{"prompt": 3}', "must be text, got 3"),
-        ('{"question": ["a"]}', r"content may be a list of text parts only"),
+        ('{"question": ["a"]}', r"a question is text, got \['a'\]"),
         ('{"prompt": ""}', "a prompt holds text, got ''"),
         ('{"prompt": []}', "at least one message"),
         ('{"prompt": [{"content": "a"}]}', r"messages\[0\] needs a role"),

@@ -57,8 +57,9 @@ def read_rollouts(
     rendered: list[RenderedTrajectory] = []
     for file in files:
         found = read_trajectories(file, format)
-        trajectories += found
-        rendered += renderer.render(found)
+        rows = renderer.render(found)
+        rendered += rows
+        trajectories += [found[row.index] for row in rows]
         progress.advance(1)
     in_file_order = allow_file_order and any(one.epoch is None for one in trajectories)
     return record(trajectories, rendered, in_file_order=in_file_order), "file" if in_file_order else "epochs"

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, printed_warnings, write_settings
+from treering.cli.run_folder import open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
@@ -28,6 +28,9 @@ def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummar
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
+    if config.data.template == "hf":
+        date = run_date(config.run, "data", config.data.date)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)

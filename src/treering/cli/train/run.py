@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.progress import RlProgress, StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, printed_warnings, write_settings
+from treering.cli.run_folder import open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, with_costs
 from treering.cli.train.loop import make_loop, make_model
 from treering.cli.train.settings import identity
@@ -88,6 +88,9 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
     """Opens a run: model, warm-up, newest checkpoint, logs; closes the logs at the end."""
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
+    if config.task.template == "hf":
+        date = run_date(config.run, "task", config.task.date)
+        config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
     source = load_task(config.task, config_dir=config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)

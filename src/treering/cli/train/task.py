@@ -88,6 +88,7 @@ def _from_file(config: TaskConfig, config_dir: Path) -> TaskSource:
         template=config.template,
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
+        date=config.date,
     )
     left_out = {
         f"more than {config.max_prompt_tokens} tokens": task.num_overlong,

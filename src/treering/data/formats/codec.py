@@ -1,4 +1,4 @@
-"""Trajectories to and from JSON values in Treering's own form: messages or token ids, with rewards and the like."""
+"""Trajectories to and from JSON values in Treering's own form: chat messages or token ids, rewards and more."""
 
 import hashlib
 import json

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.rendering.script import TURN_START, Script, join_scripts
-from treering.errors import ConfigError
+from treering.data.rendering.script import TURN_END, TURN_START, Script, Span, join_scripts
+from treering.errors import ConfigError, InputError
 from treering.extras import require
 from treering.types import LossMask, TokenIds
 
@@ -56,17 +56,71 @@ class Encoder:
         """Opens `folder/tokenizer.json`; raises ConfigError if it is missing or broken."""
         self._tokenizer = open_tokenizer(folder)
         self._isolates_turns = _isolates(self._tokenizer, TURN_START)
+        # A marker may be an added token that is not special; data must not write it either.
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._control = {
+            token.content: i for i, token in added.items() if token.special or token.content in (TURN_START, TURN_END)
+        }
+        self._control_ids = np.array(sorted(self._control.values()), np.int32)
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
         """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 
+        A script's cuts fall between tokens. Text of special tokens outside its markers becomes ordinary tokens.
         If the start marker is a special token, it splits the text anyway, so equal messages are tokenized once.
+
+        Raises:
+            InputError: text outside the markers that the tokenizer cannot encode as ordinary tokens.
         """
-        parts = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
+        joined = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
+        parts = [[piece for script in scripts for piece in script.pieces()] for scripts in joined]
         unique = list(dict.fromkeys(script for scripts in parts for script in scripts))
         encodings = self._tokenizer.encode_batch([script.text for script in unique], add_special_tokens=False)
-        encoded = {script: _align(script, encoding) for script, encoding in zip(unique, encodings, strict=True)}
+        encoded = {script: self._align(script, encoding) for script, encoding in zip(unique, encodings, strict=True)}
         return [join_encoded([encoded[script] for script in scripts]) for scripts in parts]
+
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text holds the text of a special token."""
+        return any(token in text for token in self._control)
+
+    def _align(self, script: Script, encoding: "Encoding") -> EncodedScript:
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
+        if script.markers is not None and np.isin(tokens, self._control_ids).sum() != len(self._known(script)):
+            tokens, starts = self._encode_pieces(script)
+        return _masked(script, tokens, starts)
+
+    def _known(self, script: Script) -> list[Span]:
+        """The markers that are one token of this tokenizer."""
+        return [span for span in script.markers or () if script.text[span.start : span.stop] in self._control]
+
+    def _encode_pieces(self, script: Script) -> tuple[TokenIds, npt.NDArray[np.int64]]:
+        """Tokens and their first characters, each stretch between markers encoded with special tokens off."""
+        tokens: list[int] = []
+        starts: list[int] = []
+        at = 0
+        for marker in [*self._known(script), Span(len(script.text), len(script.text))]:
+            piece = self._encode_ordinary(script.text[at : marker.start])
+            tokens += piece.ids
+            starts += [at + start for start, _ in piece.offsets]
+            if marker.start < marker.stop:
+                tokens.append(self._control[script.text[marker.start : marker.stop]])
+                starts.append(marker.start)
+            at = marker.stop
+        return np.array(tokens, np.int32), np.array(starts, np.int64)
+
+    def _encode_ordinary(self, text: str) -> "Encoding":
+        self._tokenizer.encode_special_tokens = True
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = False
+        if np.isin(encoding.ids, self._control_ids).any():
+            raise InputError(
+                f"text must not hold chat markers, which this tokenizer has no ordinary tokens for, got {text!r:.80}; "
+                "remove them"
+            )
+        return encoding
 
 
 def open_tokenizer(folder: Path) -> "Tokenizer":
@@ -98,9 +152,7 @@ def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
     return any(token.content == marker and not token.lstrip and not token.single_word for token in added)
 
 
-def _align(script: Script, encoding: "Encoding") -> EncodedScript:
-    tokens = np.array(encoding.ids, dtype=np.int32)
-    starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
+def _masked(script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
     edges = np.array(script.spans, dtype=np.int64).reshape(-1)
     # Index among the edges start0, stop0, start1, ...: odd inside a span; span k has index 2k + 1.
     place = np.searchsorted(edges, starts, side="right")

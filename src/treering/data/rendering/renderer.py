@@ -1,7 +1,9 @@
 """Renders trajectories to token ids and masks: their own tokens, raw text, the plain chat form or a chat template."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date as Date
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -9,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.rendering.encoder import EncodedScript, Encoder
-from treering.data.rendering.script import Script, plain_scripts
+from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
-from treering.data.trajectory import RAW_FORMAT, TaskId, Trajectory
-from treering.errors import ConfigError, InputError
+from treering.data.rendering.turns import Tools, chat_scripts, check_rendered
+from treering.data.trajectory import RAW_FORMAT, Message, TaskId, Trajectory
+from treering.errors import ConfigError, DataWarning, InputError
 from treering.types import LossMask, TokenIds
 
 Template: TypeAlias = Literal["plain", "hf"]
@@ -34,10 +37,14 @@ class RenderedTrajectory:
     """bool [T], True for trained tokens."""
     turn_ends: npt.NDArray[np.int32]
     """int32 [turns], ascending: one past the last trained token of each assistant turn."""
+    index: int = 0
+    """Place of its trajectory among those rendered together; a chat whose template rewrites history has several."""
     reward: float | None = None
     """Reward of the whole rollout; None if unknown."""
     advantage: float | None = None
     """Advantage of the whole rollout; None if unknown."""
+    advantages: npt.NDArray[np.float64] | None = None
+    """float64 [T], the advantage of each token; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
     """float64 [T] under the policy that sampled; None if unknown."""
 
@@ -57,45 +64,102 @@ class Renderer:
     Example: `Renderer(tokenizer=None).render([Trajectory(task_id=1, tokens=ids)])[0].tokens` is `ids`.
     """
 
-    def __init__(self, *, tokenizer: Path | None, template: Template = "plain") -> None:
-        """`tokenizer` is a Hugging Face tokenizer folder; None will do if every trajectory has tokens."""
+    def __init__(self, *, tokenizer: Path | None, template: Template = "plain", date: Date | None = None) -> None:
+        """Opens nothing yet.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer folder; None will do if every trajectory has tokens.
+            template: the chat form.
+            date: what chat templates that write today's date write; None is today.
+
+        Raises:
+            ConfigError: an unknown template.
+        """
         if template not in ("plain", "hf"):
             raise ConfigError(f'template is "plain" or "hf", got {template!r}; choose one of them')
         self._folder = tokenizer
         self._template: Template = template
+        self._date = date
         self._encoder: Encoder | None = None
         self._chat: ChatTemplate | None = None
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
 
+        A chat becomes several sequences where its template rewrites history; see `chat_scripts`.
+
         Raises:
-            InputError: messages without a tokenizer, or without any text.
+            InputError: messages without a tokenizer, without any text, or that the template drops a part of.
         """
         trajectories = list(trajectories)
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
-        encoded: dict[int, EncodedScript] = {}
-        if written:
-            encoder = self._open()
-            encoded = dict(zip(written, encoder.encode([self._scripts(trajectories[i]) for i in written]), strict=True))
+        sequences = [(i, scripts) for i in written for scripts in self._scripts(trajectories[i], self._open())]
+        encoded = self._open().encode([scripts for _, scripts in sequences]) if sequences else []
+        of_messages: dict[int, list[EncodedScript]] = {}
+        for (i, _), sequence in zip(sequences, encoded, strict=True):
+            of_messages.setdefault(i, []).append(sequence)
+        self._say_what_is_lost([trajectories[i] for i in written])
         return [
-            _rendered(trajectory, encoded[i] if i in encoded else _given(trajectory))
+            _rendered(trajectory, sequence, i)
             for i, trajectory in enumerate(trajectories)
+            for sequence in of_messages.get(i) or [_given(trajectory)]
         ]
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> TokenIds:
+        r"""The messages up to the first token that the policy writes, int32 [P].
+
+        Args:
+            messages: the prompt, without the policy's turn.
+            tools: JSON schemas for the chat template.
+            is_raw: concatenate the contents.
+
+        Raises:
+            InputError: no tokenizer, no text, or something that the template drops.
+
+        Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
+        """
+        encoder = self._open()
+        if is_raw:
+            scripts = [raw_script(messages)]
+        elif self._chat is None:
+            scripts = [*(message_script(message) for message in messages), turn_opening()]
+        else:
+            check_rendered(self._chat, messages, tools)
+            scripts = [Script(text=self._chat.prompt(messages, tools))]
+        self._say_what_is_lost([Trajectory(task_id=0, messages=tuple(messages), tools=tuple(tools))])
+        return encoder.encode([scripts])[0].tokens
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The tokenizer's own template; None for the plain form."""
+        self._open()
+        return self._chat
 
     def _open(self) -> Encoder:
         if self._folder is None:
             raise InputError("messages need a tokenizer, got none; pass --tokenizer DIR (a Hugging Face folder)")
         self._encoder = self._encoder or Encoder(self._folder)
         if self._template == "hf":
-            self._chat = self._chat or ChatTemplate(self._folder)
+            self._chat = self._chat or ChatTemplate(self._folder, date=self._date)
         return self._encoder
 
-    def _scripts(self, trajectory: Trajectory) -> list[Script]:
+    def _scripts(self, trajectory: Trajectory, encoder: Encoder) -> list[list[Script]]:
+        """The sequences of a trajectory, each as its scripts."""
         if self._chat is None or trajectory.format == RAW_FORMAT:
-            return plain_scripts(trajectory)
+            return [plain_scripts(trajectory)]
         assert trajectory.messages is not None, "only messages have a template"
-        return [self._chat.script(trajectory.messages)]
+        return [[script] for script in chat_scripts(self._chat, trajectory.messages, trajectory.tools)]
+
+    def _say_what_is_lost(self, trajectories: Sequence[Trajectory]) -> None:
+        """Warns of tools that the plain form leaves out, and of data that a template turns into special tokens."""
+        is_plain = [self._chat is None or trajectory.format == RAW_FORMAT for trajectory in trajectories]
+        if any(trajectory.tools for trajectory, plain in zip(trajectories, is_plain, strict=True) if plain):
+            _warn("the plain form and raw text leave tools out; a policy that was shown them needs --template hf")
+        if any(_has_special_text(self._open(), one) for one in trajectories if self._chat or one.format == RAW_FORMAT):
+            _warn(
+                "some messages hold the text of special tokens, which a chat template or raw text turns into these "
+                "tokens, so data can write turns; --template plain keeps it as text"
+            )
 
 
 def render(
@@ -129,7 +193,7 @@ def _given(trajectory: Trajectory) -> EncodedScript:
     return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32))
 
 
-def _rendered(trajectory: Trajectory, encoded: EncodedScript) -> RenderedTrajectory:
+def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
     if encoded.tokens.size == 0:
         raise InputError(f"a trajectory needs text, got only empty messages in task {trajectory.task_id!r}; drop it")
     return RenderedTrajectory(
@@ -137,7 +201,17 @@ def _rendered(trajectory: Trajectory, encoded: EncodedScript) -> RenderedTraject
         tokens=encoded.tokens,
         loss_mask=encoded.loss_mask,
         turn_ends=encoded.turn_ends,
+        index=index,
         reward=trajectory.reward,
         advantage=trajectory.advantage,
+        advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
     )
+
+
+def _has_special_text(encoder: Encoder, trajectory: Trajectory) -> bool:
+    return any(encoder.has_special_text(message.content or "") for message in trajectory.messages or ())
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, DataWarning, stacklevel=4)

@@ -3,33 +3,36 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date as Date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from treering.data.formats.codec import decode
 from treering.data.formats.files import numbered_lines
-from treering.data.rendering.script import TURN_END, join_scripts, message_script, raw_script
-from treering.data.rendering.template import ChatTemplate
+from treering.data.rendering.renderer import Renderer
+from treering.data.rendering.script import TURN_END
 from treering.data.trajectory import Message
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards import check_answer, find_reward
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens
-from treering.types import PromptId, TokenIds
+from treering.types import PromptId
 
 PromptTemplate = Literal["plain", "hf", "raw"]
 """plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text unchanged, for base models."""
 
+_PROMPT_KEYS = ("system", "tools", "functions", "images", "image", "videos", "video", "audio", "documents")
+"""Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
 _ID_KEYS = ("prompt_id", "task_id", "id")
-_PLACEHOLDER = Message(role="assistant", content="x")
 
 
 class PromptsFile(Task):
     """The prompts of a JSONL file, plain or .gz; one object per line.
 
     Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer` (text or a number); the
-    id in `prompt_id`, `task_id` or `id`, else a hash of the tokens. Other fields are ignored.
+    id in `prompt_id`, `task_id` or `id`, else a hash of the tokens. `tools` are JSON schemas for the chat
+    template. Other fields are ignored unless they change a prompt, such as images.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -44,6 +47,7 @@ class PromptsFile(Task):
         template: PromptTemplate = "plain",
         max_prompts: int | None = None,
         max_prompt_tokens: int | None = None,
+        date: Date | None = None,
     ) -> None:
         """Reads the file.
 
@@ -54,6 +58,7 @@ class PromptsFile(Task):
             template: how a prompt becomes text; see `PromptTemplate`.
             max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
+            date: what chat templates that write today's date write; None is today.
 
         Raises:
             ConfigError: an unknown reward or template, a folder without a tokenizer, or a limit below 1.
@@ -69,7 +74,7 @@ class PromptsFile(Task):
         self._reward = find_reward(reward)
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)
-        self._chat = ChatTemplate(tokenizer) if template == "hf" else None
+        self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
         self.num_overlong = 0
         """Prompts left out because of their length."""
         self.num_duplicates = 0
@@ -124,7 +129,7 @@ class PromptsFile(Task):
 
     def _prompt(self, line: "_Line", reward: str) -> Prompt:
         check_answer(reward, line.answer)
-        tokens = self._encode(line.messages)
+        tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._template == "raw")
         prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
         return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer)
 
@@ -138,23 +143,13 @@ class PromptsFile(Task):
         else:
             raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
 
-    def _encode(self, messages: tuple[Message, ...]) -> TokenIds:
-        """Tokens of the text up to the first character that the policy would write."""
-        conversation = [*messages, _PLACEHOLDER]
-        if self._chat is not None:
-            script = self._chat.script(conversation)
-        elif self._template == "raw":
-            script = raw_script(conversation)
-        else:
-            script = join_scripts(message_script(message) for message in conversation)
-        return self._tokens.encode(script.text[: script.spans[-1].start])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
     """A parsed line; `prompt_id` is None if it has no id."""
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
     answer: str | None
     prompt_id: PromptId | None
 
@@ -179,15 +174,23 @@ def _line(record: object) -> _Line:
     value = record.get(key)
     if value is None:
         raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; add one")
-    messages = value if isinstance(value, list) and key == "prompt" else [{"role": "user", "content": value}]
-    # The trajectory decoder reads every message format.
-    decoded = decode({"task_id": "prompt", "messages": messages}).messages
+    if key == "question" and not isinstance(value, str):
+        raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
+    messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
+    fields = {name: record.get(name) for name in (*_PROMPT_KEYS, "chat_template_kwargs")}
+    trajectory = decode({**fields, "task_id": "prompt", "messages": messages})
+    decoded = trajectory.messages
     assert decoded is not None, "messages were given"
     if decoded[-1].is_trained:
         raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
     if not any(message.content for message in decoded):
         raise InputError(f"a prompt holds text, got {value!r}; drop the line")
-    return _Line(messages=decoded, answer=_answer(record.get("answer")), prompt_id=_prompt_id(record))
+    return _Line(
+        messages=decoded,
+        tools=trajectory.tools,
+        answer=_answer(record.get("answer")),
+        prompt_id=_prompt_id(record),
+    )
 
 
 def _answer(value: object) -> str | None:

@@ -115,7 +115,9 @@ def _is_line(record: object) -> TypeGuard[dict[str, Any]]:
     """Whether a record is of a log or of a run of Treering, whose lengths need no decoding."""
     if not isinstance(record, dict):
         return False
-    return bool({"task_id", "length"} & record.keys()) or ("prompt" in record and not {"completion", "chosen"} & record.keys())
+    return bool({"task_id", "length"} & record.keys()) or (
+        "prompt" in record and not {"completion", "chosen"} & record.keys()
+    )
 
 
 def _counted(branches: list[Trajectory], where: str) -> _Row:
