@@ -12,6 +12,8 @@ from treering.errors import InputError
 _UNREAD = MappingProxyType(
     {
         b"\x28\xb5\x2f\xfd": "a zstandard file; decompress it with zstd -d",
+        b"\xff\xfe": "a text in UTF-16; convert it to UTF-8",
+        b"\xfe\xff": "a text in UTF-16; convert it to UTF-8",
         b"PK\x03\x04": "a zip archive; unpack it",
         b"BZh": "a bzip2 file; decompress it with bunzip2",
         b"\xfd7zXZ": "an xz file; decompress it with unxz",

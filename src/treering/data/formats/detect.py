@@ -58,6 +58,7 @@ _OTHER: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"from", "value"}), 'it is one turn; write a conversation as {"conversations": [...]} in one record'),
     (frozenset({"source", "action"}), 'it is one event of OpenHands; write a run as {"history": [...]} in one record'),
     (frozenset({"source", "observation"}), 'it is one event of OpenHands; write a run as {"history": [...]}'),
+    (frozenset({"type", "function"}), "it is the schema of a tool; give it as one of the tools of a trajectory"),
     (frozenset({"text"}), "it is a text in which nothing says what the policy wrote; give prompt and completion"),
     (frozenset({"question"}), "it is of a prompts file for `treering train`; a trajectory has the response too"),
     (frozenset({"prompt", "length"}), "it is of a log of lengths for `treering simulate`; a trajectory has the text"),
@@ -114,7 +115,7 @@ def _find(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
         return "verifiers"
     if {"prompt", "completion"} <= keys and "messages" not in keys:
         return "trl"
-    if {"input", "output"} <= keys and {"score", "step", "gts"} & set(record):
+    if {"input", "output"} <= set(record) and {"score", "step", "gts"} & set(record):
         return "verl"
     if "messages" in record or keys.intersection(_TOKENS):
         return "treering" if keys.intersection(("task_id", *_TOKENS)) else "chat"
@@ -146,23 +147,23 @@ def _find_agent(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
 
 
 def _unknown(record: Mapping[str, Any]) -> str:
-    keys = set(record)
+    keys = {key for key, value in record.items() if not is_blank(value)}
     begin = f"no format has a record with the keys {_names(record)}"
     if hint := next((hint for group, hint in _OTHER if group <= keys), None):
         return f"{begin}: {hint}"
-    if nearest := _nearest(keys):
+    if nearest := _nearest(set(record), keys):
         return f"{begin}; {nearest}"
     formats = "; ".join(f"{name} has {' and '.join(groups[0])}" for name, groups in list(NEEDED.items())[:4])
     return f"{begin}: {formats}; write it as one of these"
 
 
-def _nearest(keys: set[str]) -> str | None:
+def _nearest(keys: set[str], filled: set[str]) -> str | None:
     """What the keys look like most: by a key that is nearly right, else by the share of keys that are there."""
     shares = [(len(keys.intersection(groups[0])) / len(groups[0]), name) for name, groups in NEEDED.items()]
     share, name = max(shares, key=lambda pair: pair[0])
     if share:
-        missing = [key for key in NEEDED[name][0] if key not in keys]
-        return f"it looks most like {name}, and {' and '.join(missing)} is missing; add it"
+        missing = [key for key in NEEDED[name][0] if key not in filled]
+        return f"it looks most like {name}, and {' and '.join(missing)} is missing or empty; add it"
     wanted = sorted({key for groups in NEEDED.values() for key in groups[0]})
     for key in sorted(keys):
         if close := get_close_matches(key, wanted, n=1, cutoff=0.75):

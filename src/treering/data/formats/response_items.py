@@ -6,13 +6,12 @@ from typing import Any
 from treering.data.formats.fields import show
 from treering.errors import InputError
 
-_ITEMS = frozenset({"function_call", "function_call_output", "reasoning", "custom_tool_call"})
 _STAMPS = ("id", "status", "type")
 
 
 def has_items(records: Iterable[object]) -> bool:
     """Whether some of the records are items of the Responses API and no chat messages."""
-    return any(_kind(record) in _ITEMS for record in records)
+    return any(_kind(record) not in (None, "message") for record in records)
 
 
 def merge_items(records: Iterable[object], name: str) -> list[object]:

@@ -15,6 +15,8 @@ TASK_KEYS = ("task_id", "instance_id", "example_id", "prompt_id")
 
 NO_TASK = "no task is named, so those with equal first prompts are trials of one task"
 
+NO_ANSWER = "nothing was sampled, so these are left out"
+
 
 def task_of(
     record: Mapping[str, Any],

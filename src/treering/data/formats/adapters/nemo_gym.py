@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from treering.data.formats.adapters.token_calls import token_call, token_trajectories
-from treering.data.formats.adapters.verifiers import NO_ANSWER
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import array, integer_field, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.model_calls import TokenCall, as_context
-from treering.data.formats.tasks import TASK_KEYS, Note, task_of
+from treering.data.formats.tasks import NO_ANSWER, TASK_KEYS, Note, task_of
 from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError

@@ -8,12 +8,11 @@ from typing import Any
 
 from treering.data.formats.adapters.chat import decode_chat
 from treering.data.formats.adapters.openhands_events import conversations_of
-from treering.data.formats.adapters.verifiers import NO_ANSWER
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import array, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.model_calls import as_context
-from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tasks import NO_ANSWER, Note, task_of
 from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError

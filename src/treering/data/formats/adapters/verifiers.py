@@ -12,12 +12,11 @@ from treering.data.formats.adapters.trl import prompt_and_completion
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import is_blank, number_field
 from treering.data.formats.model_calls import TokenCall
-from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tasks import NO_ANSWER, Note, task_of
 from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import RAW_FORMAT, Trajectory
 from treering.errors import InputError
 
-NO_ANSWER = "nothing was sampled, so these are left out"
 _TOOLS = ("tools", "tool_defs", "oai_tools")
 
 

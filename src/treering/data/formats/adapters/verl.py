@@ -8,7 +8,7 @@ from typing import Any
 
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import integer_field, number_field, text_field
-from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tasks import NO_ANSWER, Note, task_of
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import InputError
 
@@ -22,14 +22,17 @@ def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     r"""The rollout of a row, as the text that it is (format "raw").
 
     Raises:
-        InputError: no input or output, or an output of more than one turn.
+        InputError: no input, or an output of more than one turn.
 
     Example: `{"input": "user\n2+2?\nassistant\n", "output": "4", "score": 1.0, "step": 1}` trains "4".
     """
     check_readable(record)
     texts = {key: text_field(record, key) for key in ("input", "output")}
-    if missing := [key for key, text in texts.items() if not text]:
-        raise InputError(f"a rollout has input and output, got no {' and no '.join(missing)}; drop the row")
+    if not texts["input"]:
+        raise InputError("a rollout has an input that the policy was shown, got none; drop the row")
+    if not texts["output"]:
+        note(NO_ANSWER)
+        return []
     num_turns = integer_field(record, "num_turns")
     if num_turns is not None and num_turns > 2:
         raise InputError(
