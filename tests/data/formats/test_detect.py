@@ -69,6 +69,8 @@ def test_a_record_of_no_format_says_what_it_has_and_what_is_missing(tmp_path, re
         read(tmp_path, record)
 
 
-def test_a_response_beside_messages_is_not_dropped(tmp_path):
-    with pytest.raises(InputError, match="response stands beside messages, and only one of them would be trained"):
-        read(tmp_path, {"messages": TALK, "response": {"text": "x"}})
+@pytest.mark.parametrize("key", ["response", "completion"])
+@pytest.mark.parametrize("value", [{"text": "x"}, [ANSWER], "x"])
+def test_an_answer_beside_messages_is_not_dropped(tmp_path, key, value):
+    with pytest.raises(InputError, match=f"{key} stands beside messages, and only one of them would be trained"):
+        read(tmp_path, {"messages": TALK, "prompt": [QUESTION], key: value})

@@ -38,6 +38,12 @@ def test_items_of_one_answer_are_one_message(tmp_path):
     assert (one.tools, one.reward) == (({"type": "function", "function": flat},), 1.0)
 
 
+def test_reasoning_and_text_after_text_or_a_call_are_the_next_answer(tmp_path):
+    [one], _ = read(tmp_path, rollout(THOUGHT, said("a"), THOUGHT, CALL, said("b")))
+    answers = [(message.reasoning, message.content, len(message.tool_calls)) for message in one.messages[1:]]
+    assert answers == [("I look it up.", "a", 0), ("I look it up.", None, 1), (None, "b", 0)]
+
+
 def test_the_index_of_the_task_names_it_and_that_of_the_rollout_is_the_trial(tmp_path):
     found, notes = read(
         tmp_path, *(rollout(said("x"), _ng_task_index=3, _ng_rollout_index=trial, reward=0.0) for trial in (0, 1))

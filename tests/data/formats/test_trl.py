@@ -21,11 +21,12 @@ def test_texts_stand_as_they_are(tmp_path):
     "record",
     [
         {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WRONG]},
+        {"prompt": [QUESTION], "chosen": ANSWER, "rejected": WRONG},
         {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG]},
         # As UltraFeedback has it: the question as text, beside whole conversations.
         {"prompt": QUESTION["content"], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG], "messages": []},
     ],
-    ids=["prompt", "implicit", "text prompt"],
+    ids=["prompt", "one message", "implicit", "text prompt"],
 )
 def test_a_pair_has_one_prompt_and_two_answers(tmp_path, record):
     found, _ = read(tmp_path, {**record, "score_chosen": 9.0})
@@ -33,6 +34,11 @@ def test_a_pair_has_one_prompt_and_two_answers(tmp_path, record):
     assert [turns(one) for one in found] == expected
     assert [(one.preference, one.reward) for one in found] == [("chosen", 9.0), ("rejected", None)]
     assert found[0].task_id == found[1].task_id
+
+
+def test_answers_in_the_prompt_of_a_pair_are_context(tmp_path):
+    found, _ = read(tmp_path, {"prompt": [QUESTION, WRONG, QUESTION], "chosen": [ANSWER], "rejected": [WRONG]})
+    assert [[trained for _, _, trained in turns(one)] for one in found] == [[False, False, False, True]] * 2
 
 
 def test_a_pair_of_texts_parts_where_the_texts_differ_and_a_space_belongs_to_the_answer(tmp_path):

@@ -95,7 +95,7 @@ def _is_same(one: Message, other: Message) -> bool:
 
 def _extends(prompt: TokenIds, call: TokenCall) -> bool:
     whole = np.concatenate([call.prompt, call.completion])
-    return prompt.size >= whole.size and np.array_equal(prompt[: whole.size], whole)
+    return np.array_equal(prompt[: whole.size], whole)
 
 
 def _joined(run: Sequence[TokenCall]) -> TokenBranch:

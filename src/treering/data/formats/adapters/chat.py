@@ -23,11 +23,11 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     """
     if isinstance(record.get("messages"), str):
         record = {**record, "messages": _parsed(record["messages"])}
-    if not is_blank(record.get("response")) and isinstance(record["response"], dict):
-        raise InputError(
-            "response stands beside messages, and only one of them would be trained; add it to messages, or read a log "
-            'of calls with format "openhands"'
-        )
+    for key in ("completion", "response"):
+        if not is_blank(record.get("messages")) and not is_blank(record.get(key)):
+            raise InputError(
+                f"{key} stands beside messages, and only one of them would be trained; add it to messages, or remove it"
+            )
     trajectory = decode(record)
     task_id = task_of(
         record, note, messages=trajectory.messages, tokens=trajectory.tokens, loss_mask=trajectory.loss_mask
