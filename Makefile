@@ -39,7 +39,7 @@ test-oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python -c constraints-oldest.txt \
-	  -e '.[peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[datasets,peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest

@@ -41,7 +41,7 @@ NO_TORCH = {
     *("data", "tree", "history", "schedule", "analysis"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.
-OPTIONAL = {"accelerate", "jaxtyping", "peft", "safetensors", "tokenizers", "transformers"}
+OPTIONAL = {"accelerate", "jaxtyping", "peft", "pyarrow", "safetensors", "tokenizers", "transformers"}
 
 
 def room_of(module: str) -> str:

@@ -66,7 +66,13 @@ def test_the_documented_table_has_the_hosts_of_the_tested_one() -> None:
 def test_oldest_versions_are_the_floors_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["train"], *extras["peft"], *extras["tensorboard"]]
+    required = [
+        *project["dependencies"],
+        *extras["train"],
+        *extras["datasets"],
+        *extras["peft"],
+        *extras["tensorboard"],
+    ]
     floors = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<\d+)?", line).groups() for line in required)  # type: ignore[union-attr]
     pins = dict(line.split("==") for line in lines_of("constraints-oldest.txt"))
     padded = {name: f"{floor}.0.0" for name, floor in floors.items()}

@@ -11,12 +11,13 @@ TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 """Packages of `treering[train]`."""
 
 
-def require(user: str, *packages: str) -> None:
+def require(user: str, *packages: str, extra: str = "train") -> None:
     """Checks that the packages are installed.
 
     Args:
         user: what needs them; begins the message.
-        packages: of `TRAIN`; none means all of them.
+        packages: those of the extra that are needed; none means all of `TRAIN`.
+        extra: which one installs them.
 
     Raises:
         MissingExtraError: some are missing.
@@ -27,7 +28,7 @@ def require(user: str, *packages: str) -> None:
     if missing:
         # The small packages come with these two, and their names tell a reader little.
         names = [package for package in missing if package in ("torch", "transformers")] or missing
-        raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[train]'")
+        raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[{extra}]'")
 
 
 def _is_installed(package: str) -> bool:

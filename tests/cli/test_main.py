@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ import pytest
 
 from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
-from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
 SUBCOMMANDS = {"inspect", "sft", "train", "demo", "simulate"}
 
@@ -40,12 +41,12 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (
             ["inspect", "a.jsonl", "b.jsonl.gz"],
             {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
-            | {"template": "plain", "json_output": False, "num_causes": 0},
+            | {"template": "plain", "json_output": False, "num_causes": 0, "format": "auto"},
         ),
         (
-            ["inspect", "a", "--tokenizer", "t", "--model-shape", "llama3-8b", "--template", "hf", "--json"],
+            shlex.split("inspect a --tokenizer t --model-shape llama3-8b --template hf --json --format sharegpt"),
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
-            | {"template": "hf", "json_output": True, "num_causes": 0},
+            | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"},
         ),
         (["sft", "c.toml"], {"config_path": Path("c.toml"), "overrides": [], "json_output": False}),
         (
@@ -211,3 +212,26 @@ def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dic
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.splitlines()[-1] == f"{after} False"
+
+
+def test_notes_about_data_are_one_line_each_on_stderr_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(**_: object) -> None:
+        for text in ("a.jsonl: one\nnote", "a.jsonl: one note", "b.jsonl: another"):
+            warnings.warn(text, DataWarning, stacklevel=1)
+        print("{}")
+
+    replace(monkeypatch, "inspect", run)
+    assert call(monkeypatch, "inspect", "a.jsonl", "--json") == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("{}\n", "treering: note: a.jsonl: one note\ntreering: note: b.jsonl: another\n")
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "inspect", "a.jsonl", "--format", "alpaca") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("treering: ")
+    assert all(word in err for word in ("'alpaca' is not one of", "'sharegpt'", "'atif'"))

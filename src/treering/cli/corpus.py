@@ -15,6 +15,7 @@ from treering.data import (
     DATA_VARIABLE,
     AgentSpec,
     Renderer,
+    Trajectory,
     data_folder,
     generate_trajectories,
     read_trajectories,
@@ -114,13 +115,23 @@ def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
     tasks: list[TrainingTask] = []
     notes: list[str] = []
     for path in config.files:
-        rendered = renderer.render(read_trajectories(locate(path, places)))
+        trajectories = read_trajectories(locate(path, places), config.format)
+        _check_no_preferences(path, trajectories)
+        rendered = renderer.render(trajectories)
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         tasks += group_by_task(rendered)[: config.max_tasks]
         if note := branches_note(rendered):
             notes.append(f"{path.name}: {note}")
     num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
+
+
+def _check_no_preferences(path: Path, trajectories: Sequence[Trajectory]) -> None:
+    if any(one.preference == "rejected" for one in trajectories):
+        raise InputError(
+            f"{path}: supervised training would train the rejected answers of preference pairs too; use "
+            "treering.objectives.dpo, or write the chosen ones as prompt and completion"
+        )
 
 
 def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:

@@ -7,15 +7,18 @@ Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
 import treering
-from treering.cli.options import JsonOutput, one_of
+from treering.cli.options import Format, JsonOutput, one_of
 from treering.cli.simulate.command import simulate
-from treering.errors import ConfigError, TreeringError
+from treering.errors import ConfigError, DataWarning, TreeringError
 from treering.extras import require
 
 EXIT_BAD_INPUT = 2
@@ -48,17 +51,42 @@ def main() -> None:
     # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+    with _notes_on_stderr():
+        sys.exit(_run())
+
+
+def _run() -> int | None:
     try:
         # Not standalone: typer would wrap a mistyped option in a box of many lines.
-        code = app(prog_name="treering", standalone_mode=False)
+        return cast(int | None, app(prog_name="treering", standalone_mode=False))
     except TreeringError as error:
-        code = _refused(str(error))
+        return _refused(str(error))
     except typer.Abort:
         # Ctrl-C; newer typer releases return the code themselves.
-        code = EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except _UsageError as error:
-        code = _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
-    sys.exit(code)
+        return _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
+
+
+@contextmanager
+def _notes_on_stderr() -> Iterator[None]:
+    """Inside, what is to be said about data is one line on stderr, each sentence one time; stdout stays clean."""
+    said: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DataWarning)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if not issubclass(category, DataWarning):
+                shown(message, category, *place, **more)
+                return
+            text = " ".join(str(message).split())
+            if text not in said:
+                said.add(text)
+                print(f"treering: note: {text}", file=sys.stderr)
+
+        warnings.showwarning = show
+        yield
 
 
 def _refused(message: str) -> int:
@@ -85,7 +113,13 @@ def _options(
 
 @app.command()
 def inspect(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="JSONL trajectory files, plain or .gz.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain or gzip, or folders of datasets.",
+        ),
+    ],
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder; needed for messages.")
     ] = None,
@@ -134,6 +168,7 @@ def inspect(
         int | None,
         typer.Option(metavar="N", min=1, help="drafts, history: a sample of whole prompts with all their rollouts."),
     ] = None,
+    format: Format = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what trajectories share, and the best speedup that training them as trees can give.
@@ -164,6 +199,7 @@ def inspect(
             max_rollouts=max_rollouts,
             verify_cost=verify_cost,
             json_output=json_output,
+            format=format,
         )
         return
     if history:
@@ -176,6 +212,7 @@ def inspect(
             num_groups=groups or 8,
             max_rollouts=max_rollouts,
             json_output=json_output,
+            format=format,
         )
         return
     from treering.cli.inspect.command import run
@@ -187,6 +224,7 @@ def inspect(
         template=template,
         json_output=json_output,
         num_causes=10 if why else 0,
+        format=format,
     )
 
 

@@ -1,9 +1,22 @@
 """Command-line options that several subcommands share."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
+
+from treering.data import FormatName
+
+FORMAT_HELP = (
+    f"Format of the records: {', '.join(get_args(FormatName))}. Default: auto, found from the keys of the first record."
+)
+
+
+def _format(word: str) -> str:
+    return one_of(*get_args(FormatName))(word)
+
+
+Format = Annotated[FormatName, typer.Option("--format", parser=_format, metavar="NAME", help=FORMAT_HELP)]
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]
 

@@ -14,6 +14,7 @@ from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
+from treering.data.formats.detect import FormatName
 from treering.errors import ConfigError
 
 
@@ -38,7 +39,11 @@ class DataConfig(Config):
         "folder, and without that folder the stand-in is generated. generated: the stand-in.",
     )
     files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
-        default=(), description="JSONL trajectory files, plain or .gz."
+        default=(),
+        description="Trajectory files: JSON Lines, JSON or Parquet, plain or gzip, or folders of datasets.",
+    )
+    format: FormatName = Field(
+        default="auto", description="Format of the records; auto: found from the keys of each file's first record."
     )
     tokenizer: FilePath | None = Field(
         default=None, description="Hugging Face tokenizer folder; needed for `messages`."

@@ -171,9 +171,12 @@ def test_drafts_is_an_option_and_its_options_reach_it(
 ) -> None:
     got: dict[str, Any] = {}
     monkeypatch.setattr(module, "run", lambda **given: got.update(given))
-    assert call(monkeypatch, "--drafts", "a", "--max-rollouts", "5", "--verify-cost", "0.4", "--json") == 0
+    assert (
+        call(monkeypatch, "--drafts", "a", "--max-rollouts", "5", "--verify-cost", "0.4", "--json", "--format", "chat")
+        == 0
+    )
     assert got == {"paths": [Path("a")], "tokenizer": None, "template": "plain"} | {
-        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True,
+        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True, "format": "chat",
     }  # fmt: skip
 
 

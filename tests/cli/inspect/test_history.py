@@ -184,14 +184,14 @@ def test_history_is_an_option_and_its_options_reach_it(
     monkeypatch.setattr(module, "run", lambda **given: got.update(given))
     assert call(monkeypatch, "--history", str(folder)) == 0
     assert got == {"paths": [folder], "tokenizer": None, "template": "plain"} | {
-        "num_groups": 8, "max_rollouts": None, "json_output": False,
+        "num_groups": 8, "max_rollouts": None, "json_output": False, "format": "auto",
     }  # fmt: skip
     assert (
         call(monkeypatch, "--history", "a", "b", "--groups", "3", "--max-rollouts", "5", "--json", "--tokenizer", "t")
         == 0
     )
     assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "plain"} | {
-        "num_groups": 3, "max_rollouts": 5, "json_output": True,
+        "num_groups": 3, "max_rollouts": 5, "json_output": True, "format": "auto",
     }  # fmt: skip
 
 

@@ -205,6 +205,15 @@ def test_a_file_that_is_nowhere_is_refused_with_the_places(folder: Path, capsys:
         sft(capsys, path)
 
 
+def test_preference_pairs_are_refused_because_the_rejected_answer_would_be_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "prompt_id": 1}\n')
+    path = config(folder, 'files = ["a.jsonl"]\nformat = "trl"')
+    with pytest.raises(InputError, match=r"a\.jsonl: supervised training would train the rejected answers"):
+        sft(capsys, path)
+
+
 def test_without_the_real_data_folder_the_stand_in_is_trained_and_said(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

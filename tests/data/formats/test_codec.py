@@ -12,21 +12,18 @@ def chat(**message):
     return {"task_id": 1, "messages": [{"role": "assistant", "content": None, **message}]}
 
 
-def test_tool_calls_read_alike_flat_or_nested_and_with_arguments_as_object_or_text():
-    arguments = {"query": "Zürich", "limit": 3}
-    text = '{"query": "Zürich",  "limit": 3}'
+@pytest.mark.parametrize("arguments", [{"query": "Zürich", "limit": 3}, '{"query": "Zürich",  "limit": 3}'])
+def test_tool_calls_read_alike_flat_or_nested(arguments):
     spellings = [
         {"name": "search", "arguments": arguments},
-        {"name": "search", "arguments": text},
         {"type": "function", "function": {"name": "search", "arguments": arguments}},
-        {"type": "function", "function": {"name": "search", "arguments": text}},
     ]
     expected = (Message(role="assistant", content=None, tool_calls=(ToolCall(name="search", arguments=arguments),)),)
-    assert [decode(chat(tool_calls=[spelling])).messages for spelling in spellings] == [expected] * 4
+    assert [decode(chat(tool_calls=[spelling])).messages for spelling in spellings] == [expected] * 2
 
 
-@pytest.mark.parametrize("text", ["{broken", "[1, 2]", '"quoted"', ""])
-def test_arguments_that_are_no_json_object_stay_the_text_that_the_model_wrote(text):
+@pytest.mark.parametrize("text", ['{"x":  1e-7}', '{"x": NaN}', "{broken", "[1, 2]", '"quoted"', ""])
+def test_arguments_that_are_text_stay_the_text_that_the_model_wrote(text):
     [message] = decode(chat(tool_calls=[{"name": "f", "arguments": text}])).messages
     assert message.tool_calls[0].arguments == text
 
@@ -67,7 +64,6 @@ def test_decoding_an_encoded_record_gives_the_same_record():
     ("record", "message"),
     [
         ([1], r"JSON object, got \[1\]"),
-        ({"tokens": [1]}, "task_id must be a string or an integer, got None"),
         ({"task_id": True, "tokens": [1]}, "task_id .* got True"),
         ({"task_id": 1}, "either messages or tokens, got neither"),
         ({"task_id": 1, "tokens": [1], "messages": [{"role": "user", "content": ""}]}, "got both"),
@@ -88,7 +84,7 @@ def test_decoding_an_encoded_record_gives_the_same_record():
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
         (chat(content=3), r"messages\[0\].content must be text, got 3"),
         (chat(content="\ud800"), r"messages\[0\].content must be valid Unicode"),
-        (chat(content=[{"type": "image_url"}]), "list of text parts only"),
+        (chat(content=[{"type": "image_url"}]), "a part of type 'image_url'"),
         ({"task_id": 1, "messages": [{"content": "x"}]}, r"messages\[0\] needs a role"),
         (chat(tool_calls=[{"arguments": {}}]), r"messages\[0\].tool_calls\[0\] needs the tool's name"),
         (chat(tool_calls=[{"name": "f", "arguments": 3}]), r"tool_calls\[0\].arguments must be an object"),

@@ -7,7 +7,7 @@ import pytest
 from treering.data import Trajectory, append_trajectories
 from treering.errors import InputError
 from treering.schedule.predict.lengths import MedianLengths, make_predictor
-from treering.schedule.traces.logs import read_log
+from treering.schedule.traces.logs import _counted, read_log
 from treering.schedule.traces.replay import predicted_steps, read_trace
 
 
@@ -130,8 +130,8 @@ def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "a line is a JSON object"),
-        ("[1]", "names its prompt, or its task_id"),
+        ("{", "a line must be one JSON object"),
+        ("[1]", "a trajectory is a JSON object, got [1]"),
         ('{"epoch": 0, "length": 3}', "names its prompt, or its task_id"),
         ('{"prompt": "a", "epoch": 0}', "length is a whole number from 0 on, got None"),
         ('{"prompt": "a", "epoch": 0, "length": 1.5}', "length is a whole number from 0 on, got 1.5"),
@@ -173,3 +173,33 @@ def test_steps_are_on_all_lines_or_on_none(tmp_path):
     file = write(tmp_path / "log.jsonl", [line("a", 1, step=1), line("a", 1), line("a", 1)])
     with pytest.raises(InputError, match="got it in 1 of 3"):
         read_log(file)
+
+
+def test_rollouts_of_other_formats_are_counted_by_their_tokens(tmp_path):
+    def output(ids, *generated):
+        said = {"type": "message", "role": "assistant", "content": "x", "prompt_token_ids": ids}
+        return {**said, "generation_token_ids": list(generated)}
+
+    def rollout(*items):
+        asked = {"input": [{"role": "user", "content": "Hi"}]}
+        return {"responses_create_params": asked, "response": {"output": [*items]}, "_ng_task_index": 4}
+
+    file = write(tmp_path / "log.jsonl", [rollout(output([1, 2], 3, 4), output([1, 2, 9], 5))])
+    with pytest.raises(InputError, match=r"log\.jsonl:1: a rollout has an epoch or a step, .* got neither"):
+        read_log(file)
+    dump = write(tmp_path / "verl.jsonl", [{"input": "a", "output": "b", "score": 1.0, "step": 3}])
+    with pytest.raises(InputError, match=r"verl\.jsonl:1: a rollout has tokens, .* got messages only"):
+        read_log(dump, format="verl")
+    labels = {"prompt_id": "a", "input_ids": [1, 2, 3], "labels": [-100, 2, 3], "step": 2}
+    [step] = read_log(write(tmp_path / "own.jsonl", [labels, {**labels, "labels": [-100, -100, 3]}]))
+    assert (shape([step]), step.num_prompt_tokens.tolist()) == ([[("a", 2), ("a", 1)]], [1, 2])
+
+
+def test_a_token_that_branches_of_a_rollout_share_counts_once():
+    def branch(*tokens):
+        mask = np.array([False, *[True] * (len(tokens) - 1)])
+        return Trajectory(task_id="a", step=1, tokens=np.array(tokens, np.int32), loss_mask=mask)
+
+    # Sampled are 2 3, then 4 after 2, then 5 6 after 2 4.
+    row = _counted([branch(1, 2, 3), branch(1, 2, 4), branch(1, 2, 4, 5, 6)], "log.jsonl:1")
+    assert (row.prompt, row.step, row.length, row.num_prompt_tokens) == ("a", 1, 5, 1)

@@ -14,7 +14,7 @@ from rich.table import Table
 from treering.cli.branches import branches_note
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
 from treering.cli.progress import WorkProgress, note_compiling
-from treering.data import RenderedTrajectory, Renderer, by_task, read_trajectories
+from treering.data import FormatName, RenderedTrajectory, Renderer, by_task, read_trajectories
 from treering.tree.build import lay_out
 from treering.tree.forest import Forest
 from treering.tree.repeats import find_repeats
@@ -74,10 +74,12 @@ def inspect_files(
     model_shape: str,
     template: Literal["plain", "hf"] = "plain",
     num_causes: int = 0,
+    format: FormatName = "auto",
 ) -> list[FileReport]:
     """Reads, renders and measures trajectory files, with progress on stderr.
 
-    With `num_causes` above 0, each report lists that many places where sharing is lost.
+    With `num_causes` above 0, each report lists that many places where sharing is lost. `format` is that of the
+    records in every file.
 
     Raises:
         InputError: a bad file, or messages without a tokenizer.
@@ -92,7 +94,7 @@ def inspect_files(
     with WorkProgress(console) as progress:
         for number, path in enumerate(paths):
             progress.show(f"{path.name}: reading", number / len(paths))
-            trajectories = read_trajectories(path)
+            trajectories = read_trajectories(path, format)
             progress.show(f"{path.name}: tokenizing", (number + 1 / 3) / len(paths))
             rendered = renderer.render(trajectories)
             if note := branches_note(rendered):
@@ -159,9 +161,10 @@ def run(
     template: Literal["plain", "hf"],
     json_output: bool,
     num_causes: int = 0,
+    format: FormatName = "auto",
 ) -> None:
     """Prints the reports of `files` to stdout, as JSON or as tables."""
-    reports = inspect_files(files, tokenizer, model_shape, template, num_causes)
+    reports = inspect_files(files, tokenizer, model_shape, template, num_causes, format)
     if json_output:
         print(as_json(reports))
         return
@@ -244,4 +247,4 @@ def _short(count: int) -> str:
 
 
 def _stem(report: FileReport) -> str:
-    return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl")
+    return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")

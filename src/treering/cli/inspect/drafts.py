@@ -15,7 +15,7 @@ from treering.analysis.replay import replay
 from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, as_json, show
 from treering.cli.inspect.rollouts import drafter_settings, read_figures, read_rollouts
 from treering.cli.progress import StageProgress, note_compiling
-from treering.data import Renderer
+from treering.data import FormatName, Renderer
 from treering.history.draft.kernel import propose
 from treering.history.draft.settings import MIN_ACCEPTANCE
 
@@ -32,9 +32,10 @@ def run(
     max_rollouts: int | None,
     verify_cost: float | None,
     json_output: bool,
+    format: FormatName = "auto",
 ) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_drafts(paths, tokenizer, template, max_rollouts, verify_cost)
+    report = inspect_drafts(paths, tokenizer, template, max_rollouts, verify_cost, format)
     if json_output:
         print(as_json(report))
     else:
@@ -47,6 +48,7 @@ def inspect_drafts(
     template: Literal["plain", "hf"] = "plain",
     max_rollouts: int | None = None,
     verify_cost: float | None = None,
+    format: FormatName = "auto",
 ) -> DraftsReport:
     """Reads the rollouts of run folders or trajectory files as one recording and replays them.
 
@@ -56,6 +58,7 @@ def inspect_drafts(
         template: how messages become text.
         max_rollouts: about how many to replay, whole prompts; None replays about `REPLAY_TOKENS` tokens.
         verify_cost: in (0, 1], also the drafter's `min_acceptance`; None takes the run's, or the drafter's default.
+        format: of the records.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or no sampled token.
@@ -64,7 +67,7 @@ def inspect_drafts(
     """
     with StageProgress() as progress:
         renderer = Renderer(tokenizer=tokenizer, template=template)
-        recorded, order = read_rollouts(paths, renderer, progress, allow_file_order=True)
+        recorded, order = read_rollouts(paths, renderer, progress, allow_file_order=True, format=format)
         if max_rollouts is None:
             replayed = some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
         else:

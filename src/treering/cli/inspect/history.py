@@ -16,7 +16,7 @@ from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryRep
 from treering.cli.inspect.history_tables import show
 from treering.cli.inspect.rollouts import read_rollouts
 from treering.cli.progress import StageProgress, note_compiling
-from treering.data import Renderer
+from treering.data import FormatName, Renderer
 from treering.schedule.predict.calibration import calibrate, group_ranks
 
 
@@ -27,9 +27,10 @@ def run(
     num_groups: int,
     max_rollouts: int | None,
     json_output: bool,
+    format: FormatName = "auto",
 ) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_history(paths, tokenizer, template, num_groups, max_rollouts)
+    report = inspect_history(paths, tokenizer, template, num_groups, max_rollouts, format)
     if json_output:
         print(as_json(report))
     else:
@@ -42,6 +43,7 @@ def inspect_history(
     template: Literal["plain", "hf"] = "plain",
     num_groups: int = 8,
     max_rollouts: int | None = None,
+    format: FormatName = "auto",
 ) -> HistoryReport:
     """Reads and measures the rollouts of run folders or trajectory files as one recording.
 
@@ -51,6 +53,7 @@ def inspect_history(
         template: how messages become text.
         num_groups: rank groups of lengths.
         max_rollouts: about how many to measure, whole prompts in all epochs; None measures all.
+        format: of the records.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or rollouts without an epoch.
@@ -59,7 +62,7 @@ def inspect_history(
     reuse of 100 / 103 from history.
     """
     with StageProgress() as progress:
-        recorded, _ = read_rollouts(paths, Renderer(tokenizer=tokenizer, template=template), progress)
+        recorded, _ = read_rollouts(paths, Renderer(tokenizer=tokenizer, template=template), progress, format=format)
         chosen = recorded
         if max_rollouts is not None:
             chosen = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from treering import metrics
 from treering.analysis.recording import Recorded, record
 from treering.cli.progress import StageProgress
-from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
+from treering.data import FormatName, RenderedTrajectory, Renderer, Trajectory, read_trajectories
 from treering.data.formats.files import numbered_lines
+from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -36,7 +37,12 @@ class RunFigures:
 
 
 def read_rollouts(
-    paths: Sequence[Path], renderer: Renderer, progress: StageProgress, *, allow_file_order: bool = False
+    paths: Sequence[Path],
+    renderer: Renderer,
+    progress: StageProgress,
+    *,
+    allow_file_order: bool = False,
+    format: FormatName = "auto",
 ) -> tuple[Recorded, Literal["epochs", "file"]]:
     """The rollouts of all paths as one recording, and what orders them.
 
@@ -50,7 +56,7 @@ def read_rollouts(
     trajectories: list[Trajectory] = []
     rendered: list[RenderedTrajectory] = []
     for file in files:
-        found = read_trajectories(file)
+        found = read_trajectories(file, format)
         rows = renderer.render(found)
         rendered += rows
         trajectories += [found[row.index] for row in rows]
@@ -60,7 +66,7 @@ def read_rollouts(
 
 
 def trajectory_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of each path: the path itself, or those of a run folder or of its folder of rollouts.
+    """The files of each path: the path itself, also of a dataset's folder, or those of a run or its rollouts folder.
 
     Raises:
         InputError: a folder without such files.
@@ -129,6 +135,8 @@ def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]
 
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
+        return [path]
+    if is_dataset_folder(path):
         return [path]
     for folder in (path / ROLLOUTS_FOLDER, path):
         if files := sorted(folder.glob("epoch-*.jsonl")):

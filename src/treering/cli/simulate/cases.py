@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 
+from treering.data import FormatName
 from treering.errors import ConfigError, InputError
 from treering.schedule.cluster import Cluster
 from treering.schedule.compare import with_decode_scaled
@@ -32,6 +33,7 @@ class SimulateOptions:
     """
 
     file: Path | None = None
+    format: FormatName = "auto"
     num_workers: int = 32
     num_slots: int = 128
     num_rollouts: int | None = None
@@ -95,6 +97,8 @@ def _check(options: SimulateOptions) -> None:
             raise ConfigError(
                 f"FILE has its own rollouts, and {', '.join(made_up)} makes some up; leave one of them out"
             )
+    elif options.format != "auto":
+        raise ConfigError("--format is that of a FILE, got none; name one, or leave it out")
     elif "predictor" in given:
         raise ConfigError("--predictor predicts the rollouts of a FILE, got none; name one, or see --noise")
     if {"noise", "stability"} <= given:
@@ -134,6 +138,7 @@ def _logged(options: SimulateOptions) -> Trace:
         lambda limit: make_predictor(name, max_tokens=limit),
         num_rollouts=options.num_rollouts,
         staleness=options.staleness,
+        format=options.format,
     )
     return Trace(steps=trace.steps[: options.num_steps], max_tokens=trace.max_tokens)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from treering.cli.options import JsonOutput, one_of
+from treering.cli.options import Format, JsonOutput, one_of
 
 _FROM_LAWS = "Synthetic rollouts"
 _FROM_LOGS = "Rollouts of a log"
@@ -18,7 +18,8 @@ def simulate(
         typer.Argument(
             metavar="[FILE]",
             help='A log, JSON Lines, plain or .gz: {"prompt", "epoch", "length"} and, if known, "step" and '
-            '"prompt_tokens"; or the folder of a `treering train` run. Without it, rollouts are synthetic.',
+            '"prompt_tokens"; or the folder of a `treering train` run; or trajectories with token ids of any format. '
+            "Without it, rollouts are synthetic.",
         ),
     ] = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Rollout workers.", rich_help_panel=_CLUSTER)] = 32,
@@ -126,6 +127,7 @@ def simulate(
         Path | None, typer.Option(metavar="FILE.html", help="Draw a timeline of the first seed.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
+    format: Format = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
@@ -141,6 +143,7 @@ def simulate(
 
     options = SimulateOptions(
         file=file,
+        format=format,
         num_workers=workers,
         num_slots=slots,
         num_rollouts=rollouts,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -83,8 +83,8 @@ def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_readable(record: Mapping[str, Any]) -> None:
-    """Refuses keys that change what is trained and that Treering does not read.
+def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
+    """Refuses keys that change what is trained and that Treering does not read, except those of `but`.
 
     Raises:
         InputError: such a key with a value; the message says what to do.
@@ -93,7 +93,7 @@ def check_readable(record: Mapping[str, Any]) -> None:
     """
     for key, advice in _UNREADABLE.items():
         value = record.get(key)
-        if not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
+        if key not in but and not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
             raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {advice}")
 
 

@@ -1,31 +1,24 @@
-"""Trajectory files: JSON Lines, plain or gzipped, one trajectory per line. Every error begins with file and line."""
+"""The bytes of trajectory files: lines, plain or gzipped, and their writing. Every error begins with the file."""
 
+import codecs
 import gzip
 import json
 import os
+import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar, cast
 
-from treering.data.formats.codec import decode, encode
+from treering.data.formats.codec import encode
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
 
+GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip file."""
 
-def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """All trajectories of a JSONL file, in file order; `.gz` files are decompressed, blank lines skipped.
-
-    Raises:
-        InputError: a bad line, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or empty.
-
-    Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
-    """
-    file = Path(path)
-    trajectories = [_parse(file, number, line) for number, line in numbered_lines(file)]
-    if not trajectories:
-        raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
-    return trajectories
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+T = TypeVar("T")
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
@@ -36,12 +29,19 @@ def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Traj
     Example: `write_trajectories("set.jsonl", [Trajectory(task_id=1, tokens=np.array([5, 6], np.int32))])` writes
     `{"task_id": 1, "format": "chat", "tokens": [5, 6]}`.
     """
-    file = Path(path)
-    lines = (_line(trajectory) for trajectory in trajectories)
+    write_lines(Path(path), (_line(trajectory) for trajectory in trajectories))
+
+
+def write_lines(file: Path, lines: Iterable[bytes]) -> None:
+    """Makes or replaces a file of lines, gzipped if its name ends in .gz; atomic.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as stream:
-            _write_lines(stream, lines, file.suffix)
+            _write(stream, lines, file.suffix)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
@@ -71,7 +71,7 @@ def _line(trajectory: Trajectory) -> bytes:
     return json.dumps(encode(trajectory), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
+def _write(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
     if suffix != ".gz":
         stream.writelines(lines)
         return
@@ -81,28 +81,77 @@ def _write_lines(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    r"""The lines of a file, plain or .gz, with their numbers from 1; blank ones are skipped but counted.
+    r"""The lines of a file with their numbers from 1; blank ones are skipped but counted.
+
+    Gzip is read whatever the name is, and a byte order mark of UTF-8 is left out.
 
     Raises:
-        InputError: the file cannot be read or is not a whole gzip file.
+        InputError: the file cannot be read, is no regular file, or is not a whole gzip file.
 
     Example: a file with the lines "a", "" and "b" gives (1, b"a\n") and (3, b"b\n").
     """
     number = 0
     try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+        with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, line
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if content.strip():
+                    yield number, content
+    except _DAMAGED as error:
         raise InputError(f"{file}:{number + 1}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
 
 
-def _parse(file: Path, number: int, line: bytes) -> Trajectory:
+def read_whole(file: Path) -> bytes:
+    """The content of a file, decompressed, without a byte order mark.
+
+    Raises:
+        InputError: as `numbered_lines`.
+    """
     try:
-        return decode(json.loads(line))
+        with open_file(file) as stream:
+            return stream.read().removeprefix(codecs.BOM_UTF8)
+    except _DAMAGED as error:
+        raise InputError(f"{file}: not a whole gzip file ({error}); fetch or compress it again") from error
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+
+
+def first_bytes(file: Path, count: int) -> bytes:
+    """The first bytes of a regular file as they are stored, at most `count`.
+
+    Raises:
+        InputError: the file cannot be read or is no regular file.
+    """
+    try:
+        # Opening a pipe would wait for its writer, so the kind is checked first.
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise InputError(f"{file}: only regular files are read, and this is a folder, pipe or device; name a file")
+        with open(file, "rb") as stream:
+            return stream.read(count)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+
+
+def open_file(file: Path) -> BinaryIO:
+    """The bytes of a file, decompressed if it is gzip by its content or its name.
+
+    Raises:
+        InputError: the file cannot be read or is no regular file.
+    """
+    is_gzip = first_bytes(file, 2) == GZIP or file.suffix == ".gz"
+    return cast(BinaryIO, gzip.open(file, "rb")) if is_gzip else open(file, "rb")
+
+
+def parse_line(file: Path, number: int, line: bytes, decode_value: Callable[[object], T]) -> T:
+    """What `decode_value` makes of the JSON value of a line.
+
+    Raises:
+        InputError: the line is not JSON, or `decode_value` refuses it; begins with file and line.
+    """
+    try:
+        return decode_value(json.loads(line))
     except InputError as error:
         raise InputError(f"{file}:{number}: {error}") from error
     except UnicodeDecodeError as error:

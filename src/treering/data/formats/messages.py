@@ -6,6 +6,7 @@ from typing import Any
 
 from treering.data.formats.content_parts import Content, decode_content
 from treering.data.formats.fields import array, is_blank, show, text_field
+from treering.data.formats.response_items import has_items, merge_items
 from treering.data.formats.tool_calls import decode_call
 from treering.data.trajectory import Message, ToolCall
 from treering.errors import InputError
@@ -36,12 +37,17 @@ _UNREADABLE = MappingProxyType(
 def decode_messages(value: object, name: str = "messages") -> tuple[Message, ...]:
     """The messages of a list; a content with tool results becomes one message of role "tool" per result.
 
+    Items of OpenAI's Responses API may stand between them: see `merge_items`.
+
     Raises:
         InputError: a bad field, with its place in the list.
 
     Example: `[{"role": "assistant", "content": "No idea.", "weight": 0}]` is one message that is not trained.
     """
-    return tuple(message for i, record in enumerate(array(name, value)) for message in _decode(record, f"{name}[{i}]"))
+    records = array(name, value)
+    if has_items(records):
+        records = merge_items(records, name)
+    return tuple(message for i, record in enumerate(records) for message in _decode(record, f"{name}[{i}]"))
 
 
 def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> bool:

@@ -52,6 +52,18 @@ def decode_tools(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tools or tuple({"type": "function", "function": function} for function in functions)
 
 
+def nested_tools(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+    """Schemas as chat templates want them, nested under `function`, from nested or flat ones or their JSON text.
+
+    Raises:
+        InputError: not a list of objects, or a tool of another type than function.
+
+    Example: `[{"name": "f", "parameters": {}}]` is one tool `{"type": "function", "function": {"name": "f",
+    "parameters": {}}}`.
+    """
+    return tuple(_nested(tool, f"{key}[{i}]") for i, tool in enumerate(_schemas(value, key)))
+
+
 def tool_name(tool: Mapping[str, Any]) -> str | None:
     """The name in a schema, nested under `function` or flat; None if it has none."""
     inner = tool.get("function")
@@ -73,6 +85,17 @@ def _schemas(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(tool, dict):
             raise InputError(f"{key}[{i}] must be an object, the JSON schema of a tool, got {show(tool)}; repair it")
     return tuple(value)  # type: ignore[arg-type]
+
+
+def _nested(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    kind = tool.get("type") or "function"
+    if kind != "function":
+        raise InputError(f"{where} is a tool of type {show(kind)}, and only functions are read; remove it")
+    if isinstance(tool.get("function"), dict):
+        return tool
+    if not tool.get("name"):
+        raise InputError(f"{where} needs the tool's name, got {show(tool)}; add it")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def _arguments(value: object, where: str) -> Mapping[str, Any] | str:

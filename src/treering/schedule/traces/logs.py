@@ -5,19 +5,22 @@
     R rollouts of a step, prompts in order of their first line, then samples
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.data.formats.files import numbered_lines
+from treering.data import Trajectory
+from treering.data.formats.containers import read_records
+from treering.data.formats.detect import FormatName
+from treering.data.formats.reader import RecordReader
+from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
-from treering.types import PromptId, is_count
+from treering.types import PromptId, TokenIds, is_count
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
 """An example line of the shorter form."""
@@ -35,18 +38,22 @@ class LoggedStep:
     """int64 [R] >= 0: tokens before the first sampled one; 0 if not logged."""
 
 
-def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -> list[LoggedStep]:
+def read_log(
+    path: str | os.PathLike[str], *, num_rollouts: int | None = None, format: FormatName = "auto"
+) -> list[LoggedStep]:
     """The steps of a log, earliest first.
 
-    A line, plain or in a .gz, is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known,
-    or a trajectory of a Treering run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are
-    where the mask is true. Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
+    A record is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known, or a trajectory of a Treering
+    run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are where the mask is true, or one
+    of another format that has token ids (`treering.data.read_trajectories`), which is of epoch 0 if it has a step only.
+    Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
     steps in file order, and a prompt's rollouts stay together.
 
     Args:
         path: a file, a folder with files `epoch-*.jsonl`, or a run's folder with such files in `rollouts`.
         num_rollouts: rollouts of a step if lines have no `step`: prompts are added until there are this many; None
             makes each epoch one step.
+        format: of the records; "auto" also reads the shorter form.
 
     Raises:
         InputError: as "FILE:LINE: rule, value, fix" for a bad line, and for a path without rollouts.
@@ -54,7 +61,7 @@ def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -
     Example: four lines of prompts "a", "b", "c" and "a" again, of epoch 0, with `num_rollouts=2` make the steps
     a, a and b, c.
     """
-    rows = [row for file in _files(Path(path)) for row in _rows(file)]
+    rows = [row for file in _files(Path(path)) for row in _rows(file, format)]
     if not rows:
         raise InputError(f"{path}: a log holds at least one rollout of a token or more, got none; check the file")
     with_step = sum(row.step is not None for row in rows)
@@ -79,7 +86,7 @@ class _Row:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not path.is_dir() or is_dataset_folder(path):
         return [path]
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     files = sorted([*folder.glob("epoch-*.jsonl"), *folder.glob("epoch-*.jsonl.gz")])
@@ -88,23 +95,66 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _rows(file: Path) -> Iterator[_Row]:
-    for number, line in numbered_lines(file):
-        try:
-            row = _row(line)
-        except InputError as error:
-            raise InputError(f"{file}:{number}: {error}") from error
+def _rows(file: Path, format: FormatName) -> Iterator[_Row]:
+    reader = RecordReader(str(file), format)
+    for where, record in read_records(file):
+        if format == "auto" and _is_line(record):
+            try:
+                row = _row(record)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+        else:
+            row = _counted(reader.decode(where, record), where)
         # A rollout that ended without a token took no time.
         if row.length:
             yield row
+    reader.warn()
 
 
-def _row(line: bytes) -> _Row:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"a line is a JSON object ({error}); write it like {EXAMPLE}") from error
-    if not isinstance(record, dict) or not ("task_id" in record or "prompt" in record):
+def _is_line(record: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a record is of a log or of a run of Treering, whose lengths need no decoding."""
+    if not isinstance(record, dict):
+        return False
+    return bool({"task_id", "length"} & record.keys()) or (
+        "prompt" in record and not {"completion", "chosen"} & record.keys()
+    )
+
+
+def _counted(branches: list[Trajectory], where: str) -> _Row:
+    """The row of a decoded rollout: tokens that several of its branches share count once."""
+    if not branches:
+        return _Row(prompt="", epoch=0, step=None, length=0, num_prompt_tokens=0)
+    first, length, earlier = branches[0], 0, list[TokenIds]()
+    for one in branches:
+        if one.tokens is None:
+            raise InputError(
+                f"{where}: a rollout has tokens, of which lengths are counted, got messages only; log token ids, or "
+                f"lines like {EXAMPLE}"
+            )
+        mask = np.ones(one.tokens.size, np.bool_) if one.loss_mask is None else one.loss_mask
+        length += int(mask[max((_num_shared(one.tokens, other) for other in earlier), default=0) :].sum())
+        earlier.append(one.tokens)
+    if first.epoch is None and first.step is None:
+        raise InputError(f"{where}: a rollout has an epoch or a step, which order the log, got neither; add one")
+    assert first.tokens is not None, "each branch was checked"
+    mask = np.ones(first.tokens.size, np.bool_) if first.loss_mask is None else first.loss_mask
+    return _Row(
+        prompt=first.task_id,
+        epoch=first.epoch or 0,
+        step=first.step,
+        length=length,
+        num_prompt_tokens=int(mask.argmax()) if mask.any() else mask.size,
+    )
+
+
+def _num_shared(one: TokenIds, other: TokenIds) -> int:
+    size = min(one.size, other.size)
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if differ.size else size
+
+
+def _row(record: Mapping[str, Any]) -> _Row:
+    if not {"task_id", "prompt"} & record.keys():
         raise InputError(f"a line names its prompt, or its task_id and tokens; write it like {EXAMPLE}")
     if "prompt" in record:
         prompt, length, before = record["prompt"], _count(record, "length"), _count(record, "prompt_tokens", default=0)

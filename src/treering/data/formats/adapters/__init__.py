@@ -1,0 +1,1 @@
+"""Records of other tools as trajectories, a format per file."""

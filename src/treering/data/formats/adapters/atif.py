@@ -1,0 +1,114 @@
+"""The Agent Trajectory Interchange Format (ATIF), in which Harbor and others store the runs of agents.
+
+Source: the models of the package atif 1.8.0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.codec import check_readable
+from treering.data.formats.fields import array, is_blank, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.model_calls import TokenCall
+from treering.data.formats.tasks import TASK_KEYS, Note, task_of
+from treering.data.formats.tool_calls import nested_tools
+from treering.data.trajectory import Message, TaskId, Trajectory
+from treering.errors import InputError
+
+PREFIX = "ATIF"
+_ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+_KEYS = (*TASK_KEYS, "task_name")
+_IDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
+
+
+def decode_atif(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The trajectory of a document and those of its sub-agents, all of one task.
+
+    Token ids are read where each sampled step has them. Steps that were copied from another trajectory, and steps that
+    no model wrote, are context.
+
+    Raises:
+        InputError: a bad step, with its place.
+
+    Example: the steps user "Hi" and agent "Hello" train "Hello".
+    """
+    return _decode(record, note, None, "")
+
+
+def _decode(record: Mapping[str, Any], note: Note, task_id: TaskId | None, where: str) -> list[Trajectory]:
+    check_readable(record)
+    steps = [_step(step, f"{where}steps[{i}]") for i, step in enumerate(array(f"{where}steps", record.get("steps")))]
+    records = [one for i, step in enumerate(steps) for one in _messages(step, f"{where}steps[{i}]")]
+    messages = decode_messages(records, f"messages of {where}steps")
+    if task_id is None:
+        extra = record.get("extra")
+        task_id = task_of({**(extra if isinstance(extra, dict) else {}), **record}, note, messages=messages, keys=_KEYS)
+    found = _trajectories(record, steps, messages, task_id, where)
+    for i, inner in enumerate(array(f"{where}subagent_trajectories", record.get("subagent_trajectories") or [])):
+        place = f"{where}subagent_trajectories[{i}]."
+        if not isinstance(inner, dict):
+            raise InputError(f"{place[:-1]} must be a trajectory, got {show(inner)}; repair it")
+        found += _decode(inner, note, task_id, place)
+    return found
+
+
+def _trajectories(
+    record: Mapping[str, Any],
+    steps: list[Mapping[str, Any]],
+    messages: tuple[Message, ...],
+    task_id: TaskId,
+    where: str,
+) -> list[Trajectory]:
+    if calls := _token_calls(steps, where):
+        return token_trajectories(calls, task_id=task_id)
+    agent = record.get("agent")
+    tools = agent.get("tool_definitions") if isinstance(agent, dict) else None
+    return [Trajectory(task_id=task_id, messages=messages, tools=nested_tools(tools, f"{where}agent.tool_definitions"))]
+
+
+def _step(step: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(step, dict) or step.get("source") not in _ROLES:
+        raise InputError(
+            f"{where} must be an object with source, one of {', '.join(_ROLES)}, got {show(step)}; repair it"
+        )
+    return step
+
+
+def _is_sampled(step: Mapping[str, Any]) -> bool:
+    return step["source"] == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+
+
+def _messages(step: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    calls = [_call(call, where) for call in array(f"{where}.tool_calls", step.get("tool_calls") or [])]
+    message: dict[str, Any] = {"role": _ROLES[step["source"]], "content": step.get("message")}
+    if message["role"] == "assistant":
+        # With a call, no text is no content; without one it would be an empty turn, which is refused.
+        message["content"] = message["content"] or (None if calls else "")
+        message.update(tool_calls=calls, reasoning_content=step.get("reasoning_content"))
+        message["weight"] = int(_is_sampled(step))
+    observation = step.get("observation")
+    results = observation.get("results") if isinstance(observation, dict) else None
+    return [message, *(_result(one, calls, where) for one in array(f"{where}.observation.results", results or []))]
+
+
+def _call(call: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(call, dict):
+        raise InputError(f"{where}.tool_calls holds objects, got {show(call)}; repair it")
+    return {"id": call.get("tool_call_id"), "name": call.get("function_name"), "arguments": call.get("arguments")}
+
+
+def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
+    if not isinstance(result, dict):
+        raise InputError(f"{where}.observation.results holds objects, got {show(result)}; repair it")
+    call_id = text_field(result, "source_call_id", f"{where}.observation.source_call_id")
+    # A result of no call, such as of an action in plain text, reaches the policy as a user's message.
+    role = "tool" if call_id is not None or calls else "user"
+    return {"role": role, "tool_call_id": call_id, "content": result.get("content") or ""}
+
+
+def _token_calls(steps: list[Mapping[str, Any]], where: str) -> list[TokenCall]:
+    metrics = [(i, step.get("metrics") or {}) for i, step in enumerate(steps) if _is_sampled(step)]
+    if any(is_blank(one.get(key)) for _, one in metrics for key in _IDS[:2]):
+        return []
+    return [token_call(one, _IDS, f"{where}steps[{i}].metrics") for i, one in metrics]

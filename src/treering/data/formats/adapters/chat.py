@@ -1,0 +1,42 @@
+"""Chat records: Treering's own form, and OpenAI's fine-tuning form, which names no task."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from treering.data.formats.codec import decode
+from treering.data.formats.fields import is_blank
+from treering.data.formats.tasks import Note, task_of
+from treering.data.trajectory import Trajectory
+from treering.errors import InputError
+
+
+def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The trajectory of messages or tokens, see `codec.decode`; `messages` may be the JSON text of the list.
+
+    Raises:
+        InputError: a bad field, by its name.
+
+    Example: `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}` trains
+    "Hello".
+    """
+    if isinstance(record.get("messages"), str):
+        record = {**record, "messages": _parsed(record["messages"])}
+    for key in ("completion", "response"):
+        if not is_blank(record.get("messages")) and not is_blank(record.get(key)):
+            raise InputError(
+                f"{key} stands beside messages, and only one of them would be trained; add it to messages, or remove it"
+            )
+    trajectory = decode(record)
+    task_id = task_of(
+        record, note, messages=trajectory.messages, tokens=trajectory.tokens, loss_mask=trajectory.loss_mask
+    )
+    return [replace(trajectory, task_id=task_id)]
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"messages must be a list or its JSON text, got {text[:60]!r} ({error}); repair it") from error

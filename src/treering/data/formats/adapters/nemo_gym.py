@@ -1,0 +1,98 @@
+"""NeMo Gym's rollouts: `responses_create_params` and `response`, of OpenAI's Responses API.
+
+Source: the `example_rollouts.jsonl` of NVIDIA-NeMo/Gym.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.codec import check_readable
+from treering.data.formats.fields import array, integer_field, is_blank, number_field, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.model_calls import TokenCall, as_context
+from treering.data.formats.tasks import NO_ANSWER, TASK_KEYS, Note, task_of
+from treering.data.formats.tool_calls import nested_tools
+from treering.data.trajectory import Message, Trajectory
+from treering.errors import InputError
+
+_IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_SAMPLED = ("message", "function_call", "reasoning")
+
+
+def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The rollout of a row, of token ids where each answer has them; one without an output is left out.
+
+    Raises:
+        InputError: a bad field, by its name.
+
+    Example: the input "Hi" of a user and an output message "Hello" train "Hello".
+    """
+    check_readable(record)
+    asked, response = (_object(record, key) for key in ("responses_create_params", "response"))
+    output = _without_empty_end(array("response.output", response.get("output") or []))
+    if not output:
+        note(NO_ANSWER)
+        return []
+    prompt = (*_instructions(asked), *as_context(_input(asked)))
+    messages = (*prompt, *decode_messages(output, "response.output"))
+    reward = number_field(record, "reward")
+    known: dict[str, Any] = {
+        "task_id": task_of(record, note, messages=messages, keys=(*TASK_KEYS, "_ng_task_index", "task_index")),
+        "trial": integer_field(record, "_ng_rollout_index"),
+        "reward": number_field(response, "reward") if reward is None else reward,
+    }
+    if calls := _token_calls(output):
+        return token_trajectories(calls, **known)
+    tools = asked.get("tools") or response.get("tools")
+    return [Trajectory(messages=messages, tools=nested_tools(tools, "responses_create_params.tools"), **known)]
+
+
+def _object(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    if not isinstance(value, dict):
+        raise InputError(f"{key} must be an object, got {show(value)}; write the rollout as NeMo Gym does")
+    return value
+
+
+def _instructions(asked: Mapping[str, Any]) -> tuple[Message, ...]:
+    text = text_field(asked, "instructions", "responses_create_params.instructions")
+    return (Message(role="system", content=text),) if text else ()
+
+
+def _input(asked: Mapping[str, Any]) -> tuple[Message, ...]:
+    value = asked.get("input")
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return decode_messages(items, "responses_create_params.input")
+
+
+def _without_empty_end(output: list[Any]) -> list[Any]:
+    """The output without messages at its end in which the policy said nothing, such as when the context was full."""
+    while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
+        output = output[:-1]
+    return output
+
+
+def _is_empty(item: Mapping[str, Any]) -> bool:
+    content = item.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return item.get("role") == "assistant" and not any(texts) and not item.get("tool_calls")
+
+
+def _token_calls(output: list[Any]) -> list[TokenCall]:
+    """The model's calls if each has its token ids: the last item of each call carries them."""
+    calls, is_open = [], False
+    for i, item in enumerate(output):
+        if not isinstance(item, dict) or not _is_sampled(item):
+            if is_open:
+                return []
+            continue
+        is_open = is_blank(item.get(_IDS[1]))
+        if not is_open:
+            calls.append(token_call(item, _IDS, f"response.output[{i}]"))
+    return [] if is_open else calls
+
+
+def _is_sampled(item: Mapping[str, Any]) -> bool:
+    return item.get("type", "message") in _SAMPLED and item.get("role", "assistant") == "assistant"

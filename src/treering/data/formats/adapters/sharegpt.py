@@ -1,0 +1,86 @@
+"""ShareGPT records: `conversations` of turns with `from` and `value`, as LLaMA-Factory and axolotl read them.
+
+Source: data/README.md of LLaMA-Factory.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.adapters.preference import preference_pair
+from treering.data.formats.codec import check_readable
+from treering.data.formats.fields import array, is_blank, number_field, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tool_calls import nested_tools
+from treering.data.trajectory import Message, Trajectory
+from treering.errors import InputError
+
+_CALL = "function_call"
+_PAIR = ("chosen", "rejected")
+
+
+def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The conversation of a record, or the two of a preference pair.
+
+    A `function_call` turn is one call or a list of them as JSON text; one that is no JSON is text as it stands.
+
+    Raises:
+        InputError: a bad turn, with its place.
+
+    Example: `{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}` trains "Hello".
+    """
+    check_readable(record, but=_PAIR)
+    if not is_blank(record.get("kto_tag")):
+        raise InputError("kto_tag is for KTO, which Treering lacks; keep the good ones and remove the key")
+    messages = (*_system(record), *_turns(record.get("conversations"), "conversations"))
+    tools = nested_tools(record.get("tools"), "tools")
+    if any(not is_blank(record.get(key)) for key in _PAIR):
+        answers = [_turns([record.get(key)], key) for key in _PAIR]
+        return preference_pair(record, note, messages, answers[0], answers[1], tools=tools)
+    return [
+        Trajectory(
+            task_id=task_of(record, note, messages=messages),
+            messages=messages,
+            tools=tools,
+            reward=number_field(record, "reward"),
+        )
+    ]
+
+
+def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
+    text = text_field(record, "system")
+    return (Message(role="system", content=text),) if text else ()
+
+
+def _turns(value: object, name: str) -> tuple[Message, ...]:
+    return decode_messages([_as_chat(turn, f"{name}[{i}]") for i, turn in enumerate(array(name, value))], name)
+
+
+def _as_chat(turn: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(turn, dict):
+        raise InputError(f"{where} must be an object with from and value, got {show(turn)}; repair it")
+    role = turn.get("from", turn.get("role"))
+    content = turn.get("value", turn.get("content"))
+    if role is None:
+        raise InputError(f"{where} needs from and value, got the keys {', '.join(turn) or 'none'}; add them")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "role", "value", "content")}
+    if role != _CALL:
+        return {**rest, "role": role, "content": content}
+    calls = _calls(content, where)
+    return {**rest, "role": "assistant", **({"content": content} if calls is None else {"tool_calls": calls})}
+
+
+def _calls(content: object, where: str) -> list[Any] | None:
+    """The calls in a text; None if the text is no JSON and so a call in the model's own words."""
+    text = text_field({"value": content}, "value", f"{where}.value") or ""
+    if not text.strip().startswith(("{", "[")):
+        return None
+    try:
+        calls = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where} is a function_call, JSON with name and arguments, got {show(text)} ({error}); repair it, or "
+            "write it as a turn of gpt"
+        ) from error
+    return calls if isinstance(calls, list) else [calls]

@@ -1,0 +1,118 @@
+"""SWE-agent's `.traj` files: `history`, and in newer ones the `query` of each step; also mini-SWE-agent's `messages`.
+
+Source: sweagent/types.py and sweagent/agent/agents.py.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.codec import check_readable
+from treering.data.formats.fields import array, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.model_calls import MessageCall, message_branches
+from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tool_calls import nested_tools
+from treering.data.trajectory import Message, Trajectory
+from treering.errors import InputError
+
+ACTION_ADDED = (
+    "the action of an assistant's message stands in neither its text nor a call, so it is added to the text in a code "
+    "block, as SWE-agent's thought_action parser reads it"
+)
+_NO_TURN = ("exit",)
+"""Roles of mini-SWE-agent that no model saw."""
+
+
+def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The conversations of a run: of each attempt and each agent, and one more wherever a step's query is rewritten.
+
+    Demonstrations are context. A step's query is what the policy saw; without queries the history is read.
+
+    Raises:
+        InputError: a bad message, with its place, or a record without history and messages.
+
+    Example: a history of system, user and assistant trains the assistant's text.
+    """
+    check_readable(record)
+    attempts = record.get("attempts") or [record]
+    found = [
+        messages
+        for attempt in array("attempts", attempts)
+        for messages in _conversations(attempt if isinstance(attempt, dict) else {}, note)
+    ]
+    task_id = task_of({**_problem(record), **record}, note, messages=found[0])
+    tools = nested_tools(record.get("tools"), "tools")
+    return [Trajectory(task_id=task_id, messages=messages, tools=tools) for messages in found]
+
+
+def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message, ...]]:
+    if not attempt.get("history") and attempt.get("messages"):
+        given = [one for one in array("messages", attempt["messages"]) if not _is_no_turn(one)]
+        return [decode_messages(given)]
+    if not attempt.get("history"):
+        raise InputError(
+            f"a run of SWE-agent has its history, got the keys {', '.join(attempt) or 'none'}; a trajectory of actions "
+            "alone does not say what the policy was shown"
+        )
+    by_agent: dict[str, list[Mapping[str, Any]]] = {}
+    for i, item in enumerate(array("history", attempt["history"])):
+        if not isinstance(item, dict):
+            raise InputError(f"history[{i}] must be a message, got {show(item)}; repair it")
+        by_agent.setdefault(text_field(item, "agent", f"history[{i}].agent") or "", []).append(
+            _as_chat(item, note, f"history[{i}]")
+        )
+    # Each agent was shown its own messages only.
+    histories = [decode_messages(items, "history") for items in by_agent.values()]
+    if len(histories) == 1 and (calls := _calls(attempt.get("trajectory"), histories[0], note)):
+        return list(message_branches(calls))
+    return histories
+
+
+def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[MessageCall]:
+    """The calls of the steps, each the query with the answer of the history; none if the steps do not match it."""
+    answers = [message for message in history if message.is_trained]
+    queries = [step.get("query") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    if len(answers) != len(queries):
+        return []
+    calls = []
+    for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
+        if not isinstance(query, list) or not any(query):
+            return []
+        place = f"trajectory[{i}].query"
+        shown = [_as_chat(item, note, place) if isinstance(item, dict) else item for item in query]
+        calls.append(MessageCall(prompt=decode_messages(shown, place), answer=(answer,)))
+    return calls
+
+
+def _as_chat(item: Mapping[str, Any], note: Note, where: str) -> Mapping[str, Any]:
+    """The chat message of an entry; a demonstration has weight 0."""
+    kept = ("role", "content", "tool_calls", "tool_call_id", "thinking_blocks", "reasoning_content")
+    chat = {key: item[key] for key in kept if item.get(key) is not None}
+    answered = item.get("tool_call_ids")
+    if chat.get("role") == "tool" and isinstance(answered, list) and len(answered) == 1:
+        chat["tool_call_id"] = answered[0]
+    if chat.get("role") != "assistant":
+        return chat
+    if item.get("is_demo"):
+        chat["weight"] = 0
+    action, content = text_field(item, "action", f"{where}.action"), chat.get("content") or ""
+    action = (action or "").strip()
+    if not chat.get("tool_calls") and isinstance(content, str) and action not in content:
+        note(ACTION_ADDED)
+        chat["content"] = f"{content}\n```\n{action}\n```".lstrip("\n")
+    return chat
+
+
+def _problem(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The instance's id as the replayed configuration names it."""
+    config = record.get("replay_config")
+    try:
+        problem = json.loads(config)["problem_statement"]["id"] if isinstance(config, str) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        problem = None
+    return {} if problem is None else {"instance_id": problem}
+
+
+def _is_no_turn(message: object) -> bool:
+    return isinstance(message, dict) and message.get("role") in _NO_TURN

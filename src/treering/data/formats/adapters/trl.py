@@ -1,0 +1,115 @@
+"""TRL's datasets: prompt and completion, messages, and preference pairs, as text or as messages.
+
+Source: "Dataset formats and types" of TRL's documentation.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.adapters.chat import decode_chat
+from treering.data.formats.adapters.preference import preference_pair
+from treering.data.formats.codec import check_readable, decode_scalars
+from treering.data.formats.fields import is_blank, show, text_field
+from treering.data.formats.messages import decode_messages
+from treering.data.formats.model_calls import as_context
+from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tool_calls import decode_tools
+from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
+from treering.errors import InputError
+
+_PAIR = ("chosen", "rejected")
+
+
+def decode_trl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """The trajectory of a record, or the two of a preference pair; a prompt is never trained.
+
+    Text stands as it is (format "raw"), without an end of turn. Without a prompt, a pair's prompt is what both answers
+    begin with.
+
+    Raises:
+        InputError: a bad field, by its name.
+
+    Example: `{"prompt": "2+2=", "completion": "4"}` trains "4".
+    """
+    check_readable(record, but=_PAIR)
+    if all(not is_blank(record.get(key)) for key in _PAIR):
+        return _pair(record, note)
+    if is_blank(record.get("prompt")) and is_blank(record.get("completion")):
+        return decode_chat(record, note)
+    text_format, prompt, completion = prompt_and_completion(record)
+    messages = (*prompt, *completion)
+    return [
+        Trajectory(
+            task_id=task_of(record, note, messages=messages),
+            messages=messages,
+            tools=decode_tools(record) if text_format != RAW_FORMAT else (),
+            format=text_format,
+            **decode_scalars(record),
+        )
+    ]
+
+
+def prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple[Message, ...]]:
+    """The format of a trajectory, the messages of its prompt, none trained, and those of its completion.
+
+    Raises:
+        InputError: one is text and the other messages, or one is missing.
+    """
+    values = {key: record.get(key) for key in ("prompt", "completion")}
+    if missing := [key for key, value in values.items() if is_blank(value)]:
+        raise InputError(f"a record has prompt and completion, got no {' and no '.join(missing)}; add it")
+    if all(isinstance(value, list | dict) for value in values.values()):
+        prompt, completion = (_messages(value, key) for key, value in values.items())
+        return "chat", as_context(prompt), completion
+    if not all(isinstance(value, str) for value in values.values()):
+        raise InputError(
+            f"prompt and completion are both text or both messages, got {show(values['prompt'])} and "
+            f"{show(values['completion'])}; write both as messages"
+        )
+    texts = [text_field(record, key) for key in values]
+    return RAW_FORMAT, (Message(role="user", content=texts[0]),), (Message(role="assistant", content=texts[1]),)
+
+
+def _messages(value: object, key: str) -> tuple[Message, ...]:
+    return decode_messages([value] if isinstance(value, dict) else value, key)
+
+
+def _pair(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    chosen, rejected = (record[key] for key in _PAIR)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return _text_pair(record, note, chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise InputError(
+            f"chosen and rejected are both text or both messages, got {show(chosen)} and {show(rejected)}; write both "
+            "as messages"
+        )
+    answers = [_messages(record[key], key) for key in _PAIR]
+    # A prompt that is text beside answers that are messages is their first question once more.
+    prompt = record.get("prompt")
+    begin = () if prompt is None or isinstance(prompt, str) else _messages(prompt, "prompt")
+    if not begin:
+        begin = _common(*answers)
+        answers = [answer[len(begin) :] for answer in answers]
+    return preference_pair(record, note, begin, answers[0], answers[1], tools=decode_tools(record))
+
+
+def _common(one: tuple[Message, ...], other: tuple[Message, ...]) -> tuple[Message, ...]:
+    num_same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    if num_same is None:
+        raise InputError(
+            "chosen and rejected share a beginning and then differ, and one is all of the other; add turns"
+        )
+    return one[:num_same]
+
+
+def _text_pair(record: Mapping[str, Any], note: Note, chosen: str, rejected: str) -> list[Trajectory]:
+    prompt = text_field(record, "prompt")
+    if prompt is None:
+        same = zip(chosen, rejected, strict=False)
+        num_same = next((i for i, pair in enumerate(same) if pair[0] != pair[1]), min(len(chosen), len(rejected)))
+        # As TRL cuts: a space belongs to the answer.
+        prompt = chosen[:num_same].removesuffix(" ")
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    begin = (Message(role="user", content=prompt),) if prompt else ()
+    answers = [(Message(role="assistant", content=text),) for text in (chosen, rejected)]
+    return preference_pair(record, note, begin, answers[0], answers[1], text_format=RAW_FORMAT)

@@ -1,0 +1,98 @@
+"""The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole
+from treering.data.formats.tables import folder_records, is_table, table_records
+from treering.errors import InputError
+
+_UNREAD = MappingProxyType(
+    {
+        b"\x28\xb5\x2f\xfd": "a zstandard file; decompress it with zstd -d",
+        b"\xff\xfe": "a text in UTF-16; convert it to UTF-8",
+        b"\xfe\xff": "a text in UTF-16; convert it to UTF-8",
+        b"PK\x03\x04": "a zip archive; unpack it",
+        b"BZh": "a bzip2 file; decompress it with bunzip2",
+        b"\xfd7zXZ": "an xz file; decompress it with unxz",
+        b"version https://git-lfs": "a pointer of Git LFS and not the file itself; fetch it with git lfs pull",
+    }
+)
+"""The first bytes of files that people have and that hold no records as they are, with what to do."""
+
+
+def read_records(path: Path) -> Iterator[tuple[str, object]]:
+    """Each record of a path with its place for errors: "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
+
+    Read are JSON Lines and JSON documents (an array of records, or one record), plain or gzipped, Parquet and Arrow
+    files, and folders of them as Hugging Face's `save_to_disk` and the Hub write them. The content decides, not the
+    name.
+
+    Raises:
+        InputError: a path that cannot be read, or broken JSON, as "FILE:LINE: rule, value, fix".
+        MissingExtraError: a table without pyarrow.
+
+    Example: a file with the two lines `{"a": 1}` and `{"a": 2}` gives ("FILE:1", {"a": 1}) and ("FILE:2", {"a": 2}).
+    """
+    if path.is_dir():
+        return folder_records(path)
+    head = first_bytes(path, 64)
+    if advice := next((advice for magic, advice in _UNREAD.items() if head.startswith(magic)), None):
+        raise InputError(f"{path}: this is {advice}")
+    if is_table(head):
+        return table_records(path)
+    lines = numbered_lines(path)
+    first = next(lines, None)
+    if first is None:
+        return iter(())
+    if _is_document(first[1], path):
+        return _document_records(path)
+    return _line_records(path)
+
+
+def _line_records(path: Path) -> Iterator[tuple[str, object]]:
+    for number, line in numbered_lines(path):
+        yield f"{path}:{number}", parse_line(path, number, line, lambda value: value)
+
+
+def _is_document(line: bytes, path: Path) -> bool:
+    """Whether a file with this first line is one JSON document: an array, or an object over several lines."""
+    text = line.strip()
+    if text.startswith(b"["):
+        return True
+    # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
+    return text == b"{" or (path.suffix in (".json", ".traj") and not _is_json(text))
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _document_records(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        document = json.loads(read_whole(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: {_document_error(error)}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: a JSON document must be UTF-8, got {error}; convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path}: a JSON document holds one record or an array of them ({error}); repair it"
+        ) from error
+    if not isinstance(document, list):
+        yield str(path), document
+        return
+    for number, record in enumerate(document, start=1):
+        yield f"{path}: record {number}", record
+
+
+def _document_error(error: json.JSONDecodeError) -> str:
+    if error.msg == "Extra data":
+        return "a file is one JSON document or one JSON object per line, got another value here; jq -c . writes lines"
+    return f"a JSON document holds one record or an array of them ({error.msg}, column {error.colno}); repair it"

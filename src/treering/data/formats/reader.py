@@ -1,0 +1,139 @@
+"""Reads trajectories from the files that people have, whatever holds the records and whatever format they have."""
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from treering.data.formats.adapters.atif import decode_atif
+from treering.data.formats.adapters.chat import decode_chat
+from treering.data.formats.adapters.nemo_gym import decode_nemo_gym
+from treering.data.formats.adapters.openhands import decode_openhands
+from treering.data.formats.adapters.sharegpt import decode_sharegpt
+from treering.data.formats.adapters.swe_agent import decode_swe_agent
+from treering.data.formats.adapters.trl import decode_trl
+from treering.data.formats.adapters.verifiers import decode_verifiers
+from treering.data.formats.adapters.verl import decode_verl
+from treering.data.formats.containers import read_records
+from treering.data.formats.detect import FormatName, check_format, detect
+from treering.data.formats.fields import show
+from treering.data.formats.tasks import Note
+from treering.data.formats.traces import decode_traces, looks_like_trace, warn_about
+from treering.data.trace import Trace
+from treering.data.trajectory import Trajectory
+from treering.errors import DataWarning, InputError
+
+_Decode: TypeAlias = Callable[[Mapping[str, Any], Note], list[Trajectory]]
+
+_DECODERS: Mapping[str, _Decode] = MappingProxyType(
+    {
+        "treering": decode_chat,
+        "chat": decode_chat,
+        "sharegpt": decode_sharegpt,
+        "trl": decode_trl,
+        "verifiers": decode_verifiers,
+        "swe_agent": decode_swe_agent,
+        "openhands": decode_openhands,
+        "nemo_gym": decode_nemo_gym,
+        "verl": decode_verl,
+        "atif": decode_atif,
+    }
+)
+
+
+def read_trajectories(path: str | os.PathLike[str], format: FormatName = "auto") -> list[Trajectory]:
+    """All trajectories of a file or dataset folder, in its order.
+
+    Read are JSON Lines, JSON documents, Parquet and Arrow files and Hugging Face datasets on disk, compressed or not:
+    see `containers.read_records`. `docs/data.md` says what is read of each format.
+
+    Args:
+        path: the file, or the folder of a dataset.
+        format: of the records; "auto" finds it from the keys of the first one. All records have the same.
+
+    Raises:
+        InputError: a bad record, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or empty.
+        MissingExtraError: a table without pyarrow.
+
+    Warns:
+        DataWarning: something of the file that its owner should know, each sentence one time.
+
+    Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
+    """
+    file = Path(path)
+    reader = RecordReader(str(file), format)
+    trajectories = [one for where, record in read_records(file) for one in reader.decode(where, record)]
+    reader.warn()
+    if not trajectories:
+        raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")
+    return trajectories
+
+
+class RecordReader:
+    """Decodes the records of one file, which all have one format, and collects what is to be said of it.
+
+    Example: `RecordReader("a.jsonl").decode("a.jsonl:1", {"task_id": 1, "tokens": [5]})` is a list of one trajectory.
+    """
+
+    def __init__(self, source: str, format: FormatName = "auto") -> None:
+        """Takes the file's name, which begins the warnings, and the format of its records."""
+        self._source = source
+        self._named = None if format == "auto" else format
+        self._found: FormatName | None = None
+        self._notes: Counter[str] = Counter()
+        self._num_records = 0
+        self._traces: list[Trace] = []
+
+    def decode(self, where: str, record: object) -> list[Trajectory]:
+        """The trajectories of a record; `where` begins the errors.
+
+        Raises:
+            InputError: a bad record.
+        """
+        self._num_records += 1
+        said: dict[str, None] = {}
+
+        def note(sentence: str) -> None:
+            said[sentence] = None
+
+        try:
+            if not isinstance(record, dict):
+                raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
+            found = self._decode(record, self._format_of(record), note)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        except (RecursionError, OverflowError) as error:
+            raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
+        self._notes.update(list(said))
+        return found
+
+    def warn(self) -> None:
+        """Says what the file's owner should know.
+
+        Warns:
+            DataWarning: each sentence one time, with the number of records that it is about.
+        """
+        for note, count in self._notes.items():
+            warnings.warn(f"{self._source}: {note} ({count} of {self._num_records} records)", DataWarning, stacklevel=3)
+        warn_about(self._traces, self._source)
+
+    def _format_of(self, record: Mapping[str, Any]) -> FormatName:
+        if self._named is not None:
+            check_format(record, self._named)
+            return self._named
+        found = detect(record)
+        # Both are chat records, with and without a task.
+        if self._found not in (None, found) and {found, self._found} != {"treering", "chat"}:
+            raise InputError(f"a file has one format, and this record is {found} after {self._found}; split the file")
+        self._found = found
+        return found
+
+    def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note) -> list[Trajectory]:
+        if name != "verifiers" or not looks_like_trace(record):
+            return _DECODERS[name](record, note)
+        traces = decode_traces(record)
+        self._traces += traces
+        return [trajectory for trace in traces for trajectory in trace.trajectories()]

@@ -1,0 +1,173 @@
+"""The rows of Parquet and Arrow files and of Hugging Face datasets on disk, through pyarrow."""
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from treering.errors import DataWarning, InputError
+from treering.extras import require
+
+_PARQUET = b"PAR1"
+_ARROW_FILE = b"ARROW1"
+_ARROW_STREAM = b"\xff\xff\xff\xff"
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}\.parquet")
+"""A Parquet file's name on the Hugging Face Hub."""
+_DEFAULT_SPLIT = "train"
+_VALUES = ("arguments", "args", "input", "parameters")
+"""Columns of objects whose keys are data: a table stores the keys of all rows in each."""
+
+
+def is_table(head: bytes) -> bool:
+    """Whether a file with these first bytes is a Parquet file or Arrow data."""
+    return head.startswith((_PARQUET, _ARROW_FILE, _ARROW_STREAM))
+
+
+def is_dataset_folder(folder: Path) -> bool:
+    """Whether a folder holds a dataset: saved by `save_to_disk`, or as Parquet files."""
+    return _is_saved(folder) or (folder / "dataset_dict.json").is_file() or bool(_parquet_files(folder))
+
+
+def table_records(file: Path, first_row: int = 1) -> Iterator[tuple[str, object]]:
+    """Each row of a table with its place; keys without a value inside objects are left out.
+
+    Raises:
+        InputError: a damaged file.
+        MissingExtraError: pyarrow is missing.
+    """
+    require(f"{file.name}, a table of Parquet or Arrow,", "pyarrow", extra="datasets")
+    import pyarrow
+
+    is_told = False
+    try:
+        for number, row in enumerate(_rows(file), start=first_row):
+            record, has_holes = _without_nulls(row)
+            if has_holes and not is_told:
+                is_told = True
+                warnings.warn(
+                    f"{file}: null values in the arguments of calls or in schemas are read as absent keys, because a "
+                    "table cannot tell the two apart; store such objects as JSON text to keep them",
+                    DataWarning,
+                    stacklevel=2,
+                )
+            yield f"{file}: row {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file}: a table cannot be read ({' '.join(str(error).split())}); fetch it again") from error
+
+
+def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
+    """Each row of a dataset in a folder; of several splits, that named "train".
+
+    Raises:
+        InputError: no dataset, or several splits and none is "train".
+        MissingExtraError: pyarrow is missing.
+    """
+    if _is_saved(folder):
+        yield from _saved_records(folder)
+        return
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits")
+        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        yield from _saved_records(folder / _split(folder, names, f"name {folder}/SPLIT"))
+        return
+    files = _parquet_files(folder)
+    if not files:
+        raise InputError(
+            f"{folder}: a folder is read if it holds a dataset saved to disk or Parquet files, and it has neither; "
+            "name its files"
+        )
+    names = sorted({match["split"] for file in files if (match := _SHARD.fullmatch(file.name))})
+    if len(names) > 1:
+        chosen = _split(folder, names, "name its files")
+        files = [file for file in files if (match := _SHARD.fullmatch(file.name)) and match["split"] == chosen]
+    for file in files:
+        yield from table_records(file)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet")) or sorted((folder / "data").glob("*.parquet"))
+
+
+def _split(folder: Path, names: list[str], advice: str) -> str:
+    if len(names) == 1:
+        return names[0]
+    if _DEFAULT_SPLIT not in names:
+        raise InputError(f"{folder}: one split of a dataset is read, got {', '.join(names) or 'none'}; {advice}")
+    warnings.warn(
+        f"{folder}: of the splits {', '.join(names)}, {_DEFAULT_SPLIT} is read; {advice} for another",
+        DataWarning,
+        stacklevel=2,
+    )
+    return _DEFAULT_SPLIT
+
+
+def _saved_records(folder: Path) -> Iterator[tuple[str, object]]:
+    state = _read_json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise InputError(f"{folder}: a dataset with an index of its rows is not read; save it again, or as Parquet")
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(one, dict) and "filename" in one for one in files):
+        raise InputError(f"{folder / 'state.json'}: it lists the dataset's files, and has none; save the dataset again")
+    for one in files:
+        yield from table_records(folder / str(one["filename"]))
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{file}: it describes a dataset and cannot be read ({error}); save the dataset again"
+        ) from error
+    if not isinstance(value, dict):
+        raise InputError(f"{file}: it describes a dataset as a JSON object, and holds none; save the dataset again")
+    return value
+
+
+def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    with pyarrow.OSFile(str(file), "rb") as source:
+        head = source.read(6)
+        source.seek(0)
+        if head.startswith(_PARQUET):
+            batches = parquet.ParquetFile(source).iter_batches(batch_size=256)
+        elif head.startswith(_ARROW_FILE):
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = pyarrow.ipc.open_stream(source)
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _without_nulls(row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The row without null values in objects, and whether one stood in an object whose keys are data."""
+    holes: list[str] = []
+
+    def clean(value: object, inside: str | None) -> object:
+        if isinstance(value, list) and value and all(isinstance(one, tuple) for one in value):
+            # A column of maps.
+            value = dict(value)
+        if isinstance(value, list):
+            return [clean(one, inside) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if inside and None in value.values():
+            holes.append(inside)
+        return {
+            key: clean(one, inside or (key if key in _VALUES and isinstance(one, dict) else None))
+            for key, one in value.items()
+            if one is not None
+        }
+
+    record = clean(dict(row), None)
+    assert isinstance(record, dict), "a row is an object"
+    return record, bool(holes)

@@ -1,0 +1,112 @@
+"""Files of traces: JSON Lines, plain or gzipped, an episode or a trace a line. Errors begin with file and line."""
+
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from treering.data.formats.files import numbered_lines, parse_line, write_lines
+from treering.data.formats.traces.record import decode_traces, encode_trace
+from treering.data.trace import Trace
+from treering.data.trajectory import Trajectory
+from treering.errors import DataWarning, InputError
+
+_DECIMALS = 4
+"""Digits of the log-probs and advantages that verifiers writes (`RECORD_FLOAT_DECIMALS`)."""
+
+
+def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
+    """All traces of a `traces.jsonl` of verifiers v1, in file order; `.gz` files are decompressed.
+
+    A line is an episode, whose traces belong together, or one trace. Episodes without traces are left out.
+
+    Raises:
+        InputError: a bad line, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or without traces.
+
+    Warns:
+        DataWarning: paths that are not trained, with their number and why; rounded log-probs.
+
+    Example: `[t for trace in read_traces("traces.jsonl") for t in trace.trajectories()]`.
+    """
+    file = Path(path)
+    lines = [parse_line(file, number, line, decode_traces) for number, line in numbered_lines(file)]
+    traces = [trace for found in lines for trace in found]
+    if not traces:
+        raise InputError(f"{file}: a file of traces holds at least one trace, got 0 in {len(lines)} lines; check it")
+    if num_empty := sum(not found for found in lines):
+        warnings.warn(f"{file}: {num_empty} episodes without traces are left out", DataWarning, stacklevel=2)
+    warn_about(traces, str(file))
+    return traces
+
+
+def write_traces(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
+    """Writes a file that `read_traces` and verifiers read; a name that ends in .gz is compressed.
+
+    Traces of one episode become one line. Numbers have all their digits; verifiers itself rounds to four decimals. The
+    write is atomic: after an error or a kill the old file is still there.
+
+    Raises:
+        InputError: the file cannot be written.
+
+    Example: writing what was read gives the same JSON values.
+    """
+    episodes: dict[int, list[Trace]] = {}
+    for trace in traces:
+        episodes.setdefault(id(trace if trace.episode is None else trace.episode), []).append(trace)
+    write_lines(Path(path), (_line(runs) for runs in episodes.values()))
+
+
+def trace_trajectories(traces: Sequence[Trace], source: str) -> list[Trajectory]:
+    """The trajectories of traces, one trace after another.
+
+    Args:
+        traces: as `decode_traces` gives them.
+        source: begins the warnings.
+
+    Warns:
+        DataWarning: as `read_traces`.
+    """
+    warn_about(traces, source)
+    return [trajectory for trace in traces for trajectory in trace.trajectories()]
+
+
+def warn_about(traces: Sequence[Trace], source: str) -> None:
+    """Says how many paths are not trained and why, and that log-probs are rounded."""
+    left_out = sum((trace.left_out() for trace in traces), Counter())
+    if left_out:
+        num_paths = left_out.total() + sum(trace.num_trajectories for trace in traces)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()))
+        message = f"{source}: {left_out.total()} of {num_paths} paths are not trained ({reasons})"
+        warnings.warn(message, DataWarning, stacklevel=3)
+    if _are_rounded(traces):
+        message = (
+            f"{source}: log-probs are rounded to {_DECIMALS} decimals, so the ratio of a token is off by up to 5e-5, "
+            "and a product of T ratios by T times that; for exact ratios recompute them with treering.forward before "
+            "the first update"
+        )
+        warnings.warn(message, DataWarning, stacklevel=3)
+
+
+def _are_rounded(traces: Iterable[Trace]) -> bool:
+    """Whether every log-prob of a trained path is a multiple of 1e-4, and not all are 0."""
+    any_nonzero = False
+    for trace in traces:
+        for i in {i for path in trace.paths() for i in path}:
+            logprobs = trace.nodes[i].logprobs
+            if logprobs is None:
+                continue
+            if not np.array_equal(np.round(logprobs, _DECIMALS), logprobs):
+                return False
+            any_nonzero |= bool(logprobs.any())
+    return any_nonzero
+
+
+def _line(runs: Sequence[Trace]) -> bytes:
+    records = [encode_trace(trace) for trace in runs]
+    episode = runs[0].episode
+    # Escapes keep what UTF-8 has no form for, as half of a pair that a model cut.
+    return json.dumps(records[0] if episode is None else {**episode, "traces": records}).encode() + b"\n"

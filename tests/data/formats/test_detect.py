@@ -1,0 +1,76 @@
+from typing import get_args
+
+import pytest
+
+from tests.data.formats.reading import ANSWER, QUESTION, read
+from treering.data import FormatName
+from treering.data.formats.detect import detect
+from treering.errors import InputError
+
+TALK = [QUESTION, ANSWER]
+RECORDS = {
+    "treering": {"task_id": 1, "tokens": [1]},
+    "chat": {"messages": TALK},
+    "sharegpt": {"conversations": [{"from": "gpt", "value": "x"}]},
+    "trl": {"prompt": [QUESTION], "completion": [ANSWER]},
+    "verifiers": {"example_id": 0, "prompt": [QUESTION], "completion": [ANSWER], "reward": 1.0},
+    "swe_agent": {"history": TALK, "trajectory": [], "info": {}},
+    "openhands": {"instance_id": "a", "history": [{"source": "user", "action": "message", "args": {"content": "x"}}]},
+    "nemo_gym": {"responses_create_params": {"input": [QUESTION]}, "response": {"output": [ANSWER]}},
+    "verl": {"input": "a", "output": "b", "score": 0.0, "step": 1},
+    "atif": {"schema_version": "ATIF-v1.6", "agent": {}, "steps": [{"source": "user", "message": "x"}]},
+}
+
+
+def test_each_format_is_found_by_its_keys_also_beside_empty_columns():
+    assert {"auto", *RECORDS} == set(get_args(FormatName))
+    empty = {"chosen": None, "rejected": None, "conversations": [], "attempts": None}
+    assert {name: detect({**empty, **record}) for name, record in RECORDS.items()} == {name: name for name in RECORDS}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_each_format_is_read_by_its_name_and_refused_under_another(tmp_path, name):
+    found, _ = read(tmp_path, RECORDS[name], format=name)
+    assert len(found) == 1
+    other = "sharegpt" if name != "sharegpt" else "verl"
+    with pytest.raises(InputError, match=f'set.jsonl:1: format "{other}" needs .*, got the keys'):
+        read(tmp_path, RECORDS[name], format=other)
+
+
+def test_a_file_that_mixes_formats_is_refused_at_the_line(tmp_path):
+    with pytest.raises(InputError, match=r"set\.jsonl:2: a file has one format, and this record is trl after chat"):
+        read(tmp_path, RECORDS["chat"], RECORDS["trl"])
+
+
+def test_chats_with_and_without_a_task_are_one_format(tmp_path):
+    found, notes = read(tmp_path, {"task_id": 7, "messages": TALK}, RECORDS["chat"])
+    assert found[0].task_id == 7
+    assert notes == ["no task is named, so those with equal first prompts are trials of one task (1 of 2 records)"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "2+2?", "answer": "4"}, "keys question, answer: it is of a prompts file for `treering train`"),
+        ({"prompt": [QUESTION], "answer": "4"}, "it is of a prompts file for `treering train`"),
+        ({"instruction": "a", "input": "b", "output": "c"}, "it is Alpaca's; write instruction and input as prompt"),
+        (QUESTION, "it is one message; write a conversation as"),
+        ({"source": "user", "action": "message"}, "it is one event of OpenHands"),
+        ({"text": "a"}, "nothing says what the policy wrote"),
+        ({"example_id": 1, "completion": [ANSWER]}, "it looks most like .*, and prompt"),
+        ({"mesages": TALK}, "it looks most like .*, which has messages instead of mesages; rename it"),
+        ({"a": 1}, "no format has a record with the keys a: treering has task_id and messages"),
+        ({}, "no format has a record with the keys none"),
+        ({"conversations": []}, "it looks most like sharegpt, and conversations is missing or empty"),
+    ],
+)
+def test_a_record_of_no_format_says_what_it_has_and_what_is_missing(tmp_path, record, message):
+    with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{message}"):
+        read(tmp_path, record)
+
+
+@pytest.mark.parametrize("key", ["response", "completion"])
+@pytest.mark.parametrize("value", [{"text": "x"}, [ANSWER], "x"])
+def test_an_answer_beside_messages_is_not_dropped(tmp_path, key, value):
+    with pytest.raises(InputError, match=f"{key} stands beside messages, and only one of them would be trained"):
+        read(tmp_path, {"messages": TALK, "prompt": [QUESTION], key: value})
