@@ -86,8 +86,8 @@ def test_a_path_without_sampled_tokens_is_left_out() -> None:
 
 def test_a_message_without_tokens_whose_tokens_stand_in_the_next_node_is_read() -> None:
     # A server that returns a prompt's ids without their messages puts all of them into the answer.
-    trace = decode_trace(run(message(None, []), message(0, []), answer(1, [1, 2], [3])))
-    assert tokens_of(trace.trajectories()) == [[1, 2, 3]]
+    trace = decode_trace(run(message(None, []), message(0, []), answer(1, [1, 2], [3]), answer(2, [], [4])))
+    assert tokens_of(trace.trajectories()) == [[1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.data.traces import Record, answer, linked, message, run
 from treering.data import read_traces, write_traces
-from treering.data.formats.traces import decode_trace, decode_traces, encode_trace, looks_like_trace, trace_trajectories
+from treering.data.formats.traces import decode_trace, decode_traces, encode_trace, looks_like_trace, warn_about
 from treering.errors import DataWarning, InputError
 
 NODES = (message(None, [1]), answer(0, [2], [3]))
@@ -154,7 +154,8 @@ def test_logprobs_of_four_decimals_are_said_with_their_cost(logprobs: list[float
     traces = [decode_trace(run(NODES[0], answer(0, [2], [3, 4], logprobs=logprobs)))]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        [found] = trace_trajectories(traces, "here")
+        warn_about(traces, "here")
+    [found] = traces[0].trajectories()
     assert found.logprobs is None if not logprobs else found.logprobs.tolist() == [0, 0, *logprobs]
     assert [str(warning.message).startswith("here: log-probs are rounded to 4 decimals") for warning in caught] == (
         [True] * is_said
