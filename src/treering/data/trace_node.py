@@ -81,7 +81,7 @@ def check_tree(nodes: tuple[TraceNode, ...]) -> None:
         at: int | None = i
         while at is not None and at not in rooted:
             if at in trail:
-                raise InputError(f"parents lead from a node to a root, and nodes[{at}] is its own ancestor; repair it")
+                raise InputError(f"nodes[{at}] is its own ancestor, and parents lead to a root; repair its parent")
             trail[at] = None
             at = nodes[at].parent
         rooted.update(trail)

@@ -12,7 +12,6 @@ import numpy as np
 from treering.data.formats.files import numbered_lines, parse_line, write_lines
 from treering.data.formats.traces.record import decode_traces, encode_trace
 from treering.data.trace import Trace
-from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
 _DECIMALS = 4
@@ -60,22 +59,16 @@ def write_traces(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
     write_lines(Path(path), (_line(runs) for runs in episodes.values()))
 
 
-def trace_trajectories(traces: Sequence[Trace], source: str) -> list[Trajectory]:
-    """The trajectories of traces, one trace after another.
+def warn_about(traces: Sequence[Trace], source: str) -> None:
+    """Says how many paths are not trained and why, and that log-probs are rounded.
 
     Args:
-        traces: as `decode_traces` gives them.
-        source: begins the warnings.
+        traces: of one source.
+        source: begins the sentences.
 
     Warns:
-        DataWarning: as `read_traces`.
+        DataWarning: a sentence for each.
     """
-    warn_about(traces, source)
-    return [trajectory for trace in traces for trajectory in trace.trajectories()]
-
-
-def warn_about(traces: Sequence[Trace], source: str) -> None:
-    """Says how many paths are not trained and why, and that log-probs are rounded."""
     left_out = sum((trace.left_out() for trace in traces), Counter())
     if left_out:
         num_paths = left_out.total() + sum(trace.num_trajectories for trace in traces)
