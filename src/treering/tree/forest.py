@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import Int32Array, Int64Array
 from treering.errors import InputError
 from treering.tree import build
+from treering.tree.padded import places_of, split_padded
 from treering.types import MAX_TOKEN_ID
 
 
@@ -78,6 +79,28 @@ class Forest:
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
         arrays = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
         return cls(**arrays._asdict())
+
+    @classmethod
+    def from_padded(
+        cls, ids: ArrayLike, mask: ArrayLike | None = None, position_ids: ArrayLike | None = None
+    ) -> tuple["Forest", Int64Array]:
+        """Merges the sequences of a padded batch [B, T], as trainers make them; see `split_padded`.
+
+        Returns:
+            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. Values per token of
+            the forest go back to the batch as `values[places]`, with padding masked out.
+
+        Raises:
+            InputError: a batch that `split_padded` refuses, or an id out of range.
+
+        Example:
+            >>> forest, places = Forest.from_padded([[0, 5, 6], [5, 7, 0]], [[0, 1, 1], [1, 1, 0]])
+            >>> forest.num_tokens, places.tolist()
+            (3, [[-1, 0, 1], [0, 2, -1]])
+        """
+        sequences, real = split_padded(ids, mask, position_ids)
+        forest = cls.from_sequences(sequences)
+        return forest, places_of(real, forest.paths()[0])
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
