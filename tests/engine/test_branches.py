@@ -136,6 +136,18 @@ def test_a_later_turn_prefills_only_what_it_observed(model: PreTrainedModel, par
     assert_same(found, run(recomputing(model), [again]))
 
 
+def test_equal_rollouts_of_different_prompts_share_nothing(model: PreTrainedModel) -> None:
+    """Both prompts end in the same token, so the rollouts' own spans begin alike."""
+    sampling = Sampling(max_tokens=20)
+    mine, other = (Request(prompt_id=str(i), prompt=[i, 4, 9], sampling=sampling) for i in (1, 2))
+    engine = TorchEngine(model, max_batch=4)
+    parent = run(engine, [mine])[mine.key]
+    engine.submit([mine])
+    engine.step()
+    again = replace(other, so_far=replace(parent.branch(10, sample=1), prompt_id="2", sample=0))
+    assert_same(run(engine, [again]), {mine.key: parent} | run(recomputing(model), [again]))
+
+
 def test_new_weights_read_the_whole_branch_again(model: PreTrainedModel) -> None:
     mine, other = build_float64("qwen3", seed=0).eval(), build_float64("qwen3", seed=5).eval()
     requests = group_requests(6, 1)
