@@ -41,9 +41,9 @@ def commit_tokens(
     """Appends the sampled tokens, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
 
     Every sampled token but the last was computed as draft path[r, i] of its row, so only the last one is missing in
-    the arena. A row needs its accepted drafts in consecutive slots, also a finished one, which may be branched; few have
-    to move, because a draft's likeliest path comes first. A duplicate row needs all that its leader computed copied
-    into its own span.
+    the arena. A row needs its accepted drafts in consecutive slots, a finished one too, because it may be branched; few
+    have to move, because a draft's likeliest path comes first. A duplicate row needs all that its leader computed
+    copied into its own span.
     """
     c = columns
     # Few arrays: numba unpacks each argument, which takes longer than filling it.
@@ -111,9 +111,7 @@ def _append(
         num_accepted[row] = min(num_new[index], num_out[index] - 1)
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
-    num_moves: int = _plan_moves(
-        num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves
-    )
+    num_moves: int = _plan_moves(num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves)
     return num_moves
 
 

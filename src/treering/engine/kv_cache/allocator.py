@@ -105,8 +105,8 @@ class SpanAllocator(KVAllocator):
 
     def shrink(self, start: int, length: int) -> None:
         """See `KVAllocator.shrink`."""
+        assert 1 <= length <= self._taken[start]
         num_freed = self._taken[start] - length
-        assert length >= 1 and num_freed >= 0
         self._taken[start] = length
         if num_freed > 0:
             self._add_hole(start + length, num_freed)
