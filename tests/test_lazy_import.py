@@ -44,6 +44,7 @@ def test_a_light_import_loads_nothing_heavy(statement: str) -> None:
         "import treering; treering.Forest",
         "import treering; treering.Drafter(treering.HistoryStore())",
         "import treering; treering.Request, treering.Sampling, treering.Rollout",
+        "import treering; treering.tree_advantages",
     ],
 )
 def test_a_room_without_torch_loads_no_torch(statement: str) -> None:

@@ -13,6 +13,7 @@ HOMES = {
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
     "backward": "treering.train.gradient.backward",
+    "tree_advantages": "treering.rl.tree_advantages",
     "HistoryReader": "treering.history.store.reader",
     "HistoryStore": "treering.history.store.store",
     "Drafter": "treering.history.draft.drafter",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
+    from treering.rl.tree_advantages import tree_advantages as tree_advantages
     from treering.train.gradient.backward import backward as backward
     from treering.train.gradient.router_losses import RouterLosses as RouterLosses
     from treering.tree.forest import Forest as Forest
@@ -41,6 +42,7 @@ _HOMES = {
     "TorchEngine": "treering.engine.torch_engine",
     "backward": "treering.train.gradient.backward",
     "forward": "treering.model.forward",
+    "tree_advantages": "treering.rl.tree_advantages",
     "tree_attention": "treering.model.context",
 }
 _MODULES = frozenset({"errors", "objectives", "schedule"})
@@ -64,6 +66,7 @@ __all__ = [
     "forward",
     "objectives",
     "schedule",
+    "tree_advantages",
     "tree_attention",
 ]
 
