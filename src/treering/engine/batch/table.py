@@ -177,10 +177,11 @@ class Table:
         return (self._computed_tokens(row) for row, other in enumerate(self._row_prefixes) if other is prefix)
 
     def _computed_tokens(self, row: int) -> ComputedTokens:
+        """What is computed of a row's own span, as a view."""
         c = self.columns
         # A stop string may have cut computed tokens off.
         end = min(c.num_computed[row], c.num_tokens[row])
-        return ComputedTokens(c.tokens[row, c.num_prefix[row] : end].copy(), int(c.own_start[row]))
+        return ComputedTokens(c.tokens[row, c.num_prefix[row] : end], int(c.own_start[row]))
 
     def _copy_computed(self, row: int, source: int, num_tokens: int) -> None:
         """Copies keys and values of a row's first own tokens from slot `source` on."""

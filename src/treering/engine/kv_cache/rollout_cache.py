@@ -56,7 +56,8 @@ class RolloutCache:
     def keep(self, prompt: TokenIds, span: ComputedTokens) -> None:
         """Takes over the allocated span of a finished rollout; slots after its tokens become free."""
         self.allocator.shrink(span.start, span.tokens.size)
-        self._spans[span.start] = prompt.tobytes(), span
+        # A copy: the row's tokens are a view that the next row overwrites.
+        self._spans[span.start] = prompt.tobytes(), span._replace(tokens=span.tokens.copy())
 
     def spans_of(self, prompt: TokenIds) -> list[ComputedTokens]:
         """The spans of a prompt's rollouts, most recently used last."""
