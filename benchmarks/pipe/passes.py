@@ -65,6 +65,9 @@ class TimedEngine(Engine):
             self._write()
         return rollouts
 
+    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        return self._engine.peek(keys)
+
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         return self._engine.abort(keys)
 

@@ -170,6 +170,41 @@ def a_continued_rollout_keeps_its_tokens(make: MakeEngine) -> None:
     assert (rollout.versions.tolist(), rollout.reward) == ([0] * 7 + [5] * 2, None)
 
 
+def peek_returns_what_an_abort_would_and_changes_nothing(make: MakeEngine) -> None:
+    wholes = run(make(max_batch=4), [request_of(i) for i in range(3)])
+    engine = make(max_batch=2)
+    engine.submit([request_of(i) for i in range(3)])
+    engine.step()
+    assert engine.peek([("p", 2, 2), ("q", 0, 0)]) == []
+    seen = engine.peek([("p", 2, 0), ("p", 2, 1)])
+    assert {rollout.key: rollout.num_tokens for rollout in seen} == engine.progress()
+    for rollout in seen:
+        assert_begins(rollout, wholes[rollout.key], "abort")
+    for key, rollout in run_on(engine).items():
+        assert_equal(rollout, wholes[key])
+
+
+def a_branch_has_its_parents_tokens_and_goes_on_alone(make: MakeEngine) -> None:
+    """Of a running and of a returned rollout; the same as on an engine that has never seen the parent."""
+    engine = make(max_batch=2)
+    engine.submit([request_of(0)])
+    engine.step()
+    (running,) = engine.peek([("p", 2, 0)])
+    first = request_of(7, so_far=running.branch(1, sample=7))
+    found = run(engine, [first])
+    parent = found["p", 2, 0]
+    others = [request_of(i, so_far=parent.branch(at, sample=i)) for i, at in ((8, 9), (9, MAX_TOKENS - 1))]
+    found |= run(engine, others)
+    for request in (first, *others):
+        branch, at = found[request.key], request.so_far.num_tokens
+        assert (branch.branched_from, branch.num_shared, branch.reward) == (0, at, None)
+        assert branch.tokens[:at].tolist() == parent.tokens[:at].tolist()
+        assert branch.policy_logprobs[:at].tolist() == parent.policy_logprobs[:at].tolist()
+        assert branch.loss_mask.all()
+        assert_equal(branch, run_alone(make, request))
+    assert found["p", 2, 8].tokens[9:].tolist() != parent.tokens[9:].tolist()
+
+
 def an_observed_stop_token_does_not_end_a_rollout(make: MakeEngine) -> None:
     seen = run_alone(make, request_of(0, max_tokens=2)).observe(np.array([9], np.int32))
     plain = run_alone(make, request_of(0, max_tokens=6, so_far=seen))
@@ -349,6 +384,8 @@ LAWS: list[Callable[[MakeEngine], None]] = [
     a_stop_token_at_max_tokens_is_a_stop,
     a_continued_rollout_equals_an_uninterrupted_one,
     a_continued_rollout_keeps_its_tokens,
+    peek_returns_what_an_abort_would_and_changes_nothing,
+    a_branch_has_its_parents_tokens_and_goes_on_alone,
     an_observed_stop_token_does_not_end_a_rollout,
     duplicate_keys_are_refused,
     a_key_is_in_use_until_its_rollout_is_returned,

@@ -1,5 +1,7 @@
 """GPU-only tests of the engine: compiled kernels, captured passes, one wait per step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,22 @@ def test_drafts_change_no_token_and_float32_has_those_of_the_plain_engine(shape:
     drafting = TorchEngine(model, ScriptedDrafter(script_of(shape, Truth(expected))), max_batch=16)
     assert_same(run(drafting, requests), expected, 1e-3)
     assert drafting.stats.num_accepted > 0
+
+
+def test_branches_have_the_tokens_of_an_engine_that_reuses_nothing() -> None:
+    model = build("qwen3").eval().to("cuda")
+    requests = group_requests(8, 2, max_tokens=40)
+    engine = TorchEngine(model, max_batch=7)
+    parents = run(engine, requests)
+    before = engine.stats
+    branches = [
+        replace(request, sample=9 + number, so_far=parents[request.key].branch(5 + 2 * number, sample=9 + number))
+        for number, request in enumerate(requests)
+    ]
+    found = run(engine, branches)
+    # The prompts fill no page, so they are computed again, all but the last token.
+    assert engine.stats.since(before).num_prefilled == sum(range(8))
+    assert_same(found, run(TorchEngine(model, max_batch=7, backend="plain", continuation="prefill"), branches), 1e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 50])

@@ -130,6 +130,11 @@ class EngineConfig(Config):
         description="once: rollouts with the same tokens so far are computed once. each: every one for itself "
         "(off-switch). auto: once on CPU, each elsewhere.",
     )
+    continuation: Literal["copy", "prefill"] = Field(
+        default="copy",
+        description="copy: a later turn or a branch copies keys and values that the engine has. prefill: it computes "
+        "all again (off-switch).",
+    )
     seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
 
 

@@ -90,6 +90,13 @@ class Engine(ABC):
         """Advances running rollouts and returns the finished ones, tokens of `so_far` included; [] when idle."""
 
     @abstractmethod
+    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """What `abort` would return of running rollouts, which go on running; ignores other keys.
+
+        Example: `engine.peek([key])[0].branch(5, sample=9)` branches a running rollout after its first 5 tokens.
+        """
+
+    @abstractmethod
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
 

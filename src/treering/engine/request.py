@@ -88,7 +88,7 @@ class Request:
     sample: int = 0
     """Index of the rollout within its group."""
     so_far: Rollout | None = None
-    """A rollout of the same key to continue: after an observation, an abort or a migration from another engine."""
+    """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)

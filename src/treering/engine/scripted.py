@@ -88,6 +88,10 @@ class ScriptedEngine(Engine):
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
+    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """Partial rollouts of running requests; ignores other keys."""
+        return [self._running[key].rollout("abort") for key in keys if key in self._running]
+
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
         return [rollout for key in keys if (rollout := self._abort_one(key)) is not None]
@@ -194,17 +198,4 @@ class _RunningRequest:
 
     @property
     def _so_far(self) -> Rollout:
-        if self.request.so_far is not None:
-            return self.request.so_far
-        prompt_id, draw, sample = self.request.key
-        return Rollout(
-            prompt_id=prompt_id,
-            draw=draw,
-            sample=sample,
-            tokens=np.zeros(0, np.int32),
-            logprobs=np.zeros(0),
-            policy_logprobs=np.zeros(0),
-            loss_mask=np.zeros(0, bool),
-            versions=np.zeros(0, np.int32),
-            finish_reason="abort",
-        )
+        return self.request.unstarted()

@@ -5,6 +5,7 @@ from typing import get_args
 import numpy as np
 
 from treering.engine.batch.duplicate_rows import DuplicateRows
+from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import WhenRunning
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
@@ -22,12 +23,13 @@ def check_settings(
     seed: object,
     num_threads: object,
     duplicate_rows: object,
+    continuation: object,
 ) -> None:
     """Checks the settings of `TorchEngine` that do not depend on the model.
 
     Raises:
         ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or an
-            invalid drafter, `costs` or `duplicate_rows`.
+            invalid drafter, `costs`, `duplicate_rows` or `continuation`.
     """
     _check_integer("max_batch", max_batch, least=1)
     _check_integer("max_tokens", max_tokens, least=2)
@@ -41,6 +43,10 @@ def check_settings(
     if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
         raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
     check_duplicate_rows(duplicate_rows)
+    if continuation not in get_args(Continuation):
+        raise ConfigError(
+            f"continuation is one of {', '.join(get_args(Continuation))}, got {continuation!r}; choose one"
+        )
 
 
 def check_duplicate_rows(duplicate_rows: object) -> None:

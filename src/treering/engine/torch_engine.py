@@ -18,6 +18,7 @@ from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.decoder.self_check import check_decoder
 from treering.engine.decoder.weights import read_weights
+from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, WhenRunning
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
@@ -60,6 +61,7 @@ class TorchEngine(Engine):
         backend: Backend = "auto",
         costs: Costs = "measured",
         duplicate_rows: DuplicateRows = "auto",
+        continuation: Continuation = "copy",
     ) -> None:
         """Copies the weights and allocates the key-value arena.
 
@@ -76,9 +78,11 @@ class TorchEngine(Engine):
             backend: see `Backend`.
             costs: see `Costs`; not used without a drafter.
             duplicate_rows: see `DuplicateRows`.
+            continuation: see `Continuation`.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs or `duplicate_rows`.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs, `duplicate_rows` or
+                `continuation`.
             StateError: the model's logits hold NaN or +inf.
             UnsupportedError: a model that the engine would not compute exactly; the message names what differs.
         """
@@ -92,6 +96,7 @@ class TorchEngine(Engine):
             seed=seed,
             num_threads=num_threads,
             duplicate_rows=duplicate_rows,
+            continuation=continuation,
         )
         self._parts = find_parts(model)
         vocab_size = self._parts.vocab_size
@@ -105,7 +110,12 @@ class TorchEngine(Engine):
         self._admission = Admission(
             vocab_size=vocab_size, max_context=max_context, num_slots=max_tokens, has_decode=decode is not None
         )
-        self._table = Table(max_rows=max_batch, allocator=backend_parts.allocator, seed=seed)
+        self._table = Table(
+            max_rows=max_batch,
+            allocator=backend_parts.allocator,
+            seed=seed,
+            move=self._decoder.move if continuation == "copy" else None,
+        )
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
@@ -161,6 +171,10 @@ class TorchEngine(Engine):
             return finished
         with threads(self._num_threads):
             return finished + self._advance()
+
+    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """See `Engine.peek`."""
+        return [self._table.rollout(row, "abort") for row in self._table.rows_of(set(keys))]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.abort`."""

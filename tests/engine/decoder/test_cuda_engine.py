@@ -1,5 +1,7 @@
 """An engine with pages, kernels and device-side verification, in triton's interpreter, against a plain one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -107,10 +109,24 @@ def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTr
     assert_same(*[run(engine, []) for engine in engines], 1e-4)
 
 
+def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
+    """A span of 18 + 24 tokens has three pages, of which a finished rollout keeps those that it filled."""
+    (first,) = requests_with(18, [2], max_tokens=24)
+    engine = TorchEngine(model, max_batch=3, max_tokens=200, backend="cuda")
+    (parent,) = run(engine, [first]).values()
+    before = engine.stats
+    branches = [replace(first, sample=at, so_far=parent.branch(at, sample=at)) for at in (3, 19, 23)]
+    found = run(engine, branches)
+    # Of the prompt, only full pages stay cached.
+    assert engine.stats.since(before).num_prefilled == 3
+    assert_same(found, with_plain(model, branches, continuation="prefill"), 1e-4)
+
+
 def test_memory_is_freed(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=2, max_tokens=64, backend="cuda")
     free = engine._table.prefixes.allocator.num_free
     run(engine, requests_with(18, [2, 3, 4], max_tokens=2))
+    engine._table.rollouts.clear()
     assert engine._table.prefixes.allocator.num_free == free
 
 

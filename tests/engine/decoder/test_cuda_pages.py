@@ -206,6 +206,20 @@ def test_freeing_a_span_frees_its_addresses_and_pages() -> None:
         assert start == 0
 
 
+@pytest.mark.parametrize(("length", "num_pages"), [(1, 1), (16, 1), (17, 2), (40, 3)])
+def test_a_span_that_shrinks_keeps_its_first_pages(length: int, num_pages: int) -> None:
+    spans = PagedAllocator(64)
+    whole = spans.num_free
+    start = spans.allocate(40)
+    kept = slots_of(spans, start, length)
+    spans.shrink(start, length)
+    assert spans.num_free == whole - num_pages * PAGE_SLOTS
+    assert spans.allocate(spans.num_free) == num_pages * PAGE_SLOTS
+    assert slots_of(spans, start, length) == kept
+    spans.free(start)
+    assert spans.num_free == num_pages * PAGE_SLOTS
+
+
 def test_without_pages_no_address_is_lost() -> None:
     spans = PagedAllocator(16)
     most = spans.num_free

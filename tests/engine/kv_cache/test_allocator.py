@@ -93,8 +93,9 @@ def test_spans_never_overlap_and_the_rest_can_be_allocated(data: st.DataObject) 
     num_slots = data.draw(st.integers(1, 40))
     spans = SpanAllocator(num_slots)
     lengths: dict[int, int] = {}
+    prompts: set[int] = set()
     for _ in range(data.draw(st.integers(1, 40))):
-        step = data.draw(st.sampled_from(["allocate", "allocate_prompt", "free", "forget"]))
+        step = data.draw(st.sampled_from(["allocate", "allocate_prompt", "free", "forget", "shrink"]))
         length = data.draw(st.integers(1, 12))
         start = None
         if step == "allocate":
@@ -107,11 +108,18 @@ def test_spans_never_overlap_and_the_rest_can_be_allocated(data: st.DataObject) 
             out = data.draw(st.sampled_from(sorted(lengths)))
             del lengths[out]
             spans.free(out)
+        elif step == "shrink" and lengths:
+            kept = data.draw(st.sampled_from(sorted(lengths)))
+            # Only spans without a prompt shrink: a cached prompt is found by all of its tokens.
+            if kept not in prompts:
+                lengths[kept] = data.draw(st.integers(1, lengths[kept]))
+                spans.shrink(kept, lengths[kept])
         elif step == "forget":
             spans.invalidate()
             assert all(spans.num_computed(each) == 0 for each in lengths)
         if start is not None:
             lengths[start] = length
+            prompts = prompts | {start} if step == "allocate_prompt" else prompts - {start}
         owners = np.zeros(num_slots, int)
         for first, size in lengths.items():
             owners[first : first + size] += 1

@@ -95,6 +95,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
             num_threads=_engine_threads(config),
             backend=engine.backend,
             duplicate_rows=engine.duplicate_rows,
+            continuation=engine.continuation,
             costs="none" if is_fixed else "measured",
         )
 

@@ -41,8 +41,9 @@ def commit_tokens(
     """Appends the sampled tokens, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
 
     Every sampled token but the last was computed as draft path[r, i] of its row, so only the last one is missing in
-    the arena. A continuing row needs its accepted drafts in consecutive slots; few have to move, because a draft's
-    likeliest path comes first. A duplicate row needs all that its leader computed copied into its own span.
+    the arena. A row needs its accepted drafts in consecutive slots, a finished one too, because it may be branched; few
+    have to move, because a draft's likeliest path comes first. A duplicate row needs all that its leader computed
+    copied into its own span.
     """
     c = columns
     # Few arrays: numba unpacks each argument, which takes longer than filling it.
@@ -110,9 +111,7 @@ def _append(
         num_accepted[row] = min(num_new[index], num_out[index] - 1)
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
-    num_moves: int = _plan_moves(
-        num_tokens, num_prefix, own_start, rows, leaders, num_new, finish, num_accepted, path, moves
-    )
+    num_moves: int = _plan_moves(num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves)
     return num_moves
 
 
@@ -124,12 +123,11 @@ def _plan_moves(
     rows: Int64Array,
     leaders: Int64Array,
     num_new: Int64Array,
-    finish: Int64Array,
     num_accepted: Int64Array,
     path: Int32Array,
     moves: Int64Array,
 ) -> int:
-    """Fills the key-value moves of the rows that continue; returns their number.
+    """Fills the key-value moves of the rows; returns their number.
 
     Copies into duplicate rows come first: the leader's own moves overwrite slots that they read.
     """
@@ -137,7 +135,7 @@ def _plan_moves(
     for is_duplicate in (True, False):
         for index in range(rows.size):
             row, leader = rows[index], leaders[index]
-            if finish[index] != NOT_FINISHED or (leader != row) != is_duplicate:
+            if (leader != row) != is_duplicate:
                 continue
             # Offset in either span of the first slot after the tokens that the pass began with.
             offset = num_tokens[row] - num_new[index] - num_prefix[row]

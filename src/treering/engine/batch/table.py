@@ -1,14 +1,22 @@
 """The table of running rollouts: which request is in which row, and its key-value memory."""
 
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
 
+import numpy as np
+
+from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import KVAllocator
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
+from treering.engine.kv_cache.rollout_cache import ComputedTokens, RolloutCache, longest_match
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
 from treering.engine.stop_strings import Decode, first_stop, turn_start
+
+Move = Callable[[Int64Array, Int64Array], None]
+"""`Decoder.move`."""
 
 _FIRST_CONTEXT = 256
 _FIRST_STOPS = 4
@@ -17,11 +25,16 @@ _FIRST_STOPS = 4
 class Table:
     """Rows 0 to num_rows - 1 are running; waiting requests are not in the table."""
 
-    def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int) -> None:
-        """Starts without rows; all slots of `allocator` must be free."""
+    def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int, move: Move | None = None) -> None:
+        """Starts without rows; all slots of `allocator` must be free.
+
+        `move` copies the keys and values of continued rollouts; None computes them again.
+        """
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
         self.prefixes = PrefixCache(allocator)
+        self.rollouts = RolloutCache(allocator)
+        self._move = move
         self._max_rows = max_rows
         self._seed = seed
         self._row_prefixes: list[Prefix] = []
@@ -42,11 +55,14 @@ class Table:
         prefix = self.prefixes.get(request.prompt)
         # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
+        # Keeps the span that it will copy from as long as others can be evicted for its own.
+        self.rollouts.note_use(self._source_of(request)[0])
         own_start = self._allocate_spans(prefix, request.sampling.max_tokens)
         if own_start is None:
             prefix.num_running -= 1
             return False
         self._fill_row(self.num_rows, request, prefix, own_start)
+        self._copy_computed(self.num_rows, *self._source_of(request))
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
@@ -72,16 +88,15 @@ class Table:
         columns = self.columns
         first, last = columns.num_prompt[row], columns.num_tokens[row]
         own = slice(0, last - first)
-        return Rollout(
-            prompt_id=self.requests[row].prompt_id,
-            draw=self.requests[row].draw,
-            sample=self.requests[row].sample,
+        return replace(
+            self.requests[row].unstarted(),
             tokens=columns.tokens[row, first:last].copy(),
             logprobs=columns.logprobs[row, own].copy(),
             policy_logprobs=columns.policy_logprobs[row, own].copy(),
             loss_mask=columns.was_sampled[row, own].copy(),
             versions=columns.versions[row, own].copy(),
             finish_reason=reason,
+            reward=None,
         )
 
     def truncate_at_stop(self, row: int, num_new: int, decode: Decode) -> bool:
@@ -97,9 +112,12 @@ class Table:
         return stays is not None
 
     def remove(self, row: int) -> Request:
-        """Frees a row and its memory; the last row replaces it."""
-        request, prefix = self.requests[row], self._row_prefixes[row]
-        self.prefixes.allocator.free(int(self.columns.own_start[row]))
+        """Frees a row and its memory, which may stay cached; the last row replaces it."""
+        request, prefix, computed = self.requests[row], self._row_prefixes[row], self._computed_tokens(row)
+        if self._move is not None and computed.tokens.size > 0:
+            self.rollouts.keep(request.prompt, computed)
+        else:
+            self.prefixes.allocator.free(computed.start)
         prefix.num_running -= 1
         last = self.num_rows - 1
         if row != last:
@@ -113,6 +131,7 @@ class Table:
     def invalidate(self) -> None:
         """Marks all keys and values as not computed: rows prefill their tokens again before they continue."""
         self.prefixes.invalidate()
+        self.rollouts.clear()
         self.columns.num_computed[: self.num_rows] = self.columns.num_prefix[: self.num_rows]
         self.mark_ready()
 
@@ -126,8 +145,10 @@ class Table:
         return [row for row in reversed(range(self.num_rows)) if self.requests[row].key in keys]
 
     def _allocate_spans(self, prefix: Prefix, num_own: int) -> int | None:
-        """Allocates the prefix's span and the row's own span; evicts idle prefixes if space is short."""
+        """Allocates the prefix's span and the row's own span; evicts finished rollouts and idle prefixes for them."""
         start = self._try_allocate(prefix, num_own)
+        while start is None and self.rollouts.evict():
+            start = self._try_allocate(prefix, num_own)
         if start is None and self.prefixes.evict_idle():
             start = self._try_allocate(prefix, num_own)
         if start is None and self.num_rows == 0:
@@ -140,6 +161,35 @@ class Table:
 
     def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
+
+    def _source_of(self, request: Request) -> tuple[int, int]:
+        """Where the keys and values of a request's first own tokens are, and how many: see `longest_match`."""
+        if request.so_far is None or self._move is None:
+            return -1, 0
+        # All but the last token, whose logits are needed.
+        tokens = np.concatenate([request.prompt[-1:], request.so_far.tokens])[:-1]
+        spans = [*self.rollouts.spans_of(request.prompt), *self._running_spans(request)]
+        return longest_match(spans, tokens)
+
+    def _running_spans(self, request: Request) -> Iterator[ComputedTokens]:
+        """Those of the rows with a request's prompt."""
+        prefix = self.prefixes.get(request.prompt)
+        return (self._computed_tokens(row) for row, other in enumerate(self._row_prefixes) if other is prefix)
+
+    def _computed_tokens(self, row: int) -> ComputedTokens:
+        """What is computed of a row's own span, as a view."""
+        c = self.columns
+        # A stop string may have cut computed tokens off.
+        end = min(c.num_computed[row], c.num_tokens[row])
+        return ComputedTokens(c.tokens[row, c.num_prefix[row] : end], int(c.own_start[row]))
+
+    def _copy_computed(self, row: int, source: int, num_tokens: int) -> None:
+        """Copies keys and values of a row's first own tokens from slot `source` on."""
+        if num_tokens == 0 or self._move is None:
+            return
+        steps = np.arange(num_tokens)
+        self._move(source + steps, self.columns.own_start[row] + steps)
+        self.columns.num_computed[row] += num_tokens
 
     def _group_of(self, request: Request) -> int:
         """The group number of its running siblings, else a new one."""

@@ -24,6 +24,10 @@ class KVAllocator(ABC):
         """`allocate` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
 
     @abstractmethod
+    def shrink(self, start: int, length: int) -> None:
+        """Keeps the first `length` >= 1 slots of a span from `allocate` and frees the others."""
+
+    @abstractmethod
     def free(self, start: int) -> None:
         """Frees a span from `allocate` or `allocate_prompt`."""
 
@@ -99,6 +103,14 @@ class SpanAllocator(KVAllocator):
         self._cached = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
+    def shrink(self, start: int, length: int) -> None:
+        """See `KVAllocator.shrink`."""
+        assert 1 <= length <= self._taken[start]
+        num_freed = self._taken[start] - length
+        self._taken[start] = length
+        if num_freed > 0:
+            self._add_hole(start + length, num_freed)
+
     def free(self, start: int) -> None:
         """See `KVAllocator.free`; caches a fully computed prompt, unless the same prompt is already cached."""
         prompt = self._prompts.pop(start, None)
@@ -119,9 +131,12 @@ class SpanAllocator(KVAllocator):
         return None
 
     def _free(self, start: int) -> None:
-        """Turns a span into a hole, merged with adjacent holes."""
         del self._computed[start]
-        end = start + self._taken.pop(start)
+        self._add_hole(start, self._taken.pop(start))
+
+    def _add_hole(self, start: int, length: int) -> None:
+        """Adds a hole, merged with adjacent ones."""
+        end = start + length
         first = last = bisect_left(self._holes, (start, 0))
         if first > 0 and sum(self._holes[first - 1]) == start:
             first -= 1

@@ -51,6 +51,13 @@ class PagedAllocator(KVAllocator):
         """See `KVAllocator.allocate_prompt`; shares cached pages that hold the beginning of these tokens."""
         return self._map_pages(self.pages.allocate_prompt(tokens))
 
+    def shrink(self, start: int, length: int) -> None:
+        """See `KVAllocator.shrink`; keeps the page of the last slot whole."""
+        pages, num_kept = self._pages_of[start], -(-length // PAGE_SLOTS)
+        self._ranges.shrink(start // PAGE_SLOTS, num_kept)
+        self.pages.free(pages[num_kept:])
+        self._pages_of[start] = pages[:num_kept]
+
     def free(self, start: int) -> None:
         """See `KVAllocator.free`."""
         self._ranges.free(start // PAGE_SLOTS)

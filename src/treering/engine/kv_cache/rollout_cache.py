@@ -1,0 +1,91 @@
+"""Rollout cache: keeps the keys and values of finished rollouts for requests that continue their tokens.
+
+They are kept until their slots are needed, the least recently used ones go first, or until the weights change.
+
+    N tokens of a span
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from treering.engine.kv_cache.allocator import KVAllocator
+from treering.types import TokenIds
+
+Continuation = Literal["copy", "prefill"]
+"""How a request with `so_far` gets the keys and values of its tokens. copy: those that a running or a finished rollout
+of the same prompt has are copied. prefill: all are computed again (the off-switch)."""
+
+
+class ComputedTokens(NamedTuple):
+    """A rollout's own span, with keys and values.
+
+    Example: after the prompt 5 6, the rollout 7 8 9 has the tokens [6, 7, 8]: the last one is sampled, not computed.
+    """
+
+    tokens: TokenIds
+    """int32 [N], from the prompt's last token on."""
+    start: int
+    """Slot of the first."""
+
+
+def longest_match(spans: Iterable[ComputedTokens], tokens: TokenIds) -> tuple[int, int]:
+    """First slot of the span that begins with most of `tokens`, and their number; (-1, 0) if none does.
+
+    Of equal matches the last one counts.
+
+    Example: spans [6, 7] at slot 0 and [6, 7, 8, 9] at 10 match [6, 7, 8, 3] with 3 tokens at slot 10.
+    """
+    best = -1, 0
+    for span in spans:
+        num_common = _count_common(span.tokens, tokens)
+        if num_common > 0 and num_common >= best[1]:
+            best = span.start, num_common
+    return best
+
+
+@dataclass(slots=True, eq=False)
+class RolloutCache:
+    """Spans of finished rollouts, by prompt."""
+
+    allocator: KVAllocator
+    _spans: dict[int, tuple[bytes, ComputedTokens]] = field(default_factory=dict)  # by slot, least recently used first
+
+    def keep(self, prompt: TokenIds, span: ComputedTokens) -> None:
+        """Takes over the allocated span of a finished rollout; slots after its tokens become free."""
+        self.allocator.shrink(span.start, span.tokens.size)
+        # A copy: the row's tokens are a view that the next row overwrites.
+        self._spans[span.start] = prompt.tobytes(), span._replace(tokens=span.tokens.copy())
+
+    def spans_of(self, prompt: TokenIds) -> list[ComputedTokens]:
+        """The spans of a prompt's rollouts, most recently used last."""
+        wanted = prompt.tobytes()
+        return [span for key, span in self._spans.values() if key == wanted]
+
+    def note_use(self, start: int) -> None:
+        """Makes a span the last one to evict; ignores slots of other spans."""
+        if start in self._spans:
+            self._spans[start] = self._spans.pop(start)
+
+    def evict(self) -> bool:
+        """Frees the least recently used span; returns whether there was one."""
+        start = next(iter(self._spans), None)
+        if start is None:
+            return False
+        del self._spans[start]
+        self.allocator.free(start)
+        return True
+
+    def clear(self) -> None:
+        """Frees all spans."""
+        while self.evict():
+            pass
+
+
+def _count_common(left: TokenIds, right: TokenIds) -> int:
+    """Number of equal leading tokens."""
+    size = min(left.size, right.size)
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if different.size else size

@@ -1,0 +1,210 @@
+"""Branches of rollouts: law 5, and which keys and values are computed for them.
+
+The reference computes one request at a time, everything anew and without drafts: `continuation="prefill"`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
+from tests.models import build_float64
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError, InputError
+
+STOP = 7
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_float64("qwen3").eval()
+
+
+@pytest.fixture(scope="module")
+def parents(model: PreTrainedModel) -> Rollouts:
+    return run(recomputing(model), group_requests(9, 3, stop_tokens=(STOP,)))
+
+
+def recomputing(model: PreTrainedModel, **options: object) -> TorchEngine:
+    return TorchEngine(model, max_batch=1, backend="plain", continuation="prefill", **options)
+
+
+def decode(tokens: np.ndarray) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def branch_of(requests: list[Request], parent: Rollout, num_tokens: int, sample: int) -> Request:
+    request = next(request for request in requests if request.prompt_id == parent.prompt_id)
+    return replace(request, sample=sample, so_far=parent.branch(num_tokens, sample=sample))
+
+
+def equal_prefixes(left: Rollout, right: Rollout) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left.tokens, right.tokens, strict=False)) if a != b), left.num_tokens)
+
+
+@pytest.mark.parametrize("num_slots", [4000, 90])
+@pytest.mark.parametrize("drafting", ["history", "branching", "no_drafts"])
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_branches_equal_those_of_an_engine_that_reuses_nothing(
+    model: PreTrainedModel, parents: Rollouts, backend: str, drafting: str, num_slots: int
+) -> None:
+    """At random tokens of running, returned and branched rollouts, in passing batches; 90 slots evict most spans."""
+    rng = np.random.default_rng(num_slots)
+    requests = group_requests(9, 3, stop_tokens=(STOP,))
+    # History of every second parent, or of all: the first leaves most drafts alone, the second makes trees.
+    known = {} if drafting == "no_drafts" else dict(list(parents.items())[:: 1 + (drafting == "history")])
+    engine = TorchEngine(
+        model,
+        drafter_of(known, min_acceptance=0.01) if known else None,
+        max_batch=5,
+        max_tokens=num_slots,
+        max_prefill=int(rng.integers(1, 9)),
+        backend=backend,
+        costs="none",
+    )
+    engine.submit(requests)
+    branches: list[Request] = []
+    finished: Rollouts = {}
+    while engine.num_unfinished:
+        finished |= {rollout.key: rollout for rollout in engine.step()}
+        candidates = [*engine.peek(list(engine.progress())), *finished.values()]
+        if len(branches) < 60 and candidates and rng.random() < 0.7:
+            parent = candidates[int(rng.integers(len(candidates)))]
+            room = min(parent.num_tokens, requests[0].sampling.max_tokens - 1)
+            branch = branch_of(requests, parent, int(rng.integers(room + 1)), 100 + len(branches))
+            branches.append(branch)
+            engine.submit([branch])
+    assert len(branches) == 60
+    alone = run(recomputing(model), branches)
+    assert_same(finished, parents | alone)
+    assert drafting == "no_drafts" or engine.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("max_batch", [3, 16])
+def test_a_branch_at_the_last_token_of_a_drafted_rollout_computes_only_that_token(
+    model: PreTrainedModel, parents: Rollouts, max_batch: int
+) -> None:
+    """The last drafts of a finished rollout are accepted off the first path, or computed for its leader."""
+    requests = group_requests(9, 3, max_tokens=30, stop_tokens=(STOP,))
+    engine = TorchEngine(
+        model, drafter_of(parents, min_acceptance=0.01), max_batch=max_batch, max_tokens=9000, costs="none"
+    )
+    whole = run(engine, group_requests(9, 3, stop_tokens=(STOP,)))
+    before = engine.stats
+    branches = [branch_of(requests, parent, parent.num_tokens, 50 + i) for i, parent in enumerate(whole.values())]
+    found = run(engine, branches)
+    assert engine.stats.since(before).num_prefilled == 0
+    assert_same(found, run(recomputing(model), branches))
+
+
+def test_a_branch_prefills_nothing_that_its_parent_has(model: PreTrainedModel) -> None:
+    requests = group_requests(6, 1, max_tokens=20)
+    for continuation, num_prefilled in (("copy", 0), ("prefill", 10)):
+        engine = TorchEngine(model, max_batch=8, continuation=continuation)
+        engine.submit(requests)
+        for _ in range(12):
+            engine.step()
+        before = engine.stats
+        (running,) = engine.peek([("p5", 0, 0)])
+        branch = branch_of(requests, running, 10, 1)
+        engine.submit([branch])
+        engine.step()
+        # Of 10 shared tokens the last is computed by the step that samples; the prompt's last one was copied too.
+        assert engine.stats.since(before).num_prefilled == num_prefilled
+        finished = run(engine, [])
+        before = engine.stats
+        later = branch_of(requests, finished["p3", 0, 0], 10, 2)
+        run(engine, [later])
+        assert engine.stats.since(before).num_prefilled == num_prefilled
+
+
+def test_a_later_turn_prefills_only_what_it_observed(model: PreTrainedModel, parents: Rollouts) -> None:
+    (key,) = [key for key, parent in parents.items() if key[0] == "p4" and key[2] == 0]
+    request = next(r for r in group_requests(9, 3, max_tokens=40, stop_tokens=(STOP,)) if r.key == key)
+    engine = TorchEngine(model, max_batch=2)
+    (turn,) = engine.generate([replace(request, sampling=Sampling(max_tokens=6))])
+    before = engine.stats
+    again = replace(request, so_far=turn.observe(np.array([1, 2, 3], np.int32)))
+    found = run(engine, [again])
+    # The turn's last token was sampled but not computed; the last observed one is computed as the next is sampled.
+    assert engine.stats.since(before).num_prefilled == 3
+    assert_same(found, run(recomputing(model), [again]))
+
+
+def test_equal_rollouts_of_different_prompts_share_nothing(model: PreTrainedModel) -> None:
+    """Both prompts end in the same token, so the rollouts' own spans begin alike."""
+    sampling = Sampling(max_tokens=20)
+    mine, other = (Request(prompt_id=str(i), prompt=[i, 4, 9], sampling=sampling) for i in (1, 2))
+    engine = TorchEngine(model, max_batch=4)
+    parent = run(engine, [mine])[mine.key]
+    engine.submit([mine])
+    engine.step()
+    again = replace(other, so_far=replace(parent.branch(10, sample=1), prompt_id="2", sample=0))
+    assert_same(run(engine, [again]), {mine.key: parent} | run(recomputing(model), [again]))
+
+
+def test_new_weights_read_the_whole_branch_again(model: PreTrainedModel) -> None:
+    mine, other = build_float64("qwen3", seed=0).eval(), build_float64("qwen3", seed=5).eval()
+    requests = group_requests(6, 1)
+    engine = TorchEngine(mine, max_batch=4)
+    parent = run(engine, requests)["p5", 0, 0]
+    mine.load_state_dict(other.state_dict())
+    engine.update_weights(1)
+    before = engine.stats
+    branch = branch_of(requests, parent, 10, 1)
+    found = run(engine, [branch])
+    assert engine.stats.since(before).num_prefilled == 5 + 10
+    assert_same(found, run(recomputing(other), [branch]))
+    assert found[branch.key].versions.tolist() == [0] * 10 + [1] * 10
+
+
+def test_branches_at_one_token_explore_apart_and_share_what_they_branch_from(model: PreTrainedModel) -> None:
+    requests = group_requests(6, 1)
+    engine = TorchEngine(model, max_batch=16)
+    parent = run(engine, requests)["p5", 0, 0]
+    branches = run(engine, [branch_of(requests, parent, 10, i) for i in range(1, 9)])
+    assert {equal_prefixes(branch, parent) >= 10 for branch in branches.values()} == {True}
+    assert len({tuple(branch.tokens[10:]) for branch in branches.values()}) == 8
+    for name in ("logprobs", "policy_logprobs", "versions"):
+        for branch in branches.values():
+            assert getattr(branch, name)[:10].tolist() == getattr(parent, name)[:10].tolist()
+    nested = branch_of(requests, branches["p5", 0, 3], 14, 20).so_far
+    assert (nested.branched_from, nested.num_shared) == (3, 14)
+
+
+def test_a_stop_string_across_the_branching_token_ends_a_branch(model: PreTrainedModel) -> None:
+    requests = group_requests(8, 1, max_tokens=24)
+    parent = run(TorchEngine(model), requests)["p7", 0, 0]
+    whole = run(TorchEngine(model), [branch_of(requests, parent, 10, 1)])["p7", 0, 1]
+    stop = decode(whole.tokens[9:12])
+    stopping = [replace(r, sampling=Sampling(max_tokens=24, stop_strings=(stop,))) for r in requests]
+    engine = TorchEngine(model, decode=decode)
+    run(engine, requests)
+    (branch,) = engine.generate([branch_of(stopping, parent, 10, 1)])
+    assert (branch.tokens.tolist(), branch.finish_reason) == (whole.tokens[:12].tolist(), "stop")
+
+
+def test_a_branch_begins_a_turn_where_its_parent_did(model: PreTrainedModel) -> None:
+    (turn,) = TorchEngine(model).generate([group_requests(1, 1, max_tokens=4)[0]])
+    seen = replace(turn, finish_reason="stop").observe(np.array([1, 2], np.int32))
+    reasons = [seen.branch(at, sample=1).finish_reason for at in range(7)]
+    assert reasons == ["abort"] * 4 + ["stop", "abort", "stop"]
+
+
+def test_branches_outside_a_rollout_are_refused(parents: Rollouts) -> None:
+    parent = parents["p3", 0, 1]
+    for num_tokens in (-1, parent.num_tokens + 1):
+        with pytest.raises(InputError, match=f"within its rollout, got num_tokens={num_tokens} for"):
+            parent.branch(num_tokens, sample=5)
+    with pytest.raises(InputError, match="got sample=1 of the rollout itself"):
+        parent.branch(2, sample=1)
+
+
+def test_an_unknown_continuation_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="continuation is one of copy, prefill, got 'share'"):
+        TorchEngine(model, continuation="share")
