@@ -12,6 +12,7 @@ HOMES = {
     "Forest": "treering.tree.forest",
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
+    "patch": "treering.model.patch",
     "backward": "treering.train.gradient.backward",
     "tree_advantages": "treering.rl.tree_advantages",
     "HistoryReader": "treering.history.store.reader",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
+    from treering.model.patch import patch as patch
     from treering.rl.tree_advantages import tree_advantages as tree_advantages
     from treering.train.gradient.backward import backward as backward
     from treering.train.gradient.router_losses import RouterLosses as RouterLosses
@@ -42,11 +43,12 @@ _HOMES = {
     "TorchEngine": "treering.engine.torch_engine",
     "backward": "treering.train.gradient.backward",
     "forward": "treering.model.forward",
+    "patch": "treering.model.patch",
     "tree_advantages": "treering.rl.tree_advantages",
     "tree_attention": "treering.model.context",
 }
 _MODULES = frozenset({"errors", "objectives", "schedule"})
-_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "tree_attention"})
+_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "patch", "tree_attention"})
 """Names that need the packages of `treering[train]`."""
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "errors",
     "forward",
     "objectives",
+    "patch",
     "schedule",
     "tree_advantages",
     "tree_attention",

@@ -1,6 +1,6 @@
 """Sequences of a padded batch, and where their tokens stand in it.
 
-    B rows   T columns   F real tokens
+B rows   T columns   F real tokens
 """
 
 from typing import Any, NamedTuple
@@ -77,4 +77,5 @@ def _real(name: str, values: ArrayLike, shape: tuple[int, ...]) -> BoolArray:
     array = np.asarray(values)
     if array.shape != shape:
         raise InputError(f"{name} has the shape of ids, {shape}, got {array.shape}; give one entry per token")
-    return array != 0
+    real: BoolArray = np.not_equal(array, 0)
+    return real

@@ -1,0 +1,232 @@
+"""Runs a model's decoder and fused head on trees wherever a padded batch comes in, without changing its caller.
+
+A trainer calls `model(input_ids, attention_mask, labels)` with a batch [B, T]. The patched decoder merges the rows to a
+forest, computes each distinct token once, and gives hidden states back in the shape of the batch, so losses, logged
+metrics and every wrapper outside (DDP, autocast, PEFT) see what they saw before.
+
+    B rows   T columns   N distinct tokens   E distinct pairs of a token and its label   C hidden size
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from treering.attention import TreeLayout
+from treering.errors import StateError, UnsupportedError
+from treering.model.context import tree_attention
+from treering.model.families import check_no_dropout, find_parts
+from treering.model.fused_head import as_batch, label_pairs
+from treering.model.wrappers import unwrap
+from treering.tree.forest import Forest
+
+_MARK = "_treering_patch"
+When = Literal["training", "always"]
+"""Which calls run on trees: those of a model in training mode, or all. Generation with a cache never does."""
+
+IGNORED_LABEL = -100
+_PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
+"""Arguments that repeat what position ids say about packed sequences."""
+_REFUSED = MappingProxyType(
+    {
+        "inputs_embeds": "merging sequences needs token ids",
+        "output_hidden_states": "only the last layer's states go back to the batch",
+        "output_attentions": "attention weights of a forest have no place in a batch",
+        "token_type_ids": "types may differ between equal tokens",
+    }
+)
+_OWN = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict"})
+"""Arguments that the decoder gets anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeCounts:
+    """What patched calls computed since the counts were last taken.
+
+    Example: two rows of 3 tokens that share 2 are 6 flat tokens and 4 computed ones.
+    """
+
+    num_calls: int = 0
+    """Calls that ran on a forest."""
+    num_flat_tokens: int = 0
+    """Real tokens of their batches."""
+    num_tokens: int = 0
+    """Distinct ones, which were computed."""
+
+    @property
+    def token_ratio(self) -> float:
+        """Flat tokens per computed token, 1.0 without calls: the bound of the speedup by tokens."""
+        return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Batch:
+    """A padded batch as a forest."""
+
+    forest: Forest
+    places: NDArray[np.int64]
+    """int64 [B, T], packed index of each token, -1 at padding."""
+    rows: Tensor | None = None
+    """int64 [E], the states that a fused head scores; None gives all states back in the shape of the batch."""
+
+
+class TreePatch:
+    """A patched model; `undo` restores it."""
+
+    def __init__(self, model: nn.Module, *, backend: str = "auto", when: When = "training") -> None:
+        """Patches a model; see `patch`."""
+        parts = find_parts(model)
+        check_no_dropout(model)
+        self._causal_lm: Any = unwrap(model).model
+        self._decoder: Any = parts.decoder
+        for module in (self._causal_lm, self._decoder):
+            if isinstance(getattr(module.forward, "__self__", None), TreePatch) or hasattr(module.forward, _MARK):
+                raise StateError("the model runs on trees already; undo that patch before making another one")
+        self._backend = backend
+        self._when = when
+        self._scored: _Batch | None = None
+        self._counts = TreeCounts()
+        self._undo = [_replaced(self._decoder, self._run_decoder), _replaced(self._causal_lm, self._run_head)]
+
+    def undo(self) -> None:
+        """Restores the model; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def take_counts(self) -> TreeCounts:
+        """What was computed since the last call of this method."""
+        counts, self._counts = self._counts, TreeCounts()
+        return counts
+
+    def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = self._scored or self._batch(args, kwargs)
+        if batch is None:
+            return original(*args, **kwargs)
+        forest, places = batch.forest, batch.places
+        device = next(self._decoder.parameters()).device
+        tokens, positions = (torch.tensor(a, device=device)[None].long() for a in (forest.tokens, forest.position))
+        options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
+        with tree_attention(self._causal_lm, self._backend):
+            output = original(
+                input_ids=tokens,
+                position_ids=positions,
+                tree_layout=TreeLayout(forest, device),
+                use_cache=False,
+                return_dict=True,
+                **options,
+            )
+        hidden = output.last_hidden_state[0]
+        output["last_hidden_state"] = (
+            _spread(hidden, places) if batch.rows is None else hidden.index_select(0, batch.rows)[None]
+        )
+        if getattr(output, "router_logits", None) is not None:
+            output["router_logits"] = tuple(_spread(layer, places).flatten(0, 1) for layer in output.router_logits)
+        self._counts = _added(self._counts, forest)
+        return output
+
+    def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Scores each distinct pair of a token and its label once, where the caller asks for a fused head."""
+        labels: Any = kwargs.get("labels")
+        batch = self._batch(args, kwargs) if kwargs.get("fused_lm_head") and labels is not None else None
+        if batch is None:
+            return original(*args, **kwargs)
+        mask = labels[:, 1:] != IGNORED_LABEL
+        pairs = label_pairs(batch.places, labels, mask)
+        if pairs.rows.numel() == 0:
+            return original(*args, **kwargs)
+        self._scored = replace(batch, rows=pairs.rows)
+        try:
+            output = original(*args, **{**kwargs, "labels": None, "shift_labels": pairs.labels[None]})
+        finally:
+            self._scored = None
+        return as_batch(output, pairs, mask, kwargs.get("num_items_in_batch"))
+
+    def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "_Batch | None":
+        """The forest of a call; None for a call that stays flat."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+        if "tree_layout" in kwargs or is_generating or (self._when == "training" and not self._decoder.training):
+            return None
+        for name, why in _REFUSED.items():
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
+        if len(args) > 1 or ids is None:
+            raise UnsupportedError("a model that runs on trees takes input_ids, and other arguments by name")
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            raise UnsupportedError(
+                "a model that runs on trees makes its own attention mask and takes one of padding only, [rows, "
+                "columns]; leave attention_mask out, or give 1 for tokens and 0 for padding"
+            )
+        forest, places = Forest.from_padded(ids.cpu(), *(None if x is None else x.cpu() for x in (mask, positions)))
+        return _Batch(forest=forest, places=places)
+
+
+def patch(model: nn.Module, *, backend: str = "auto", when: When = "training") -> TreePatch:
+    """Runs a model on trees from its next call on, for any trainer with padded batches.
+
+    Rows of a batch that begin alike are computed once, forward and backward, and every output has the shape of the
+    batch. Padding may stand at either side; rows may pack several sequences by their position ids. Hidden states at
+    padding are 0. A model with TRL's fused head scores each distinct token and label once.
+
+    Gradients are exact with DDP around the model, autocast, gradient checkpointing and PEFT. Patch the model before it
+    is wrapped by DDP.
+
+    Args:
+        model: a supported Hugging Face causal language model, or a PEFT model of one.
+        backend: see `tree_attention`.
+        when: see `When`.
+
+    Raises:
+        UnsupportedError: a model that would not be exact; names the reason.
+        StateError: the model is patched already.
+
+    Example:
+        >>> patched = patch(model)                                          # doctest: +SKIP
+        >>> loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss        # doctest: +SKIP
+        >>> patched.take_counts().token_ratio                               # doctest: +SKIP
+        3.2
+    """
+    return TreePatch(model, backend=backend, when=when)
+
+
+def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
+    """Values of packed tokens in the shape of the batch, 0 at padding."""
+    at = torch.from_numpy(places).to(values.device)
+    back = values.index_select(0, at.clamp(min=0).flatten()).reshape(*at.shape, -1)
+    return back if bool((places >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)
+
+
+def _added(counts: TreeCounts, forest: Forest) -> TreeCounts:
+    return TreeCounts(
+        num_calls=counts.num_calls + 1,
+        num_flat_tokens=counts.num_flat_tokens + forest.num_branch_tokens,
+        num_tokens=counts.num_tokens + forest.num_tokens,
+    )
+
+
+def _replaced(module: Any, run: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a module's forward; returns what restores it."""
+    original, had_own = module.forward, "forward" in module.__dict__
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(original, *args, **kwargs)
+
+    setattr(forward, _MARK, True)
+    module.forward = forward
+
+    def restore() -> None:
+        if had_own:
+            module.forward = original
+        else:
+            del module.forward
+
+    return restore
