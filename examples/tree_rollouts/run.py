@@ -88,7 +88,7 @@ def train(
     for prompt in task.prompts:
         group = [rollout for rollout in rollouts if rollout.prompt_id == prompt.prompt_id]
         forests.append(treering.Forest.from_sequences([np.concatenate([prompt.tokens, r.tokens]) for r in group]))
-        advantages += treering.tree_advantages(forests[-1], [rollout.reward for rollout in group])
+        advantages += treering.tree_advantages(forests[-1], [rollout.reward for rollout in group], "siblings")
         masks += [np.concatenate([np.zeros(prompt.tokens.size), r.loss_mask]) for r in group]
         logprobs += [np.concatenate([np.zeros(prompt.tokens.size), r.policy_logprobs]) for r in group]
     objective = treering.objectives.grpo(advantages, masks, logprobs, normalizer="token_mean", shared="once")
