@@ -4,11 +4,15 @@ Packages are looked up and not imported, so a check costs microseconds and loads
 """
 
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from treering.errors import MissingExtraError
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 """Packages of `treering[train]`."""
+
+_EXTRAS = MappingProxyType({"math_verify": "math"})
+"""The extra of each package that is not in `TRAIN`."""
 
 
 def require(user: str, *packages: str) -> None:
@@ -16,7 +20,7 @@ def require(user: str, *packages: str) -> None:
 
     Args:
         user: what needs them; begins the message.
-        packages: of `TRAIN`; none means all of them.
+        packages: by import name, all of one extra; none means all of `TRAIN`.
 
     Raises:
         MissingExtraError: some are missing.
@@ -27,7 +31,8 @@ def require(user: str, *packages: str) -> None:
     if missing:
         # The small packages come with these two, and their names tell a reader little.
         names = [package for package in missing if package in ("torch", "transformers")] or missing
-        raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[train]'")
+        extra = _EXTRAS.get(missing[0], "train")
+        raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[{extra}]'")
 
 
 def _is_installed(package: str) -> bool:

@@ -38,7 +38,8 @@ class TaskConfig(Config):
     )
     reward: str = Field(
         default="exact_answer",
-        description="Prompts: exact_answer, contains_answer, or package.module:function of a prompt and a text.",
+        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), or "
+        "package.module:function of a prompt and a text.",
     )
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."

@@ -1,6 +1,7 @@
 """Prompts from a JSONL file, as text or chat messages, with a reward on the text of the response."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class PromptsFile(Task):
         Args:
             path: the file.
             tokenizer: a Hugging Face tokenizer folder.
-            reward: "exact_answer", "contains_answer" or "package.module:function" of (prompt, text).
+            reward: "exact_answer", "contains_answer", "math_verify" or "package.module:function" of (prompt, text).
             template: how a prompt becomes text; see `PromptTemplate`.
             max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
@@ -195,6 +196,9 @@ def _answer(value: object) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+    if not math.isfinite(value):
+        # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
+        raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
     return str(value)
 
 
