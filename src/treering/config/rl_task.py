@@ -9,7 +9,7 @@ from treering.config.values import Count, FilePath, Positive, Seed
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
-_FROM_FILE = ("file", "tokenizer", "template", "reward", "max_prompts", "max_prompt_tokens")
+_FROM_FILE = ("file", "tokenizer", "template", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens")
 
 
 class TaskConfig(Config):
@@ -46,6 +46,11 @@ class TaskConfig(Config):
     )
     max_prompt_tokens: Count | None = Field(
         default=None, description="Prompts with more tokens are left out and counted; none: no limit."
+    )
+    stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
+        'template (template = "hf") and the model folder (eos_token_id).',
     )
 
     @model_validator(mode="after")

@@ -56,12 +56,17 @@ class TrainRecipe:
 
     @cached_property
     def _source(self) -> TaskSource:
-        return load_task(self._config.task, config_dir=self._config_dir)
+        return load_source(self._config, self._config_dir)
+
+
+def load_source(config: RlConfig, config_dir: Path) -> TaskSource:
+    """The configured task, for the configured model."""
+    return load_task(config.task, config_dir=config_dir, model=_model_folder(config, config_dir))
 
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
-    folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    folder = _model_folder(config, config_dir)
     return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
 
 
@@ -99,3 +104,7 @@ def make_loop(
         drafting=make_drafting(config),
         reward_time_limit_s=config.runtime.reward_time_limit_s,
     )
+
+
+def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:
+    return None if config.model.path is None else locate(config.model.path, search_places(config_dir))

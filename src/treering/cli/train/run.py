@@ -13,10 +13,10 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.progress import RlProgress, StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, printed_warnings, write_settings
 from treering.cli.settings import compute_options, count_steps, with_costs
-from treering.cli.train.loop import make_loop, make_model
+from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
-from treering.cli.train.task import TaskSource, load_task
+from treering.cli.train.task import TaskSource
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
@@ -88,7 +88,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
     """Opens a run: model, warm-up, newest checkpoint, logs; closes the logs at the end."""
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
-    source = load_task(config.task, config_dir=config_dir)
+    source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)

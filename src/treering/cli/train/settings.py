@@ -145,6 +145,8 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": config.task.reward,
+        # Runs from before this setting existed have no entry for it.
+        **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
         "engine.seed": config.engine.seed,
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
