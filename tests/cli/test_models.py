@@ -1,4 +1,4 @@
-"""Model folders: a damaged one is refused in a line that names the file or the weight, and nothing random is trained."""
+"""Model folders: a damaged one is refused in a line that names the file or the weight; nothing random is trained."""
 
 import json
 from collections.abc import Callable

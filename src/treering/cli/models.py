@@ -63,6 +63,8 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             head_dim=config.head_size,
             intermediate_size=config.intermediate_size,
             tie_word_embeddings=config.tie_embeddings,
+            # Random weights know no position better than another.
+            max_position_embeddings=1 << 20,
             dtype=torch.float32,
         )
     )

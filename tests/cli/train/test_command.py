@@ -486,3 +486,15 @@ def test_the_ends_of_a_model_folder_stop_its_rollouts(folder: Path, capsys: pyte
     rows = read_trajectories(folder / "second" / "rollouts" / "epoch-000.jsonl")
     sampled = [row.tokens[row.loss_mask] for row in rows if row.tokens is not None and row.loss_mask is not None]
     assert not any(np.isin(tokens[:-1], [3, 7, 9]).any() for tokens in sampled)
+
+
+def test_an_engine_without_room_for_a_rollout_is_refused_at_the_start(folder: Path) -> None:
+    """The longest prompts have 4 words, and rollouts 8 tokens, of which the last is never computed."""
+    with pytest.raises(InputError, match=r"need 11, and engine.max_tokens is 10; raise it"):
+        run(config_path=prompts(folder), overrides=["run.dir=out", "engine.max_tokens=10"], json_output=True)
+    assert not (folder / "out").exists()
+    run(
+        config_path=prompts(folder),
+        overrides=["run.dir=out", "engine.max_tokens=11", "rl.num_steps=1"],
+        json_output=True,
+    )

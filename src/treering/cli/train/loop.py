@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import locate, search_places
 from treering.cli.models import build_model
 from treering.cli.settings import optim_options
-from treering.cli.train.settings import engine_factory, make_drafting, rl_options
+from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.engine.protocol import Engine
@@ -79,7 +79,8 @@ def make_loop(
     compute: ComputeOptions,
     num_steps: int,
 ) -> RlLoop | PipelineLoop:
-    """The loop over a given task and model."""
+    """The loop over a given task and model; raises InputError for a prompt that the engine has no room for."""
+    check_room(config, source)
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model, source)

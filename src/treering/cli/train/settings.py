@@ -16,6 +16,7 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
+from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
@@ -99,6 +100,21 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
         )
 
     return make_engine
+
+
+def check_room(config: RlConfig, source: TaskSource) -> None:
+    """Refuses a prompt that the engine would refuse in its step.
+
+    Raises:
+        InputError: `engine.max_tokens` is less than a rollout may need.
+    """
+    needed = source.longest_prompt - 1 + config.sampling.max_tokens
+    if config.engine.max_tokens is not None and needed > config.engine.max_tokens:
+        raise InputError(
+            f"the longest prompt has {source.longest_prompt} tokens, with sampling.max_tokens = "
+            f"{config.sampling.max_tokens} its rollouts need {needed}, and engine.max_tokens is "
+            f"{config.engine.max_tokens}; raise it, or shorten either"
+        )
 
 
 def _engine_threads(config: RlConfig) -> int | None:
