@@ -209,6 +209,10 @@ class StageProgress(LiveLine):
         super().__init__(Console(stderr=True), *columns, is_live=sys.stderr.isatty())
         self._job = self._live.add_task("preparing", total=None, unit="")
 
+    def note(self, sentence: str) -> None:
+        """Prints a sentence above the line."""
+        self.console.print(sentence, highlight=False, soft_wrap=True)
+
     def begin(self, stage: str, total: int, unit: str) -> None:
         """Starts a stage of `total` units."""
         self._live.remove_task(self._job)

@@ -63,7 +63,7 @@ def test_what_the_run_logged_stands_with_the_replay(folder: Path, capsys: pytest
     ]
     files = sorted((folder / "rollouts").glob("*.jsonl"))
     assert [epoch["run"] for epoch in as_json(capsys, *files)["epochs"]] == [None] * 3
-    assert read_figures(files[0]) == {}
+    assert read_figures(files[0], print) == {}
 
 
 def test_without_epochs_the_lines_before_are_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,11 @@ def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
         ('{"prompt": "a", "length": 3}', "epoch is a whole number from 0 on, got None"),
         ('{"prompt": "a", "epoch": 0, "length": 3, "step": -1}', "step is a whole number from 0 on, got -1"),
         ('{"prompt": "a", "epoch": 0, "length": 3, "prompt_tokens": "x"}', "prompt_tokens is a whole number"),
+        ('{"prompt": "a", "epoch": -1, "length": 3}', "epoch is a whole number from 0 on, got -1"),
+        (f'{{"prompt": "a", "epoch": {2**31}, "length": 3}}', f"epoch is at most {2**31 - 1}, got {2**31}"),
+        (f'{{"prompt": "a", "epoch": 0, "length": 3, "step": {2**63}}}', f"step is at most {2**31 - 1}, got {2**63}"),
+        (f'{{"prompt": "a", "epoch": 0, "length": {10**30}}}', "length is at most"),
+        ('{"prompt": "a", "epoch": 1' + "0" * 5000 + ', "length": 3}', "a line is a JSON object"),
         ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt is text or an integer, got 1.5"),
         ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt is text or an integer, got True"),
         ('{"task_id": "a", "epoch": 0, "messages": []}', "log token ids"),
@@ -173,3 +178,20 @@ def test_steps_are_on_all_lines_or_on_none(tmp_path):
     file = write(tmp_path / "log.jsonl", [line("a", 1, step=1), line("a", 1), line("a", 1)])
     with pytest.raises(InputError, match="got it in 1 of 3"):
         read_log(file)
+
+
+def test_a_torn_last_line_of_a_run_is_left_out_with_a_note_and_one_elsewhere_is_refused(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    file = write(folder / "epoch-000.jsonl", [line("a", 3), line("b", 4)])
+    whole = file.read_text()
+    file.write_text(whole + '{"prompt": "c", "ep')
+    notes = []
+    assert shape(read_log(tmp_path / "run", note=notes.append)) == [[("a", 3), ("b", 4)]]
+    assert [note.startswith(f"{file}:3: the last line is torn") for note in notes] == [True]
+    for path, note in ((tmp_path / "run", None), (file, notes.append)):
+        with pytest.raises(InputError, match=f"{file}:3: a line is a JSON object"):
+            read_log(path, note=note)
+    file.write_text('{"prompt": "c", "ep\n' + whole)
+    with pytest.raises(InputError, match=f"{file}:1: a line is a JSON object"):
+        read_log(tmp_path / "run", note=notes.append)

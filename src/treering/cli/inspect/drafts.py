@@ -80,7 +80,7 @@ def inspect_drafts(
             look: replay(replayed, look, max_epochs=max_epochs, settings=settings, on_tokens=progress.advance)
             for look in LOOKS
         }
-    figures = read_figures(paths[0]) if len(paths) == 1 else {}
+    figures = read_figures(paths[0], progress.note) if len(paths) == 1 else {}
     return DraftsReport(
         source=", ".join(str(path) for path in paths),
         order=order,

@@ -13,8 +13,9 @@ from treering import metrics
 from treering.analysis.recording import Recorded, record
 from treering.cli.progress import StageProgress
 from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
-from treering.data.formats.files import numbered_lines
+from treering.data.formats.codec import decode
 from treering.errors import InputError
+from treering.schedule.traces.run_lines import Note, whole_lines
 
 ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.json"
@@ -43,14 +44,15 @@ def read_rollouts(
     With `allow_file_order`, the n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
 
     Raises:
-        InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch.
+        InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch. A torn last
+            line of a folder's file is left out with a note.
     """
-    files = trajectory_files(paths)
+    files = [(file, path.is_dir()) for path in paths for file in _files_of(path)]
     progress.begin("reading", len(files), "files")
     trajectories: list[Trajectory] = []
     rendered: list[RenderedTrajectory] = []
-    for file in files:
-        found = read_trajectories(file)
+    for file, is_own in files:
+        found = _read_own(file, progress.note) if is_own else read_trajectories(file)
         trajectories += found
         rendered += renderer.render(found)
         progress.advance(1)
@@ -88,8 +90,10 @@ def drafter_settings(path: Path) -> tuple[int, dict[str, Any]] | None:
         ) from error
 
 
-def read_figures(path: Path) -> dict[int, RunFigures]:
+def read_figures(path: Path, note: Note) -> dict[int, RunFigures]:
     """What a run logged about its own drafts, by epoch; empty if `path` is not a run's folder.
+
+    A torn last line is left out, and `note` gets a sentence about it.
 
     Raises:
         InputError: a damaged line.
@@ -98,7 +102,7 @@ def read_figures(path: Path) -> dict[int, RunFigures]:
     if not file.is_file():
         return {}
     totals: dict[int, list[float]] = {}
-    for epoch, counts in _counts(file):
+    for epoch, counts in _counts(file, note):
         have = totals.setdefault(epoch, [0.0] * 4)
         totals[epoch] = [a + b for a, b in zip(have, counts, strict=True)]
     return {
@@ -110,20 +114,34 @@ def read_figures(path: Path) -> dict[int, RunFigures]:
     }
 
 
-def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
+def _read_own(file: Path, note: Note) -> list[Trajectory]:
+    """The trajectories of a file that a run has written."""
+    found = []
+    for number, line in whole_lines(file, note):
+        try:
+            found.append(decode(json.loads(line)))
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise InputError(f"{file}:{number}: {error}") from error
+    return found
+
+
+def _counts(file: Path, note: Note) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
     """The epoch of each step, with its tokens, row-steps, drafted and accepted tokens."""
-    for number, line in numbered_lines(file):
+    for number, line in whole_lines(file, note):
         try:
             row = json.loads(line)
             tokens, gain = row[metrics.NUM_SAMPLED], row[metrics.TOKENS_PER_FORWARD]
             drafted = row[metrics.NUM_DRAFTED]
             counts = tokens, tokens / gain if gain else 0.0, drafted, drafted * row[metrics.ACCEPTANCE]
-            yield int(row[metrics.EPOCH]), counts
-        except (ValueError, TypeError, KeyError) as error:
+            epoch = row[metrics.EPOCH]
+            if not 0 <= epoch < 2**63 or int(epoch) != epoch:
+                raise ValueError(f"{metrics.EPOCH} is {epoch!r}")
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"{file}:{number}: a line of a run's metrics has {metrics.TOKENS_PER_FORWARD} and others, and this one "
                 f"cannot be read ({error!r}); inspect the files of the rollouts folder instead"
             ) from error
+        yield int(epoch), counts
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Turns the options of `treering simulate` into traces, from a log or from a length law, and workers."""
 
+import sys
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -134,6 +135,7 @@ def _logged(options: SimulateOptions) -> Trace:
         lambda limit: make_predictor(name, max_tokens=limit),
         num_rollouts=options.num_rollouts,
         staleness=options.staleness,
+        note=lambda sentence: print(sentence, file=sys.stderr),
     )
     return Trace(steps=trace.steps[: options.num_steps], max_tokens=trace.max_tokens)
 

@@ -17,10 +17,14 @@ from numpy.typing import NDArray
 
 from treering.data.formats.files import numbered_lines
 from treering.errors import InputError
+from treering.schedule.traces.run_lines import Note, whole_lines
 from treering.types import PromptId, is_count
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
 """An example line of the shorter form."""
+
+# What numpy's int32 holds.
+_MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +39,9 @@ class LoggedStep:
     """int64 [R] >= 0: tokens before the first sampled one; 0 if not logged."""
 
 
-def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -> list[LoggedStep]:
+def read_log(
+    path: str | os.PathLike[str], *, num_rollouts: int | None = None, note: Note | None = None
+) -> list[LoggedStep]:
     """The steps of a log, earliest first.
 
     A line, plain or in a .gz, is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known,
@@ -47,6 +53,7 @@ def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -
         path: a file, a folder with files `epoch-*.jsonl`, or a run's folder with such files in `rollouts`.
         num_rollouts: rollouts of a step if lines have no `step`: prompts are added until there are this many; None
             makes each epoch one step.
+        note: gets a sentence for a torn last line of a folder's file, which is left out; None refuses it.
 
     Raises:
         InputError: as "FILE:LINE: rule, value, fix" for a bad line, and for a path without rollouts.
@@ -54,7 +61,8 @@ def read_log(path: str | os.PathLike[str], *, num_rollouts: int | None = None) -
     Example: four lines of prompts "a", "b", "c" and "a" again, of epoch 0, with `num_rollouts=2` make the steps
     a, a and b, c.
     """
-    rows = [row for file in _files(Path(path)) for row in _rows(file)]
+    note = note if Path(path).is_dir() else None
+    rows = [row for file in _files(Path(path)) for row in _rows(file, note)]
     if not rows:
         raise InputError(f"{path}: a log holds at least one rollout of a token or more, got none; check the file")
     with_step = sum(row.step is not None for row in rows)
@@ -88,8 +96,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _rows(file: Path) -> Iterator[_Row]:
-    for number, line in numbered_lines(file):
+def _rows(file: Path, note: Note | None) -> Iterator[_Row]:
+    for number, line in numbered_lines(file) if note is None else whole_lines(file, note):
         try:
             row = _row(line)
         except InputError as error:
@@ -120,6 +128,8 @@ def _count(record: Mapping[str, Any], key: str, default: int | None = None) -> i
     value = default if record.get(key) is None else record[key]
     if not isinstance(value, int) or not is_count(value, least=0):
         raise InputError(f"{key} is a whole number from 0 on, got {value!r}; correct the line, such as {EXAMPLE}")
+    if value > _MAX_COUNT:
+        raise InputError(f"{key} is at most {_MAX_COUNT}, got {value}; correct the line, such as {EXAMPLE}")
     return value
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from treering.schedule.policy import Forecast
 from treering.schedule.predict.lengths import LengthPredictor
 from treering.schedule.traces.logs import LoggedStep, read_log
+from treering.schedule.traces.run_lines import Note
 from treering.schedule.traces.trace import Trace, TraceStep
 from treering.types import PromptId
 
@@ -20,6 +21,7 @@ def read_trace(
     *,
     num_rollouts: int | None = None,
     staleness: int = 0,
+    note: Note | None = None,
 ) -> Trace:
     """A log with predictions; the longest rollout is the trace's `max_tokens`.
 
@@ -28,6 +30,7 @@ def read_trace(
         predictor: makes a new predictor, given the most tokens of a rollout.
         num_rollouts: of a step, if the log has no `step`; see `read_log`.
         staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is planned.
+        note: see `read_log`.
 
     Raises:
         InputError: see `read_log`.
@@ -35,7 +38,7 @@ def read_trace(
     Example: `read_trace("runs/a", lambda limit: make_predictor("median", max_tokens=limit), staleness=1)` is the trace
     of a run's own rollouts.
     """
-    steps = read_log(path, num_rollouts=num_rollouts)
+    steps = read_log(path, num_rollouts=num_rollouts, note=note)
     longest = max(int(step.lengths.max()) for step in steps)
     return Trace(steps=predicted_steps(steps, predictor(longest), staleness=staleness), max_tokens=longest)
 
