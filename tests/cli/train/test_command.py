@@ -417,7 +417,7 @@ def test_a_policy_that_was_trained_can_be_trained_on_from_its_folder(
     [
         (["model.vocab_size=10"], ConfigError, r"ids up to 15, and the model knows 10 ids; set model\.vocab_size"),
         (["task.num_prompts=10", "task.max_number=1"], ConfigError, "there are 3 sums"),
-        (["engine.max_tokens=20"], InputError, "slots of keys and values, and the engine has 20"),
+        (["engine.max_tokens=20"], InputError, "its rollouts need 41, and engine.max_tokens is 20"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
