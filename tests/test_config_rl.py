@@ -80,6 +80,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
         (["task.file=p.jsonl"], 'kind = "sums" has no file, which belong to "prompts"'),
         (["task.kind=calculator", "task.reward=exact_answer"], 'kind = "calculator" has no reward'),
         ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to sums'),
+        (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
         (["task.kind=prompts"], 'kind = "prompts" needs file and tokenizer'),
         (["task.kind=prompts", "task.file=p"], "needs tokenizer; set task.tokenizer"),
         (["task.min_terms=6"], "min_terms is at most max_terms, and here they are 6 and 5"),
@@ -144,3 +145,9 @@ def test_each_example_is_a_valid_configuration(name: str) -> None:
 
 def test_drafts_have_one_default_of_the_least_acceptance() -> None:
     assert HistoryConfig().min_acceptance == DraftOptions().min_acceptance == MIN_ACCEPTANCE
+
+
+@pytest.mark.parametrize("value", ["[true]", "[-1]", "[1.5]", "3"])
+def test_stop_tokens_are_texts_and_ids(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.stop_tokens"):
+        load(RlConfig, None, [STEPS, *PROMPTS, f"task.stop_tokens={value}"])

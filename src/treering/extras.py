@@ -4,20 +4,23 @@ Packages are looked up and not imported, so a check costs microseconds and loads
 """
 
 from importlib.util import find_spec
+from types import MappingProxyType
 
 from treering.errors import MissingExtraError
 
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 """Packages of `treering[train]`."""
 
+_EXTRAS = MappingProxyType({"math_verify": "math", "pyarrow": "datasets"})
+"""The extra of each package that is not in `TRAIN`."""
 
-def require(user: str, *packages: str, extra: str = "train") -> None:
+
+def require(user: str, *packages: str) -> None:
     """Checks that the packages are installed.
 
     Args:
         user: what needs them; begins the message.
-        packages: those of the extra that are needed; none means all of `TRAIN`.
-        extra: which one installs them.
+        packages: by import name, all of one extra; none means all of `TRAIN`.
 
     Raises:
         MissingExtraError: some are missing.
@@ -28,6 +31,7 @@ def require(user: str, *packages: str, extra: str = "train") -> None:
     if missing:
         # The small packages come with these two, and their names tell a reader little.
         names = [package for package in missing if package in ("torch", "transformers")] or missing
+        extra = _EXTRAS.get(missing[0], "train")
         raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[{extra}]'")
 
 

@@ -428,6 +428,15 @@ def test_an_invalid_loop_is_refused_before_the_first_step() -> None:
         scripted_loop(task=TinyTask(3, names=("a", "b", "a")))
 
 
+def test_rollouts_beyond_the_models_positions_are_refused_before_the_first_step() -> None:
+    """The longest prompts have 5 tokens and rollouts 12; the last token of a rollout is never computed."""
+    sampling_loop(build_float64(max_position_embeddings=16)).step()
+    with pytest.raises(
+        InputError, match="prompt 'p2': the model reads 15 positions, and a prompt of 5 tokens with max"
+    ):
+        sampling_loop(build_float64(max_position_embeddings=15))
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.models import build_float64
 from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
@@ -161,6 +162,13 @@ def test_steps_with_equal_rewards_keep_weights_and_version() -> None:
     assert {row[4] for step in rows for row in step} == {0}
 
 
+class FewPositions(TinyRecipe):
+    """A model of 15 positions; the longest prompts have 5 tokens, and rollouts 12."""
+
+    def make_model(self) -> nn.Module:
+        return build_float64(max_position_embeddings=15)
+
+
 def test_invalid_arguments_are_refused_before_any_process_starts() -> None:
     with pytest.raises(ConfigError, match="give it a folder"):
         pipeline(num_steps=1, drafting=Drafting())
@@ -168,6 +176,8 @@ def test_invalid_arguments_are_refused_before_any_process_starts() -> None:
         pipeline(num_steps=1, reward_time_limit_s=0.0)
     with pytest.raises(ConfigError, match="num_workers"):
         pipeline(num_steps=1, num_workers=0)
+    with pytest.raises(InputError, match="prompt 'p2': the model reads 15 positions"):
+        pipeline(FewPositions(), num_steps=1)
     with pytest.raises(InputError, match="at least one prompt"):
         pipeline(TinyRecipe(task=partial(TinyTask, 0)), num_steps=1)
 

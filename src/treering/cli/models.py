@@ -1,10 +1,15 @@
 """Builds the model of a configuration: pre-trained from a folder, or small and random."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
+from treering.cli.model_folder import check_model_folder
 from treering.config.model import ModelConfig
 from treering.errors import ConfigError, InputError
 
@@ -20,7 +25,8 @@ def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | 
 
     Raises:
         ConfigError: the vocabulary is too small, or there is no cuda device.
-        InputError: the folder holds no model.
+        InputError: the folder holds no model, a damaged one, or one whose weights are not exactly those of its
+            config.json; a random weight is never trained in place of a missing one.
 
     Example: the default shape with num_ids=512 has about 917,000 parameters.
     """
@@ -57,17 +63,61 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             head_dim=config.head_size,
             intermediate_size=config.intermediate_size,
             tie_word_embeddings=config.tie_embeddings,
+            # Random weights know no position better than another.
+            max_position_embeddings=1 << 20,
             dtype=torch.float32,
         )
     )
 
 
 def _load(folder: Path) -> PreTrainedModel:
+    check_model_folder(folder)
     try:
-        # Training needs float32 weights; bfloat16 ones lose small updates.
-        return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
+        with _quiet_transformers():
+            # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                weights_only=True,
+            )
+    except ImportError as error:
         raise InputError(
-            f"model.path needs the folder of a Hugging Face causal language model, {folder} has none ({error}); "
-            "correct the path"
+            f"{folder / 'config.json'} describes weights that need a package that is not installed ({error}); install "
+            "it, or use the model's folder without quantization"
         ) from error
+    except Exception as error:  # a configuration may be wrong in many ways
+        raise InputError(
+            f"model.path needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
+            f"({error}); correct the path, or fetch the folder again"
+        ) from error
+    _check_loaded(folder, type(model).__name__, loaded)
+    return model
+
+
+def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that does not give every weight of the model its value, and no other."""
+    problems = [
+        *(f"{key} is missing" for key in sorted(loaded["missing_keys"])),
+        *(f"{key} is {list(there)} instead of {list(here)}" for key, there, here in sorted(loaded["mismatched_keys"])),
+        *(f"{key} is none of them" for key in sorted(loaded["unexpected_keys"])),
+    ]
+    if problems:
+        more = f", and {len(problems) - 1} more do not fit" if len(problems) > 1 else ""
+        raise InputError(
+            f"{folder} holds the weights of a {name} as its config.json describes it, and {problems[0]}{more}; "
+            "correct config.json, or fetch the folder again"
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its report of several lines on weights that do not fit."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

@@ -9,7 +9,7 @@ from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
-_FROM_FILE = ("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens")
+_FROM_FILE = (*("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens"),)
 
 
 class TaskConfig(Config):
@@ -39,13 +39,19 @@ class TaskConfig(Config):
     date: TemplateDate = None
     reward: str = Field(
         default="exact_answer",
-        description="Prompts: exact_answer, contains_answer, or package.module:function of a prompt and a text.",
+        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), or "
+        "package.module:function of a prompt and a text.",
     )
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."
     )
     max_prompt_tokens: Count | None = Field(
         default=None, description="Prompts with more tokens are left out and counted; none: no limit."
+    )
+    stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
+        default=(),
+        description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
+        'template (template = "hf") and the model folder (eos_token_id).',
     )
 
     @model_validator(mode="after")

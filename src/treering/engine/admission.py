@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
 from treering.errors import InputError
+from treering.model.positions import check_positions
 from treering.types import TokenIds
 
 
@@ -61,15 +62,34 @@ class Admission:
 
     def _check_length(self, request: Request) -> None:
         num_prompt, max_tokens = request.prompt.size, request.sampling.max_tokens
-        # Each rollout computes the prompt's last token itself, and the last token of a rollout is never computed.
-        needed = num_prompt - 1 + max_tokens
+        needed = num_positions_of(request.prompt, max_tokens)
         if needed > self.num_slots:
             raise InputError(
                 f"a prompt of {num_prompt} tokens and max_tokens={max_tokens} need {needed} slots of keys and values, "
                 f"and the engine has {self.num_slots}; raise the engine's max_tokens, or shorten either"
             )
-        if needed > self.max_context:
-            raise InputError(
-                f"the model reads {self.max_context} positions, and a prompt of {num_prompt} tokens with "
-                f"max_tokens={max_tokens} goes beyond; shorten either"
-            )
+        check_context(request.prompt, max_tokens, self.max_context)
+
+
+def check_context(prompt: TokenIds, max_tokens: int, max_context: int | None) -> None:
+    """Refuses a prompt whose rollouts could go beyond the positions that the model reads; None sets no limit.
+
+    Raises:
+        InputError: they could.
+
+    Example: a prompt of 9 tokens with max_tokens=8 needs 16 positions.
+    """
+    check_positions(
+        num_positions_of(prompt, max_tokens),
+        max_context,
+        what=f"a prompt of {prompt.size} tokens with max_tokens={max_tokens}",
+        fix="shorten either",
+    )
+
+
+def num_positions_of(prompt: TokenIds, max_tokens: int) -> int:
+    """Positions that a rollout needs at most: the last token of a rollout is never computed.
+
+    Example: 16 for a prompt of 9 tokens and max_tokens=8.
+    """
+    return int(prompt.size) - 1 + max_tokens

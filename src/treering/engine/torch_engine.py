@@ -30,6 +30,7 @@ from treering.engine.stop_strings import Decode
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.model.families import find_parts
+from treering.model.positions import max_positions
 from treering.train.loop.compute import num_threads as threads
 
 
@@ -100,8 +101,7 @@ class TorchEngine(Engine):
         )
         self._parts = find_parts(model)
         vocab_size = self._parts.vocab_size
-        limit = getattr(self._parts.config, "max_position_embeddings", None) or max_tokens
-        max_context = min(int(limit), max_tokens + 1)
+        max_context = min(max_positions(model) or max_tokens, max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
         timing: Timing = "allowed" if costs == "measured" else "never"
         backend_parts = make_backend(self._weights, max_tokens, backend, timing)

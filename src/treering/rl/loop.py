@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from treering.data import Trajectory
+from treering.engine.admission import check_context
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
+from treering.model.positions import max_positions
 from treering.rl.collect import Collected, Order, collect
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
@@ -65,7 +67,7 @@ class RlLoop(Resumable[RlStepReport]):
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
 
         Raises:
-            InputError: no prompt, or two prompts of one id.
+            InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
@@ -75,6 +77,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._drafting = drafting
         self._sampling = with_stops(options.sampling, task)
         check_prompts(task)
+        check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self._trainer = Trainer(model, optim, options)
         self._num_steps_done = 0
@@ -213,6 +216,22 @@ def with_stops(sampling: Sampling, task: Task) -> Sampling:
         stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
         stop_strings=tuple(dict.fromkeys([*sampling.stop_strings, *task.stop_strings])),
     )
+
+
+def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
+    """Refuses, before anything is sampled, a prompt that an engine would refuse in its step.
+
+    Raises:
+        InputError: a rollout of `max_tokens` tokens could go beyond the positions that the model reads.
+
+    Example: with 32 positions, a prompt of 20 tokens and max_tokens=16 are refused.
+    """
+    limit = max_positions(model)
+    for prompt in task.prompts:
+        try:
+            check_context(prompt.tokens, max_tokens, limit)
+        except InputError as error:
+            raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from error
 
 
 def check_prompts(task: Task) -> None:

@@ -15,6 +15,7 @@ from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, StateError
 from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.loop import check_contexts
 from treering.rl.options import RlOptions
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
@@ -79,7 +80,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
 
         Raises:
-            InputError: no prompt, or two prompts of one id.
+            InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
             ConfigError: drafting without a folder, or a time limit that is not positive.
             UnsupportedError: router losses for a model without routers.
         """
@@ -87,6 +88,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise ConfigError("workers read the history in its folder, and this drafting has none; give it a folder")
         if not reward_time_limit_s > 0:
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
+        check_contexts(task, options.sampling.max_tokens, model)
         check_routers(model, options.router_losses)
         self.model = model
         self._run_state = RunState(

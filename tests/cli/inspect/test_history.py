@@ -219,3 +219,39 @@ def test_inspecting_history_loads_no_model_library(folder: Path) -> None:
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_torn_last_line_of_a_run_is_left_out_with_one_note(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "rollouts" / "epoch-002.jsonl"
+    whole = as_json(capsys, folder)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines) + lines[0][:40])
+    assert call(monkeypatch, str(folder), "--history", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["num_rollouts"] == whole["num_rollouts"]
+    assert err.count("is left out") == 1
+    assert f"{file}:{len(lines) + 1}: the last line is torn" in err
+    file.write_bytes(lines[0][:40] + b"\n" + b"".join(lines))
+    assert call(monkeypatch, str(folder), "--history") == 2
+    assert f"{file}:1: " in capsys.readouterr().err
+
+
+def test_torn_metrics_of_a_run_are_left_out_and_damaged_ones_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "metrics.jsonl"
+    whole = file.read_text()
+    assert call(monkeypatch, str(folder), "--drafts", "--json") == 0
+    expected = capsys.readouterr().out
+    file.write_text(whole + '{"step": 4, "ep')
+    assert call(monkeypatch, str(folder), "--drafts", "--json") == 0
+    out, err = capsys.readouterr()
+    assert out == expected
+    assert f"{file}:4: the last line is torn" in err
+    row = json.loads(whole.splitlines()[0])
+    for epoch in (-1, 2**63, 0.5, 1e400, "x", None):
+        file.write_text(whole + json.dumps(row | {rollouts.metrics.EPOCH: epoch}) + "\n")
+        with pytest.raises(InputError, match=rf"{file}:4: .*cannot be read"):
+            rollouts.read_figures(folder)

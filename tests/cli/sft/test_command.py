@@ -285,7 +285,7 @@ def test_a_trained_model_can_be_trained_on_from_its_folder(folder: Path, capsys:
     with pytest.raises(ConfigError, match="ids up to 32, and the model knows 32 ids; use the tokenizer of this model"):
         sft(capsys, path, "run.dir=third")
     (folder / "empty").mkdir()
-    with pytest.raises(InputError, match=r"folder of a Hugging Face causal language model, .*empty has none"):
+    with pytest.raises(InputError, match=r"holds config\.json, and .*empty has none; correct model\.path"):
         sft(capsys, path, "run.dir=fourth", "model.path=empty")
 
 

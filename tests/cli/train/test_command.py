@@ -417,7 +417,7 @@ def test_a_policy_that_was_trained_can_be_trained_on_from_its_folder(
     [
         (["model.vocab_size=10"], ConfigError, r"ids up to 15, and the model knows 10 ids; set model\.vocab_size"),
         (["task.num_prompts=10", "task.max_number=1"], ConfigError, "there are 3 sums"),
-        (["engine.max_tokens=20"], InputError, "slots of keys and values, and the engine has 20"),
+        (["engine.max_tokens=20"], InputError, "its rollouts need 41, and engine.max_tokens is 20"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(
@@ -459,3 +459,42 @@ def test_the_gsm8k_example_runs_on_real_prompts(
     short = ["rl.num_steps=1", "rl.prompts_per_step=2", "sampling.max_tokens=8", "task.max_prompts=2"]
     summary, _ = train(capsys, example, f"run.dir={tmp_path / 'out'}", *short)
     assert (summary["num_prompts"], summary["total"]["num_rollouts"]) == (2, 8)
+
+
+def test_the_run_says_where_its_rollouts_stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = "rl.num_steps=1"
+    _, err = train(capsys, prompts(folder), "run.dir=out", steps, 'task.stop_tokens=["yes", 8]')
+    assert "rollouts stop at <|im_end|> (3, tokenizer), yes (6, task.stop_tokens), 1 (8, task.stop_tokens)" in err
+    rows = read_trajectories(folder / "out" / "rollouts" / "epoch-000.jsonl")
+    sampled = [row.tokens[row.loss_mask] for row in rows if row.tokens is not None and row.loss_mask is not None]
+    assert not any(np.isin(tokens[:-1], [3, 6, 8]).any() for tokens in sampled)
+    with pytest.raises(StateError, match=r"task\.stop_tokens is \"\('yes', 8\)\" there and 'nothing' here"):
+        train(capsys, prompts(folder), "run.dir=out", steps)
+    with pytest.raises(ConfigError, match=r"task\.stop_tokens names single tokens, and 'maybe' is none of"):
+        train(capsys, prompts(folder), "run.dir=other", steps, 'task.stop_tokens=["maybe"]')
+
+
+def test_the_ends_of_a_model_folder_stop_its_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary, _ = train(capsys, prompts(folder), "run.dir=first", "rl.num_steps=1")
+    model = Path(summary["checkpoint"])
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    text = prompts(folder).read_text()
+    shape = text[text.index("hidden_size") : text.index("device")]
+    (folder / "conf" / "run.toml").write_text(text.replace(shape, f"path = {str(model)!r}\n"))
+    _, err = train(capsys, folder / "conf" / "run.toml", "run.dir=second", "rl.num_steps=1")
+    assert "rollouts stop at <|im_end|> (3, tokenizer), no (7, generation_config.json)" in err
+    rows = read_trajectories(folder / "second" / "rollouts" / "epoch-000.jsonl")
+    sampled = [row.tokens[row.loss_mask] for row in rows if row.tokens is not None and row.loss_mask is not None]
+    assert not any(np.isin(tokens[:-1], [3, 7, 9]).any() for tokens in sampled)
+
+
+def test_an_engine_without_room_for_a_rollout_is_refused_at_the_start(folder: Path) -> None:
+    """The longest prompts have 4 words, and rollouts 8 tokens, of which the last is never computed."""
+    with pytest.raises(InputError, match=r"need 11, and engine.max_tokens is 10; raise it"):
+        run(config_path=prompts(folder), overrides=["run.dir=out", "engine.max_tokens=10"], json_output=True)
+    assert not (folder / "out").exists()
+    run(
+        config_path=prompts(folder),
+        overrides=["run.dir=out", "engine.max_tokens=11", "rl.num_steps=1"],
+        json_output=True,
+    )

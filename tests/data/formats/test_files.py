@@ -15,7 +15,8 @@ from treering.data import (
     write_trajectories,
 )
 from treering.data.formats.codec import encode
-from treering.errors import InputError
+from treering.data.formats.files import whole_lines
+from treering.errors import DataWarning, InputError
 
 GOOD = b'{"task_id": "a", "tokens": [1, 2]}\n'
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -141,3 +142,21 @@ def test_a_file_that_cannot_be_appended_to_is_refused_by_name(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
         append_trajectories(tmp_path / "taken" / "set.jsonl", [])
+
+
+@pytest.mark.parametrize("whole", [b"", b'{"a": 1}\n', b'{"a": 1}\n\n{\n'])
+@pytest.mark.parametrize("torn", [b"{", b'{"a": "\xc3', b'{"a": 1', b"[" * 100_000])
+def test_a_torn_last_line_is_left_out_with_one_warning(tmp_path, whole, torn):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(whole + torn)
+    line = whole.count(b"\n") + 1
+    with pytest.warns(DataWarning, match=f"{file}:{line}: the last line is torn") as warned:
+        assert b"".join(line for _, line in whole_lines(file)) == whole.replace(b"\n\n", b"\n")
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("text", [b"", b'{"a": 1}', b'{"a": 1}\n', b"{\n", b"{\n{}\n"])
+def test_a_line_that_was_written_whole_is_given(tmp_path, text):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(text)
+    assert b"".join(line for _, line in whole_lines(file)) == text

@@ -1,51 +1,16 @@
 """Reward functions on texts, and how they are found."""
 
-from decimal import Decimal
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.rl.rollouts import prompt_of
 from treering.data.formats import files
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, MissingExtraError
 from treering.rl.tasks import rewards
-from treering.rl.tasks.rewards import check_answer, contains_answer, exact_answer, find_number, find_reward
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It is 18.", "18"),
-        ("first 3, then 4", "4"),
-        ("#### 18", "18"),
-        ("x = 3\n#### $1,234.50 in all, 7 left", "1234.50"),
-        ("#### 1 no, #### 2", "2"),
-        ("so $5", "5"),
-        ("-5", "-5"),
-        ("it fell to -5", "-5"),
-        ("-$5", "-5"),
-        ("$-5", "-5"),
-        ("9-4", "4"),
-        ("9 - 4", "4"),
-        ("(2+3)-4", "4"),
-        ("x-4", "4"),
-        ("12,345,678", "12345678"),
-        ("1,2", "2"),
-        ("1,2345", "2345"),
-        ("0.50", "0.5"),
-        ("about .5", "0.5"),
-        ("-.5", "-0.5"),
-        ("half.5", "5"),
-        ("007", "7"),
-        ("50%", "50"),
-        ("٣", None),
-        ("5 ####", None),
-        ("none", None),
-        ("", None),
-    ],
-)
-def test_the_number_of_a_text(text: str, expected: str | None) -> None:
-    assert find_number(text) == (None if expected is None else Decimal(expected))
+from treering.rl.tasks.rewards import check_answer, contains_answer, exact_answer, find_reward, math_verify
 
 
 @pytest.mark.parametrize(
@@ -60,9 +25,37 @@ def test_the_number_of_a_text(text: str, expected: str | None) -> None:
         ("-3", "3", 0.0),
         ("0.1", "0.10", 1.0),
         ("100000000000000000001", "100000000000000000000", 0.0),
+        ("1e-07", "It is 0.0000001.", 1.0),
+        ("1e-07", "It is 0.", 0.0),
+        ("1e+16", "10,000,000,000,000,000", 1.0),
+        ("1e+16", "1 and 16", 0.0),
+        ("3/4", "so 0.75", 1.0),
+        ("−3", "-3", 1.0),
+        ("x = 5", "so 5", 1.0),
     ],
 )
-def test_exact_answers_are_equal_as_decimals(answer: str, text: str, expected: float) -> None:
+def test_exact_answers_are_equal_as_numbers(answer: str, text: str, expected: float) -> None:
+    assert exact_answer(prompt_of(answer=answer), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("Paris", "I think.\nPARIS.", 1.0),
+        ("Paris", "It is Paris", 0.0),
+        ("x = 3 or 4", "so\n$x=3 or 4$", 1.0),
+        ("x = 3 or 4", "4", 0.0),
+        ("(1, 2)", r"so \boxed{(1,2)}", 1.0),
+        ("(1, 2)", r"so \boxed{2}", 0.0),
+        (r"a \boxed{\text{B}}", "#### b", 1.0),
+        ("v1e5", "100000", 0.0),
+        ("v1e5", "V1E5", 1.0),
+        ("1e999999999", "1e999999999", 1.0),
+        ("1e999999999", "1e999999998", 0.0),
+        ("5!", "5", 0.0),
+    ],
+)
+def test_exact_answers_that_are_no_number_are_equal_as_text(answer: str, text: str, expected: float) -> None:
     assert exact_answer(prompt_of(answer=answer), text) == expected
 
 
@@ -83,11 +76,9 @@ def test_a_contained_answer_stands_as_whole_words(answer: str, text: str, expect
 
 
 def test_a_missing_answer_is_refused() -> None:
-    for reward in (exact_answer, contains_answer):
+    for reward in (exact_answer, contains_answer, math_verify):
         with pytest.raises(InputError, match="prompt 'p' has none; add one"):
             reward(prompt_of(), "1")
-    with pytest.raises(InputError, match="the answer has none, got 'many'"):
-        exact_answer(prompt_of(answer="many"), "1")
 
 
 def test_a_reward_is_found_by_name_or_by_path() -> None:
@@ -115,13 +106,48 @@ def test_an_unknown_reward_is_refused_with_what_is_near(name: str, message: str)
 
 
 def test_answers_that_a_named_reward_cannot_use_are_refused_early() -> None:
-    for name, answer in [("exact_answer", None), ("exact_answer", "#### "), ("contains_answer", " ")]:
-        with pytest.raises(InputError, match="needs an answer"):
-            check_answer(name, answer)
-    with pytest.raises(InputError, match="needs a number in the answer, got 'many'"):
-        check_answer("exact_answer", "many")
-    check_answer("contains_answer", "many")
+    for name in ("exact_answer", "contains_answer", "math_verify"):
+        for answer in (None, "", " ", "18\n#### ", "."):
+            with pytest.raises(InputError, match=f"{name} needs an answer, got {re.escape(repr(answer))}"):
+                check_answer(name, answer)
+    with pytest.raises(InputError, match="exact_answer needs an answer"):
+        check_answer("exact_answer", r"\boxed{ }")
+    for name in ("exact_answer", "contains_answer"):
+        check_answer(name, "many")
     check_answer("package.module:function", None)
+
+
+def test_math_verify_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(MissingExtraError, match=r"math_verify needs math_verify: pip install 'treering\[math\]'"):
+        check_answer("math_verify", "1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        (r"\frac{\sqrt{2}}{2}", r"It is $1/\sqrt{2}$", 1.0),
+        (r"\frac{\sqrt{2}}{2}", r"It is $\sqrt{2}$", 0.0),
+        (r"so\n#### $\frac{3}{4}$", "#### 0.75", 1.0),
+        ("#### 3", "2 apples\n#### 3 and 4 more", 0.0),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", 1.0),
+        ("2x + 1", "$1 + 2x$", 1.0),
+        ("2x + 1", "$1 + x$", 0.0),
+        ("1e+16", "10000000000000000", 1.0),
+        ("1e+16", "1", 0.0),
+        ("18", "I do not know", 0.0),
+    ],
+)
+def test_math_verify_compares_formulas(answer: str, text: str, expected: float) -> None:
+    pytest.importorskip("math_verify", reason="needs treering[math]")
+    check_answer("math_verify", answer)
+    assert find_reward("math_verify")(prompt_of(answer=answer), text) == expected
+
+
+def test_math_verify_refuses_an_answer_that_it_cannot_read() -> None:
+    pytest.importorskip("math_verify", reason="needs treering[math]")
+    with pytest.raises(InputError, match="math_verify needs a number or LaTeX as answer, got '#### ≈≈'; correct it"):
+        check_answer("math_verify", "#### ≈≈")
 
 
 def test_the_answers_of_gsm8k_are_right_by_their_own_measure(real_data: Path) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from treering.data import Trajectory, append_trajectories
-from treering.errors import InputError
+from treering.errors import DataWarning, InputError
 from treering.schedule.predict.lengths import MedianLengths, make_predictor
 from treering.schedule.traces.logs import _counted, read_log
 from treering.schedule.traces.replay import predicted_steps, read_trace
@@ -139,6 +139,11 @@ def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
         ('{"prompt": "a", "length": 3}', "epoch is a whole number from 0 on, got None"),
         ('{"prompt": "a", "epoch": 0, "length": 3, "step": -1}', "step is a whole number from 0 on, got -1"),
         ('{"prompt": "a", "epoch": 0, "length": 3, "prompt_tokens": "x"}', "prompt_tokens is a whole number"),
+        ('{"prompt": "a", "epoch": -1, "length": 3}', "epoch is a whole number from 0 on, got -1"),
+        (f'{{"prompt": "a", "epoch": {2**31}, "length": 3}}', f"epoch is at most {2**31 - 1}, got {2**31}"),
+        (f'{{"prompt": "a", "epoch": 0, "length": 3, "step": {2**63}}}', f"step is at most {2**31 - 1}, got {2**63}"),
+        (f'{{"prompt": "a", "epoch": 0, "length": {10**30}}}', "length is at most"),
+        ('{"prompt": "a", "epoch": 1' + "0" * 5000 + ', "length": 3}', "a line is a JSON object"),
         ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt is text or an integer, got 1.5"),
         ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt is text or an integer, got True"),
         ('{"task_id": "a", "epoch": 0, "messages": []}', "log token ids"),
@@ -203,3 +208,18 @@ def test_a_token_that_branches_of_a_rollout_share_counts_once():
     # Sampled are 2 3, then 4 after 2, then 5 6 after 2 4.
     row = _counted([branch(1, 2, 3), branch(1, 2, 4), branch(1, 2, 4, 5, 6)], "log.jsonl:1")
     assert (row.prompt, row.step, row.length, row.num_prompt_tokens) == ("a", 1, 5, 1)
+
+
+def test_a_torn_last_line_of_a_run_is_left_out_with_a_warning_and_one_elsewhere_is_refused(tmp_path):
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    file = write(folder / "epoch-000.jsonl", [line("a", 3), line("b", 4)])
+    whole = file.read_text()
+    file.write_text(whole + '{"prompt": "c", "ep')
+    with pytest.warns(DataWarning, match=f"{file}:3: the last line is torn"):
+        assert shape(read_log(tmp_path / "run")) == [[("a", 3), ("b", 4)]]
+    with pytest.raises(InputError, match=f"{file}:3: a line must be one JSON object"):
+        read_log(file)
+    file.write_text('{"prompt": "c", "ep\n' + whole)
+    with pytest.raises(InputError, match=f"{file}:1: a line must be one JSON object"):
+        read_log(tmp_path / "run")

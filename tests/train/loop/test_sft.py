@@ -178,3 +178,19 @@ def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(StateError, match="an optimiser state belongs to one set of parameters"):
         other.load_state(loop.state())
     assert other.num_steps_done == 0
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused_before_the_first_step() -> None:
+    tasks = tiny_tasks()
+    lengths = [sequence.size for task in tasks for sequence in task.sequences]
+    longest = max(lengths)
+    assert tiny_loop(build(max_position_embeddings=longest)).step().step == 1
+    num_long = sum(length > longest - 1 for length in lengths)
+    task_id = next(task.task_id for task in tasks if any(one.size == longest for one in task.sequences))
+    message = rf"reads {longest - 1} positions, and a sequence of task {task_id!r} with {longest} tokens goes beyond; "
+    with pytest.raises(InputError, match=message + rf".*\({num_long} of {len(lengths)} are too long\)"):
+        tiny_loop(build(max_position_embeddings=longest - 1))
+    model = build(max_position_embeddings=longest - 1)
+    # Not by attribute: some configurations have no such field, and Qwen3's must be an integer.
+    vars(model.config)["max_position_embeddings"] = None
+    assert tiny_loop(model).step().step == 1

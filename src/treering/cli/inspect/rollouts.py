@@ -13,7 +13,7 @@ from treering import metrics
 from treering.analysis.recording import Recorded, record
 from treering.cli.progress import StageProgress
 from treering.data import FormatName, RenderedTrajectory, Renderer, Trajectory, read_trajectories
-from treering.data.formats.files import numbered_lines
+from treering.data.formats.files import whole_lines
 from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
 
@@ -49,14 +49,15 @@ def read_rollouts(
     With `allow_file_order`, the n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
 
     Raises:
-        InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch.
+        InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch. A torn last
+            line of a folder's file is left out with a warning.
     """
-    files = trajectory_files(paths)
+    files = [(file, path.is_dir()) for path in paths for file in _files_of(path)]
     progress.begin("reading", len(files), "files")
     trajectories: list[Trajectory] = []
     rendered: list[RenderedTrajectory] = []
-    for file in files:
-        found = read_trajectories(file, format)
+    for file, is_own in files:
+        found = read_trajectories(file, format, may_be_torn=is_own)
         rows = renderer.render(found)
         rendered += rows
         trajectories += [found[row.index] for row in rows]
@@ -98,6 +99,8 @@ def drafter_settings(path: Path) -> tuple[int, dict[str, Any]] | None:
 def read_figures(path: Path) -> dict[int, RunFigures]:
     """What a run logged about its own drafts, by epoch; empty if `path` is not a run's folder.
 
+    A torn last line is left out with a warning.
+
     Raises:
         InputError: a damaged line.
     """
@@ -119,18 +122,21 @@ def read_figures(path: Path) -> dict[int, RunFigures]:
 
 def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
     """The epoch of each step, with its tokens, row-steps, drafted and accepted tokens."""
-    for number, line in numbered_lines(file):
+    for number, line in whole_lines(file):
         try:
             row = json.loads(line)
             tokens, gain = row[metrics.NUM_SAMPLED], row[metrics.TOKENS_PER_FORWARD]
             drafted = row[metrics.NUM_DRAFTED]
             counts = tokens, tokens / gain if gain else 0.0, drafted, drafted * row[metrics.ACCEPTANCE]
-            yield int(row[metrics.EPOCH]), counts
-        except (ValueError, TypeError, KeyError) as error:
+            epoch = row[metrics.EPOCH]
+            if not 0 <= epoch < 2**63 or int(epoch) != epoch:
+                raise ValueError(f"{metrics.EPOCH} is {epoch!r}")
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"{file}:{number}: a line of a run's metrics has {metrics.TOKENS_PER_FORWARD} and others, and this one "
                 f"cannot be read ({error!r}); inspect the files of the rollouts folder instead"
             ) from error
+        yield int(epoch), counts
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import locate, search_places
 from treering.cli.models import build_model
 from treering.cli.settings import optim_options
-from treering.cli.train.settings import engine_factory, make_drafting, rl_options
+from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.engine.protocol import Engine
@@ -56,12 +56,17 @@ class TrainRecipe:
 
     @cached_property
     def _source(self) -> TaskSource:
-        return load_task(self._config.task, config_dir=self._config_dir)
+        return load_source(self._config, self._config_dir)
+
+
+def load_source(config: RlConfig, config_dir: Path) -> TaskSource:
+    """The configured task, for the configured model."""
+    return load_task(config.task, config_dir=config_dir, model=_model_folder(config, config_dir))
 
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
-    folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    folder = _model_folder(config, config_dir)
     return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
 
 
@@ -74,7 +79,8 @@ def make_loop(
     compute: ComputeOptions,
     num_steps: int,
 ) -> RlLoop | PipelineLoop:
-    """The loop over a given task and model."""
+    """The loop over a given task and model; raises InputError for a prompt that the engine has no room for."""
+    check_room(config, source)
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model, source)
@@ -99,3 +105,7 @@ def make_loop(
         drafting=make_drafting(config),
         reward_time_limit_s=config.runtime.reward_time_limit_s,
     )
+
+
+def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:
+    return None if config.model.path is None else locate(config.model.path, search_places(config_dir))

@@ -13,10 +13,10 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.progress import RlProgress, StepProgress, note_compiling
 from treering.cli.run_folder import open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, with_costs
-from treering.cli.train.loop import make_loop, make_model
+from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
-from treering.cli.train.task import TaskSource, load_task
+from treering.cli.train.task import TaskSource
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
@@ -91,7 +91,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
     if config.task.template == "hf":
         date = run_date(config.run, "task", config.task.date)
         config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
-    source = load_task(config.task, config_dir=config_dir)
+    source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)

@@ -16,6 +16,7 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
+from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
@@ -102,6 +103,21 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
     return make_engine
 
 
+def check_room(config: RlConfig, source: TaskSource) -> None:
+    """Refuses a prompt that the engine would refuse in its step.
+
+    Raises:
+        InputError: `engine.max_tokens` is less than a rollout may need.
+    """
+    needed = source.longest_prompt - 1 + config.sampling.max_tokens
+    if config.engine.max_tokens is not None and needed > config.engine.max_tokens:
+        raise InputError(
+            f"the longest prompt has {source.longest_prompt} tokens, with sampling.max_tokens = "
+            f"{config.sampling.max_tokens} its rollouts need {needed}, and engine.max_tokens is "
+            f"{config.engine.max_tokens}; raise it, or shorten either"
+        )
+
+
 def _engine_threads(config: RlConfig) -> int | None:
     """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine."""
     if config.engine.num_threads is not None or config.runtime.workers == 0:
@@ -146,6 +162,8 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": config.task.reward,
+        # Runs from before this setting existed have no entry for it.
+        **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
         "engine.seed": config.engine.seed,
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),

@@ -54,14 +54,14 @@ class TaskSource:
         return max(prompt.tokens.size for prompt in self.task.prompts)
 
 
-def load_task(config: TaskConfig, *, config_dir: Path) -> TaskSource:
-    """Draws or reads the prompts of a configuration in the folder `config_dir`.
+def load_task(config: TaskConfig, *, config_dir: Path, model: Path | None = None) -> TaskSource:
+    """Draws or reads the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
-        return _from_file(config, config_dir)
+        return _from_file(config, config_dir, model)
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
 
@@ -76,7 +76,7 @@ def draw_sums(config: TaskConfig) -> SumTask:
     )
 
 
-def _from_file(config: TaskConfig, config_dir: Path) -> TaskSource:
+def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     assert config.tokenizer is not None, "the configuration checks it"
     places = search_places(config_dir)
@@ -89,16 +89,28 @@ def _from_file(config: TaskConfig, config_dir: Path) -> TaskSource:
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
         date=config.date,
+        model=model,
+        stop_tokens=config.stop_tokens,
     )
     left_out = {
         f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
         "the same tokens as an earlier one": task.num_duplicates,
     }
+    notes = [f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count]
     return TaskSource(
         task=task,
         kind=config.kind,
         max_turns=_TURNS[config.kind],
         tokenizer=tokenizer,
         decode=TextTokens(tokenizer).decode,
-        notes=tuple(f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count),
+        notes=(*notes, _stops_of(task)),
     )
+
+
+def _stops_of(task: PromptsFile) -> str:
+    stops = [*map(str, task.stops), *(f"the text {text}" for text in task.stop_strings)]
+    if not stops:
+        return (
+            "rollouts stop at sampling.max_tokens only: no token is known to end a turn; set task.stop_tokens for one"
+        )
+    return f"rollouts stop at {', '.join(stops)}"

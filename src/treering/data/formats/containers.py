@@ -1,11 +1,11 @@
 """The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
-from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole
+from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole, whole_lines
 from treering.data.formats.tables import folder_records, is_table, table_records
 from treering.errors import InputError
 
@@ -23,12 +23,16 @@ _UNREAD = MappingProxyType(
 """The first bytes of files that people have and that hold no records as they are, with what to do."""
 
 
-def read_records(path: Path) -> Iterator[tuple[str, object]]:
+def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[str, object]]:
     """Each record of a path with its place for errors: "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
 
     Read are JSON Lines and JSON documents (an array of records, or one record), plain or gzipped, Parquet and Arrow
     files, and folders of them as Hugging Face's `save_to_disk` and the Hub write them. The content decides, not the
     name.
+
+    Args:
+        path: of a file or folder.
+        may_be_torn: a run wrote the file, and a kill may have cut its last line; see `whole_lines`.
 
     Raises:
         InputError: a path that cannot be read, or broken JSON, as "FILE:LINE: rule, value, fix".
@@ -49,11 +53,11 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
         return iter(())
     if _is_document(first[1], path):
         return _document_records(path)
-    return _line_records(path)
+    return _line_records(path, whole_lines(path) if may_be_torn else numbered_lines(path))
 
 
-def _line_records(path: Path) -> Iterator[tuple[str, object]]:
-    for number, line in numbered_lines(path):
+def _line_records(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, object]]:
+    for number, line in lines:
         yield f"{path}:{number}", parse_line(path, number, line, lambda value: value)
 
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import stat
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import BinaryIO, TypeVar, cast
 
 from treering.data.formats.codec import encode
 from treering.data.trajectory import Trajectory
-from treering.errors import InputError
+from treering.errors import DataWarning, InputError
 
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file."""
@@ -101,6 +102,36 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{file}:{number + 1}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+
+
+def whole_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that a run writes itself, with their numbers from 1, without a torn last one.
+
+    A last line is torn if it has no line break and is no JSON: the run was killed while it wrote. It is left out; a run
+    that resumes writes it again.
+
+    Raises:
+        InputError: the file cannot be read.
+
+    Warns:
+        DataWarning: the last line is torn.
+
+    Example: of the lines `{"step": 1}` and `{"st`, the second without a line break, only the first is given.
+    """
+    for number, line in numbered_lines(file):
+        if not line.endswith(b"\n") and not _is_json(line):
+            torn = f"{file}:{number}: the last line is torn, as by a kill while it was written, and is left out"
+            warnings.warn(torn, DataWarning, stacklevel=2)
+            return
+        yield number, line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_whole(file: Path) -> bytes:

@@ -44,7 +44,9 @@ _DECODERS: Mapping[str, _Decode] = MappingProxyType(
 )
 
 
-def read_trajectories(path: str | os.PathLike[str], format: FormatName = "auto") -> list[Trajectory]:
+def read_trajectories(
+    path: str | os.PathLike[str], format: FormatName = "auto", *, may_be_torn: bool = False
+) -> list[Trajectory]:
     """All trajectories of a file or dataset folder, in its order.
 
     Read are JSON Lines, JSON documents, Parquet and Arrow files and Hugging Face datasets on disk, compressed or not:
@@ -53,6 +55,7 @@ def read_trajectories(path: str | os.PathLike[str], format: FormatName = "auto")
     Args:
         path: the file, or the folder of a dataset.
         format: of the records; "auto" finds it from the keys of the first one. All records have the same.
+        may_be_torn: a run wrote the file, and a kill may have cut its last line, which is left out then.
 
     Raises:
         InputError: a bad record, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or empty.
@@ -65,7 +68,9 @@ def read_trajectories(path: str | os.PathLike[str], format: FormatName = "auto")
     """
     file = Path(path)
     reader = RecordReader(str(file), format)
-    trajectories = [one for where, record in read_records(file) for one in reader.decode(where, record)]
+    trajectories = [
+        one for where, record in read_records(file, may_be_torn=may_be_torn) for one in reader.decode(where, record)
+    ]
     reader.warn()
     if not trajectories:
         raise InputError(f"{file}: a trajectory file holds at least one trajectory, got 0; check the file")

@@ -37,7 +37,7 @@ def table_records(file: Path, first_row: int = 1) -> Iterator[tuple[str, object]
         InputError: a damaged file.
         MissingExtraError: pyarrow is missing.
     """
-    require(f"{file.name}, a table of Parquet or Arrow,", "pyarrow", extra="datasets")
+    require(f"{file.name}, a table of Parquet or Arrow,", "pyarrow")
     import pyarrow
 
     is_told = False

@@ -1,6 +1,7 @@
 """Prompts from a JSONL file, as text or chat messages, with a reward on the text of the response."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
@@ -15,8 +16,9 @@ from treering.data.trajectory import Message
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards import check_answer, find_reward
+from treering.rl.tasks.stop_tokens import find_stop_tokens
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
-from treering.rl.tasks.text_tokens import TextTokens
+from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import PromptId
 
 PromptTemplate = Literal["plain", "hf", "raw"]
@@ -48,21 +50,25 @@ class PromptsFile(Task):
         max_prompts: int | None = None,
         max_prompt_tokens: int | None = None,
         date: Date | None = None,
+        model: Path | None = None,
+        stop_tokens: Sequence[str | int] = (),
     ) -> None:
         """Reads the file.
 
         Args:
             path: the file.
             tokenizer: a Hugging Face tokenizer folder.
-            reward: "exact_answer", "contains_answer" or "package.module:function" of (prompt, text).
+            reward: "exact_answer", "contains_answer", "math_verify" or "package.module:function" of (prompt, text).
             template: how a prompt becomes text; see `PromptTemplate`.
             max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
             date: what chat templates that write today's date write; None is today.
+            model: the policy's folder, which names tokens that end a turn; None if there is none.
+            stop_tokens: texts or ids of further such tokens.
 
         Raises:
-            ConfigError: an unknown reward or template, a folder without a tokenizer, or a limit below 1.
-            InputError: a bad line, as "FILE:LINE: rule, value, fix", or no prompt that fits.
+            ConfigError: an unknown reward, template or stop token, a folder without a tokenizer, or a limit below 1.
+            InputError: a bad line, as "FILE:LINE: rule, value, fix", no prompt that fits, or a bad file of the model.
         """
         if template not in get_args(PromptTemplate):
             raise ConfigError(
@@ -75,6 +81,9 @@ class PromptsFile(Task):
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
+        turn = end_of_turn(tokenizer) if template == "hf" else None
+        self.stops = find_stop_tokens(self._tokens, end_of_turn=turn, model=model, named=stop_tokens)
+        """The tokens that end a turn, with their origin."""
         self.num_overlong = 0
         """Prompts left out because of their length."""
         self.num_duplicates = 0
@@ -93,8 +102,8 @@ class PromptsFile(Task):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """<|im_end|> and the tokenizer's end of text, if it has them."""
-        return self._tokens.end_tokens
+        """The ids of `stops`: of tokenizer, chat template, model and settings; see `find_stop_tokens`."""
+        return tuple(stop.token_id for stop in self.stops)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -102,8 +111,9 @@ class PromptsFile(Task):
         return (TURN_END,) if self._template == "plain" and not self._tokens.has_turn_end else ()
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """The reward of the response's text, without special tokens and final stop strings."""
-        text = self._tokens.decode(rollout.tokens)
+        """The reward of the response's text, without special tokens, a final stop token and final stop strings."""
+        ends = rollout.tokens[-1:].tolist()
+        text = self._tokens.decode(rollout.tokens[:-1] if set(ends) & set(self.stop_tokens) else rollout.tokens)
         for stop in self.stop_strings:
             text = text.removesuffix(stop)
         return self._reward(prompt, text)
@@ -198,6 +208,9 @@ def _answer(value: object) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+    if not math.isfinite(value):
+        # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
+        raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
     return str(value)
 
 

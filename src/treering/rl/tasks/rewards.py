@@ -4,49 +4,35 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from types import MappingProxyType
+from typing import Any
 
 from treering.errors import ConfigError, InputError
+from treering.extras import require
+from treering.rl.tasks.answers import FINAL_MARK, final_answer, find_number, normalized, single_number
 from treering.rl.tasks.task import Prompt
 
 RewardFunction = Callable[[Prompt, str], float]
 """Maps a prompt and the text of a rollout to a finite number."""
 
-FINAL_MARK = "####"
-"""The marker before the final answer, as in GSM8K."""
-
-_NUMBER = re.compile(
-    r"(?:(?<![\w)])-\$?)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
-)
-
-
-def find_number(text: str) -> Decimal | None:
-    """The first number after the last "####", or the last number of a text without that mark; None if there is none.
-
-    Ignores dollar signs and commas between groups of three digits. A minus after a letter, a digit or a bracket is a
-    subtraction, not a sign.
-
-    Example: "so 5 * 2 = $1,010.50." gives 1010.50, "#### -7 apples, 2 left" gives -7, and "9-4" gives 4.
-    """
-    _, mark, final = text.rpartition(FINAL_MARK)
-    found = _NUMBER.findall(final if mark else text)
-    if not found:
-        return None
-    return Decimal(re.sub(r"[$,]", "", found[0] if mark else found[-1]))
-
 
 def exact_answer(prompt: Prompt, text: str) -> float:
-    r"""1.0 if the numbers of text and answer are equal as decimals, else 0.0; see `find_number`.
+    r"""1.0 if text and answer agree, else 0.0.
 
-    Raises InputError if the answer has no number.
+    An answer whose final part is one number (`answers.single_number` of `answers.final_answer`) is compared as a
+    number: `answers.find_number` of the text has the same value, exactly. Any other answer is compared as text: the
+    final answers of both are equal after `answers.normalized`.
 
-    Example: for the answer "9 + 9 = 18\n#### 18", "It is 18.0" gets 1.0 and "It is 18 of 20" gets 0.0.
+    Raises InputError if the prompt has no answer.
+
+    Example: for the answer "9 + 9 = 18\n#### 18", "It is 18.0" gets 1.0 and "It is 18 of 20" gets 0.0. For "3/4",
+    "It is 0.75" gets 1.0. For "(1, 2)", `So \boxed{(1,2)}.` gets 1.0 and "It is (1, 2)" gets 0.0.
     """
-    expected = find_number(_answer(prompt))
-    if expected is None:
-        raise InputError(f"exact_answer compares numbers, and the answer has none, got {prompt.answer!r}; correct it")
-    return float(find_number(text) == expected)
+    wanted = final_answer(_answer(prompt))
+    number = single_number(wanted)
+    if number is not None:
+        return float(find_number(text) == number)
+    return float(normalized(final_answer(text)) == normalized(wanted))
 
 
 def contains_answer(prompt: Prompt, text: str) -> float:
@@ -60,8 +46,29 @@ def contains_answer(prompt: Prompt, text: str) -> float:
     return float(re.search(rf"(?<!\w){wanted}(?!\w)", text.casefold()) is not None)
 
 
+def math_verify(prompt: Prompt, text: str) -> float:
+    r"""1.0 if the library math-verify finds the answer's formula in the text, else 0.0; needs `treering[math]`.
+
+    It reads LaTeX and plain numbers, and compares formulas by algebra, and numbers to six decimals: see
+    https://github.com/huggingface/Math-Verify. It stops after 5 seconds for each of reading and comparing, by a signal,
+    so that it runs in the main thread only. Words are products of letters to it: take exact_answer for them.
+
+    Raises:
+        InputError: the prompt has no answer, or one that the library cannot read.
+        MissingExtraError: the library is not installed.
+
+    Example: for the answer `\frac{\sqrt{2}}{2}`, "It is $1/\sqrt{2}$" gets 1.0.
+    """
+    expected = _formula(_answer(prompt))
+    from math_verify import parse, verify
+
+    # The library knows boxes and no mark.
+    final = f"\\boxed{{{final_answer(text)}}}" if FINAL_MARK in text else text
+    return float(verify(expected, parse(final)))
+
+
 NAMED_REWARDS: Mapping[str, RewardFunction] = MappingProxyType(
-    {"exact_answer": exact_answer, "contains_answer": contains_answer}
+    {"exact_answer": exact_answer, "contains_answer": contains_answer, "math_verify": math_verify}
 )
 """Built-in rewards, by name."""
 
@@ -96,16 +103,22 @@ def find_reward(name: str) -> RewardFunction:
 def check_answer(name: str, answer: str | None) -> None:
     """Refuses an answer that a built-in reward cannot use, before anything is sampled.
 
-    Raises InputError. User functions are not checked.
+    All of them refuse a missing answer and one without a letter, a digit or a sign in its final part. math_verify also
+    refuses what its library cannot read. User functions are not checked.
 
-    Example: `check_answer("exact_answer", "no idea")` raises, `check_answer("contains_answer", "no idea")` does not.
+    Raises:
+        InputError: such an answer.
+        MissingExtraError: math_verify without its library.
+
+    Example: `check_answer("exact_answer", "#### .")` raises, and `check_answer("exact_answer", "Paris")` does not.
     """
     if name not in NAMED_REWARDS:
         return
-    if answer is None or not _final(answer):
+    final = _final if name == "contains_answer" else final_answer
+    if answer is None or not normalized(final(answer)):
         raise InputError(f"the reward {name} needs an answer, got {answer!r}; add one, or choose another reward")
-    if name == "exact_answer" and find_number(answer) is None:
-        raise InputError(f"the reward exact_answer needs a number in the answer, got {answer!r}; correct it")
+    if name == "math_verify":
+        _formula(answer)
 
 
 def _answer(prompt: Prompt) -> str:
@@ -116,3 +129,18 @@ def _answer(prompt: Prompt) -> str:
 
 def _final(answer: str) -> str:
     return answer.rpartition(FINAL_MARK)[2].strip()
+
+
+def _formula(answer: str) -> list[Any]:
+    """The answer as math-verify reads it."""
+    require("the reward math_verify", "math_verify")
+    from math_verify import parse
+
+    final = final_answer(answer)
+    number = single_number(final)
+    # JSON's exponents are no LaTeX: 1e-07 would be -7 + e.
+    final = str(number) if number is not None and re.search("[0-9]e", final, re.IGNORECASE) else final
+    formula: list[Any] = parse(f"\\boxed{{{final}}}", fallback_mode="no_fallback")
+    if not formula:
+        raise InputError(f"the reward math_verify needs a number or LaTeX as answer, got {answer!r}; correct it")
+    return formula

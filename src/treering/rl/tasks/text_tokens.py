@@ -8,7 +8,11 @@ import numpy as np
 from treering.data.rendering.encoder import open_tokenizer
 from treering.data.rendering.script import TURN_END
 from treering.errors import ConfigError
+from treering.extras import require
 from treering.types import TokenIds
+
+_ANSWER = "an-answer-of-the-assistant"
+_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class TextTokens:
@@ -20,6 +24,7 @@ class TextTokens:
 
     def __init__(self, folder: Path) -> None:
         """Opens the folder; raises ConfigError if it has no tokenizer."""
+        self.folder = folder
         self._tokenizer = open_tokenizer(folder)
         self._end_of_text = _end_of_text(folder)
 
@@ -39,6 +44,21 @@ class TextTokens:
         """Whether the chat marker of a turn's end is one token."""
         return self._tokenizer.token_to_id(TURN_END) is not None
 
+    def id_of(self, text: str) -> int | None:
+        """The token whose text this is, as it stands in tokenizer.json or as plain text; None if there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        if token_id is not None:
+            return int(token_id)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # An unknown text may become one token too: that for unknown words.
+        is_one = len(ids) == 1 and self._tokenizer.decode(ids, skip_special_tokens=False) == text
+        return int(ids[0]) if is_one else None
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a token as it stands in tokenizer.json; None if the tokenizer has no such id."""
+        text = self._tokenizer.id_to_token(token_id)
+        return None if text is None else str(text)
+
     def encode(self, text: str) -> TokenIds:
         """Token ids int32 [T], without added special tokens."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -48,13 +68,43 @@ class TextTokens:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
+def end_of_turn(folder: Path) -> str | None:
+    """What the chat template of a tokenizer folder writes after an assistant's answer, without white space.
+
+    None if it writes nothing, or refuses a conversation of a user and an assistant.
+
+    Raises:
+        ConfigError: the folder has no tokenizer that transformers can open.
+
+    Example: "<|eot_id|>" for Llama 3 and "<end_of_turn>" for Gemma.
+    """
+    require('task.template = "hf"', "transformers")
+    from jinja2 import TemplateError
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, TypeError, IndexError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"a chat template needs a Hugging Face tokenizer folder, got {folder} ({error})") from error
+    _, answer, after = text.rpartition(_ANSWER)
+    return after.strip() or None if answer else None
+
+
 def _end_of_text(folder: Path) -> str | None:
-    file = folder / "tokenizer_config.json"
+    tokens = (_eos_token(folder / name) for name in _TOKEN_FILES)
+    return next((token for token in tokens if token is not None), None)
+
+
+def _eos_token(file: Path) -> str | None:
     if not file.is_file():
         return None
     try:
         token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"tokenizer_config.json is a JSON object, {file} is not ({error}); fetch it again") from error
+        raise ConfigError(f"{file.name} is a JSON object, {file} is not ({error}); fetch it again") from error
     # Older folders store a token as an object with its settings.
     return token.get("content") if isinstance(token, dict) else token

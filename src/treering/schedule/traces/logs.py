@@ -25,6 +25,9 @@ from treering.types import PromptId, TokenIds, is_count
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
 """An example line of the shorter form."""
 
+# What numpy's int32 holds.
+_MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedStep:
@@ -61,7 +64,8 @@ def read_log(
     Example: four lines of prompts "a", "b", "c" and "a" again, of epoch 0, with `num_rollouts=2` make the steps
     a, a and b, c.
     """
-    rows = [row for file in _files(Path(path)) for row in _rows(file, format)]
+    may_be_torn = Path(path).is_dir()
+    rows = [row for file in _files(Path(path)) for row in _rows(file, format, may_be_torn=may_be_torn)]
     if not rows:
         raise InputError(f"{path}: a log holds at least one rollout of a token or more, got none; check the file")
     with_step = sum(row.step is not None for row in rows)
@@ -95,9 +99,9 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _rows(file: Path, format: FormatName) -> Iterator[_Row]:
+def _rows(file: Path, format: FormatName, *, may_be_torn: bool) -> Iterator[_Row]:
     reader = RecordReader(str(file), format)
-    for where, record in read_records(file):
+    for where, record in read_records(file, may_be_torn=may_be_torn):
         if format == "auto" and _is_line(record):
             try:
                 row = _row(record)
@@ -170,6 +174,8 @@ def _count(record: Mapping[str, Any], key: str, default: int | None = None) -> i
     value = default if record.get(key) is None else record[key]
     if not isinstance(value, int) or not is_count(value, least=0):
         raise InputError(f"{key} is a whole number from 0 on, got {value!r}; correct the line, such as {EXAMPLE}")
+    if value > _MAX_COUNT:
+        raise InputError(f"{key} is at most {_MAX_COUNT}, got {value}; correct the line, such as {EXAMPLE}")
     return value
 
 

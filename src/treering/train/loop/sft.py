@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from treering.errors import InputError
+from treering.model.positions import check_positions, max_positions
 from treering.train.gradient.router_losses import RouterLosses, check_routers
 from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
 from treering.train.loop.compute import ComputeOptions
@@ -64,7 +65,7 @@ class SftLoop(Resumable[StepReport]):
         """Sets training mode, and gradient checkpointing as the options say.
 
         Raises:
-            InputError: no task, or no trained token.
+            InputError: no task, no trained token, or a sequence with more tokens than the model reads positions.
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
@@ -74,6 +75,7 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
+        _check_lengths(model, tasks)
         check_routers(model, options.router_losses)
         self._updater = Updater(model, optim, options.compute)
 
@@ -110,3 +112,17 @@ class SftLoop(Resumable[StepReport]):
         """
         self._updater.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
+
+
+def _check_lengths(model: nn.Module, tasks: Sequence[TrainingTask]) -> None:
+    limit = max_positions(model)
+    lengths = [(sequence.size, task.task_id) for task in tasks for sequence in task.sequences]
+    num_long = sum(limit is not None and length > limit for length, _ in lengths)
+    for length, task_id in lengths:
+        check_positions(
+            length,
+            limit,
+            what=f"a sequence of task {task_id!r} with {length} tokens",
+            fix=f"leave such sequences out or cut them ({num_long} of {len(lengths)} are too long), or take a model "
+            "that reads more",
+        )

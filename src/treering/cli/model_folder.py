@@ -1,0 +1,87 @@
+"""Checks the files of a Hugging Face model folder before it is loaded, so that an error names the file and the fix."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from treering.errors import InputError
+
+# In the order in which transformers takes them.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_POINTER = b"version https://git-lfs"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Checks that a folder holds config.json and whole files of weights; reads headers only.
+
+    Files of weights that are pickles (.bin) are opened with `weights_only`, so that they run no code.
+
+    Raises:
+        InputError: names the file that is missing, cut, a Git LFS pointer or in another format.
+
+    Example: a model.safetensors of half its size is refused with "fetch it again".
+    """
+    if not folder.is_dir():
+        raise InputError(f"model.path names the folder of a Hugging Face model, and {folder} is no folder; correct it")
+    config = folder / "config.json"
+    if not config.is_file() and (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} holds an adapter and no config.json; merge it into its model, and name that folder")
+    if not config.is_file():
+        raise InputError(f"a model folder holds config.json, and {folder} has none; correct model.path")
+    if "model_type" not in _read_object(config):
+        raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
+    for file in _weight_files(folder):
+        _check_weights(file)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    file = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise InputError(
+            f"a model folder holds its weights in model.safetensors or in numbered parts with an index, and {folder} "
+            "has neither; fetch them"
+        )
+    if file.suffix != ".json":
+        return [file]
+    parts = _read_object(file).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise InputError(f"{file}: an index names the file of each weight in weight_map; fetch it again")
+    return [folder / part for part in sorted(set(parts.values()))]
+
+
+def _check_weights(file: Path) -> None:
+    try:
+        _check_no_pointer(file)
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return
+        torch.load(file, map_location="meta", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"{file} is named by the index of its folder and missing; fetch it") from error
+    except SafetensorError as error:
+        raise InputError(f"{file} is cut or no safetensors file ({error}); fetch it again") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        # torch's own message goes on with advice to turn weights_only off.
+        reason = type(error).__name__
+        raise InputError(f"{file} is cut, or holds other things than weights ({reason}); fetch it again") from error
+
+
+def _check_no_pointer(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise InputError(f"{file} is a Git LFS pointer instead of the file itself; fetch it with `git lfs pull`")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    _check_no_pointer(file)
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is a JSON object, and this one cannot be read ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{file} is a JSON object, got {type(value).__name__}; fetch it again")
+    return value

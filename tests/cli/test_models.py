@@ -1,0 +1,183 @@
+"""Model folders: a damaged one is refused in a line that names the file or the weight; nothing random is trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from treering.cli.main import main
+from treering.cli.models import build_model
+from treering.config.model import ModelConfig
+from treering.errors import InputError
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+UP = "model.layers.0.mlp.up_proj.weight"
+ran: list[str] = []
+
+
+class Code:
+    """Unpickling it runs a function."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return ran.append, ("code",)
+
+
+def save(folder: Path, *, tied: bool = True, **options: Any) -> Path:
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder, **options)
+    return folder
+
+
+def build(folder: Path) -> Any:
+    return build_model(ModelConfig(device="cpu"), num_ids=32, seed=0, folder=folder)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        build(folder)
+    return str(caught.value)
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def edit_config(folder: Path, **settings: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def as_pickle(folder: Path) -> Path:
+    """The file of weights as a .bin, in place of the safetensors file."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder / "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("form", ["one", "parts", "pickle"])
+def test_a_whole_folder_gives_its_own_weights(tmp_path: Path, tied: bool, form: str) -> None:
+    folder = save(tmp_path / "m", tied=tied, **({"max_shard_size": "3KB"} if form == "parts" else {}))
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    if form == "pickle":
+        as_pickle(folder)
+    found = build(folder).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_missing_weight_is_named_and_never_random(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = edit_weights(save(tmp_path / "m"), lambda weights: weights.pop(UP))
+    capfd.readouterr()
+    assert f"{folder} holds the weights of a Qwen3ForCausalLM" in (message := refusal(folder))
+    assert f"and {UP} is missing; correct config.json" in message
+    assert "MISSING" not in capfd.readouterr().err
+    untied = edit_weights(save(tmp_path / "untied", tied=False), lambda weights: weights.pop("lm_head.weight"))
+    assert "lm_head.weight is missing; correct" in refusal(untied)
+
+
+def test_weights_that_the_configuration_does_not_describe_are_named(tmp_path: Path) -> None:
+    extra = edit_weights(save(tmp_path / "a"), lambda weights: weights.update(odd=torch.zeros(2)))
+    assert "and odd is none of them; correct config.json" in refusal(extra)
+    more = edit_config(save(tmp_path / "b"), num_hidden_layers=1, layer_types=["full_attention"])
+    assert "model.layers.1.input_layernorm.weight is none of them, and 10 more do not fit;" in refusal(more)
+    shape = edit_weights(save(tmp_path / "c"), lambda weights: weights.update({UP: torch.zeros(3, 16)}))
+    assert f"{UP} is [3, 16] instead of [16, 16]; correct" in refusal(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"", "model.safetensors is cut or no safetensors file"),
+        ("model.safetensors", POINTER.encode(), "model.safetensors is a Git LFS pointer .* `git lfs pull`"),
+        ("model.safetensors", None, "model.safetensors or in numbered parts with an index, and .* has neither; fetch"),
+        ("config.json", None, "holds config.json, and .* has none; correct model.path"),
+        ("config.json", b"{", r"config.json is a JSON object, and this one cannot be read \(Exp.*fetch it again"),
+        ("config.json", b"\xff{}", "config.json is a JSON object, and this one cannot be read"),
+        ("config.json", b"[1]", "config.json is a JSON object, got list"),
+        ("config.json", POINTER.encode(), "config.json is a Git LFS pointer"),
+        ("config.json", b"{}", "names its model_type, and this one does not"),
+        ("config.json", b'{"model_type": "zzz"}', "cannot be loaded .*`zzz`.*; correct the path"),
+        ("config.json", b'{"model_type": "qwen3", "hidden_size": "x"}', "cannot be loaded .*hidden_size"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    folder = save(tmp_path / "m")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    text = " ".join(refusal(folder).split())
+    assert str(folder) in text
+    with pytest.raises(InputError, match=f"(?s){message}"):
+        build(folder)
+
+
+def test_a_cut_file_is_named_whether_it_is_the_only_one_or_a_part(tmp_path: Path) -> None:
+    for folder, name in (
+        (save(tmp_path / "one"), "model.safetensors"),
+        (save(tmp_path / "parts", max_shard_size="3KB"), "model-00002-*.safetensors"),
+    ):
+        (file,) = folder.glob(name)
+        file.write_bytes(file.read_bytes()[:-10])
+        assert f"{file} is cut or no safetensors file" in refusal(folder)
+    file.unlink()
+    assert f"{file} is named by the index of its folder and missing" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
+    assert "an index names the file of each weight" in refusal(folder)
+
+
+def test_a_pickle_of_weights_runs_no_code(tmp_path: Path) -> None:
+    file = as_pickle(save(tmp_path / "m"))
+    for content in ({"a": Code()}, b"garbage", POINTER.encode()):
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save(content, file)
+        assert str(file) in refusal(file.parent)
+    assert ran == []
+
+
+def test_a_quantized_folder_without_its_package_is_refused(tmp_path: Path) -> None:
+    folder = edit_config(save(tmp_path / "m"), quantization_config={"quant_method": "aqlm"})
+    assert f"{folder / 'config.json'} describes weights that need a package that is not installed" in refusal(folder)
+
+
+def test_other_folders_are_named_for_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert f"{tmp_path} holds an adapter and no config.json; merge it" in refusal(tmp_path)
+    assert "is no folder; correct it" in refusal(tmp_path / "adapter_config.json")
+
+
+def test_the_command_ends_with_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edit_weights(save(tmp_path / "m"), lambda weights: weights.pop(UP))
+    config = tmp_path / "run.toml"
+    config.write_text(f"[model]\npath = {str(folder)!r}\n[rl]\nnum_steps = 1\n")
+    monkeypatch.setattr("sys.argv", ["treering", "train", str(config)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1), error
+    assert f"{UP} is missing" in error
