@@ -3,8 +3,10 @@
 Uses the small `tokenizers` package, no model library.
 """
 
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,25 +57,27 @@ class Encoder:
     def __init__(self, folder: Path) -> None:
         """Opens `folder/tokenizer.json`; raises ConfigError if it is missing or broken."""
         self._tokenizer = open_tokenizer(folder)
-        self._isolates_turns = _isolates(self._tokenizer, TURN_START)
         # A marker may be an added token that is not special; data must not write it either.
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {
             token.content: i for i, token in added.items() if token.special or token.content in (TURN_START, TURN_END)
         }
         self._control_ids = np.array(sorted(self._control.values()), np.int32)
+        isolating = [token for token in self._control if _isolates(self._tokenizer, token)]
+        self._isolates_turns = TURN_START in isolating
+        self._boundary = re.compile("|".join(map(re.escape, isolating)) or r"(?!)")
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
         """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 
         A script's cuts fall between tokens. Text of special tokens outside its markers becomes ordinary tokens.
-        If the start marker is a special token, it splits the text anyway, so equal messages are tokenized once.
+        Special tokens split a text anyway, so equal stretches between them are tokenized once.
 
         Raises:
             InputError: text outside the markers that the tokenizer cannot encode as ordinary tokens.
         """
         joined = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
-        parts = [[piece for script in scripts for piece in script.pieces()] for scripts in joined]
+        parts = [[piece for script in scripts for piece in self._with_cuts(script).pieces()] for scripts in joined]
         unique = list(dict.fromkeys(script for scripts in parts for script in scripts))
         encodings = self._tokenizer.encode_batch([script.text for script in unique], add_special_tokens=False)
         encoded = {script: self._align(script, encoding) for script, encoding in zip(unique, encodings, strict=True)}
@@ -82,6 +86,16 @@ class Encoder:
     def has_special_text(self, text: str) -> bool:
         """Whether a text holds the text of a special token."""
         return any(token in text for token in self._control)
+
+    def _with_cuts(self, script: Script) -> Script:
+        """The script cut before each special token that splits its text, but not inside a span."""
+        if script.markers is not None:
+            return script
+        edges = [edge for span in script.spans for edge in span]
+        found = (marker.start() for marker in self._boundary.finditer(script.text))
+        # An odd number of edges at or before a place, and none at it: the place is inside a span.
+        free = (at for at in found if bisect_right(edges, at) % 2 == 0 or at in edges)
+        return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
 
     def _align(self, script: Script, encoding: "Encoding") -> EncodedScript:
         tokens = np.array(encoding.ids, dtype=np.int32)
@@ -148,8 +162,15 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return any(token.content == marker and not token.lstrip and not token.single_word for token in added)
+    """Whether a text may be cut before a marker: both parts give the same tokens as the whole."""
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if marker in token.content]
+    if [token.content for token in added] != [marker] or added[0].lstrip or added[0].single_word:
+        return False
+    # Some tokenizers write a space before a text, so a cut would add one.
+    whole, first, second = (
+        tokenizer.encode(text, add_special_tokens=False).ids for text in (f"a{marker}a", "a", f"{marker}a")
+    )
+    return bool(whole == first + second)
 
 
 def _masked(script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.rendering.encoder import EncodedScript, Encoder
+from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
-from treering.data.rendering.turns import Tools, chat_scripts, check_rendered
+from treering.data.rendering.turns import chat_scripts, check_rendered
 from treering.data.trajectory import RAW_FORMAT, Message, TaskId, Trajectory
 from treering.errors import ConfigError, DataWarning, InputError
 from treering.types import LossMask, TokenIds
@@ -124,8 +125,9 @@ class Renderer:
         elif self._chat is None:
             scripts = [*(message_script(message) for message in messages), turn_opening()]
         else:
-            check_rendered(self._chat, messages, tools)
-            scripts = [Script(text=self._chat.prompt(messages, tools))]
+            chat = RenderedChat(self._chat, messages, tools)
+            check_rendered(chat)
+            scripts = [Script(text=chat.opened(len(messages)))]
         self._say_what_is_lost([Trajectory(task_id=0, messages=tuple(messages), tools=tuple(tools))])
         return encoder.encode([scripts])[0].tokens
 
@@ -148,7 +150,8 @@ class Renderer:
         if self._chat is None or trajectory.format == RAW_FORMAT:
             return [plain_scripts(trajectory)]
         assert trajectory.messages is not None, "only messages have a template"
-        return [[script] for script in chat_scripts(self._chat, trajectory.messages, trajectory.tools)]
+        chat = RenderedChat(self._chat, trajectory.messages, trajectory.tools)
+        return [[script] for script in chat_scripts(chat)]
 
     def _say_what_is_lost(self, trajectories: Sequence[Trajectory]) -> None:
         """Warns of tools that the plain form leaves out, and of data that a template turns into special tokens."""

@@ -7,15 +7,22 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date as Date
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from treering.data.rendering.rendered_parts import restore_arguments
 from treering.data.rendering.script import is_object_text
+from treering.data.rendering.turn_end import TurnEnd, find_turn_end
 from treering.data.trajectory import Message, ToolCall
 from treering.errors import ConfigError, InputError
 from treering.extras import require
 
+_Form: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
+"""How a template gets the arguments of a call."""
+
+_MARK = "mark-kram"
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<form>.*?)(?P=quote)\s*\)")
 
 
@@ -68,31 +75,94 @@ class ChatTemplate:
         """
         return self._render(messages, tools, opens_turn=False)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
-        from jinja2 import TemplateError
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokenizer's special tokens."""
+        added = (token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+        return tuple(dict.fromkeys([*added, *self._tokenizer.all_special_tokens]))
 
+    @cached_property
+    def turn_end(self) -> TurnEnd:
+        """How it ends an assistant's turn.
+
+        Raises:
+            InputError: it opens a turn though none is asked for.
+        """
+        return find_turn_end(self.prompt, self.text, self.special_tokens)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether a content must be a list of parts, as some templates of models that see want it."""
+        return not self._shows({"content": _MARK}) and self._shows({"content": _parts(_MARK)})
+
+    @cached_property
+    def _takes_thinking_parts(self) -> bool:
+        """Whether a thought must be a part of the content, as in Mistral's templates."""
+        thought = {"content": "4"} | dict.fromkeys(_REASONING_KEYS, _MARK)
+        parts = {"content": [{"type": "thinking", "thinking": _MARK}, *_parts("4")]}
+        return not self._shows(thought, role="assistant") and self._shows(parts, role="assistant")
+
+    def _shows(self, fields: Mapping[str, Any], role: str = "user") -> bool:
+        """Whether a mark in a message comes out again."""
+        question = {"role": "user", "content": _parts("2+2?") if role != "user" and self._takes_parts else "2+2?"}
+        messages = [*([question] if role != "user" else []), {"role": role, **fields}]
+        try:
+            text = self._apply(messages, None, opens_turn=False)
+            # A list that is printed as Python has it is not read as parts.
+            return _MARK in text and "{'type'" not in text
+        except _refusals():
+            return False
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
         shown = [dict(tool) for tool in tools] or None
-        template = _with_date(self._tokenizer.get_chat_template(tools=shown), self._date)
         # Some templates join the arguments of a call as text, most write an object as JSON.
         for form in (_as_object, _as_text):
             try:
-                text = self._tokenizer.apply_chat_template(
-                    [_record(message, form) for message in messages],
-                    tools=shown,
-                    chat_template=template,
-                    tokenize=False,
-                    add_generation_prompt=opens_turn,
-                )
-                return restore_arguments(str(text), messages)
-            except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+                records = [self._record(message, form) for message in messages]
+                return restore_arguments(self._apply(records, shown, opens_turn=opens_turn), messages)
+            except _refusals() as error:
                 refusal = error
                 if not isinstance(error, TypeError):
                     break
         raise InputError(
-            f"the chat template refuses the first {len(messages)} messages ({refusal}); use --template plain"
+            f"the chat template refuses the chat up to messages[{len(messages) - 1}] ({refusal}); use --template plain"
+            f"{_advice(messages)}"
         ) from refusal
 
+    def _record(self, message: Message, form: _Form) -> dict[str, Any]:
+        record = _record(message, form)
+        if message.reasoning and self._takes_thinking_parts:
+            return record | {
+                "content": [{"type": "thinking", "thinking": message.reasoning}, *_parts(record["content"])]
+            }
+        return record | {"content": _parts(record["content"])} if self._takes_parts else record
 
+    def _apply(
+        self, records: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, opens_turn: bool
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                records,
+                tools=tools,
+                chat_template=_with_date(self._tokenizer.get_chat_template(tools=tools), self._date),
+                tokenize=False,
+                add_generation_prompt=opens_turn,
+            )
+        )
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What a template raises that cannot render some messages."""
+    from jinja2 import TemplateError
+
+    return TemplateError, ValueError, TypeError, LookupError, AttributeError
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if content else []
+
+
+@lru_cache(maxsize=8)
 def _with_date(template: str, date: Date) -> str:
     """The template with the date in place of its calls for today's."""
     dated = _TODAY.sub(lambda call: json.dumps(date.strftime(call["form"])), template)
@@ -104,28 +174,42 @@ def _with_date(template: str, date: Date) -> str:
     return dated
 
 
+def _advice(messages: Sequence[Message]) -> str:
+    """A further way out where a call has arguments that most templates cannot take apart."""
+    for index, message in enumerate(messages):
+        for call in message.tool_calls:
+            if isinstance(call.arguments, str) and not is_object_text(call.arguments):
+                return f", or repair the call of {call.name!r} in messages[{index}], whose arguments are no JSON object"
+    return ""
+
+
 def _as_object(call: ToolCall) -> Mapping[str, Any] | str:
-    if isinstance(call.arguments, str) and is_object_text(call.arguments):
-        return json.loads(call.arguments)  # type: ignore[no-any-return]
-    return call.arguments if isinstance(call.arguments, str) else dict(call.arguments)
+    return _parsed(call.arguments) if isinstance(call.arguments, str) else dict(call.arguments)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(arguments: str) -> Mapping[str, Any] | str:
+    # Each prefix of a chat asks for the same calls again.
+    return json.loads(arguments) if is_object_text(arguments) else arguments
 
 
 def _as_text(call: ToolCall) -> str:
     return call.arguments if isinstance(call.arguments, str) else json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
-def _record(message: Message, arguments: Callable[[ToolCall], Mapping[str, Any] | str]) -> dict[str, Any]:
+def _record(message: Message, arguments: _Form) -> dict[str, Any]:
     record: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.reasoning is not None:
         # Model families read the thought under different names.
-        record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
+        record |= dict.fromkeys(_REASONING_KEYS, message.reasoning)
     if message.name is not None:
         record["name"] = message.name
     if message.tool_call_id is not None:
         record["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         record["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments(call)}}
+            {"type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
+            | ({} if call.id is None else {"id": call.id})
             for call in message.tool_calls
         ]
     return record

@@ -4,26 +4,20 @@ A template that only appends gives one sequence. One that rewrites earlier text,
 history, gives a sequence per rewritten turn; they share their beginnings, so together they are a tree.
 """
 
-import re
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from treering.data.formats.tool_calls import tool_name
-from treering.data.rendering.rendered_parts import THOUGHT_TAG, missing_part
-from treering.data.rendering.script import Script, Span
-from treering.data.rendering.template import ChatTemplate
+from treering.data.rendering.policy_turn import PolicyTurn, policy_turn
+from treering.data.rendering.rendered_chat import RenderedChat
+from treering.data.rendering.rendered_parts import common_length, missing_part, says_by_itself
+from treering.data.rendering.script import Script
+from treering.data.rendering.thoughts import inline_thought
 from treering.data.trajectory import Message
-from treering.errors import DataWarning, InputError
-
-Tools = Sequence[Mapping[str, Any]]
-
-_OPENED_THOUGHT = re.compile(r"\s*<(?P<tag>[\w:]*think[\w:]*)>\s*")
-_EMPTY_THOUGHT = re.compile(r"\s*(?:<[\w:]*think[\w:]*>\s*)?</[\w:]*think[\w:]*>\s*|\s*\[THINK\]\s*\[/THINK\]\s*")
+from treering.errors import InputError
 
 
-def chat_scripts(template: ChatTemplate, messages: Sequence[Message], tools: Tools = ()) -> list[Script]:
+def chat_scripts(chat: RenderedChat) -> list[Script]:
     """The sequences of a chat, at least one; each trained message is a span of exactly one of them.
 
     A span is what the policy wrote: an empty thought that the template adds stands before it, a last line break after
@@ -35,21 +29,21 @@ def chat_scripts(template: ChatTemplate, messages: Sequence[Message], tools: Too
     Example: user, assistant, user, assistant under ChatML are one sequence of two spans. Under Qwen3's template, with
     thoughts, they are two sequences: in the second the first answer has no thought.
     """
-    check_rendered(template, messages, tools)
+    check_rendered(chat)
     found: list[Script] = []
-    for i, message in enumerate(messages):
+    for index, message in enumerate(chat.messages):
         if message.is_trained:
-            turn = _turn(template, messages[: i + 1], tools)
+            turn = policy_turn(chat, index)
+            _check_turn(chat, index, turn)
             found = _appended(found, turn)
-    whole = template.text(messages, tools)
     if not found:
-        return [Script(text=whole)]
-    if _extends(whole, found[-1]):
-        found[-1] = replace(found[-1], text=whole)
-    return [replace(script, cuts=tuple(span.start for span in script.spans)) for script in found]
+        return [Script(text=chat.whole)]
+    if _extends(chat.whole, found[-1]):
+        found[-1] = replace(found[-1], text=chat.whole)
+    return found
 
 
-def check_rendered(template: ChatTemplate, messages: Sequence[Message], tools: Tools = ()) -> None:
+def check_rendered(chat: RenderedChat) -> None:
     """Refuses a chat of which the template drops something: a text, a call with its arguments, or the tools.
 
     Each message is compared with the text that it adds. In case a template says the same words by itself, the contents
@@ -58,91 +52,52 @@ def check_rendered(template: ChatTemplate, messages: Sequence[Message], tools: T
     Raises:
         InputError: the dropped part and its message.
     """
-    _check_tools(template, messages, tools)
+    _check_tools(chat)
     before, first = "", 0
-    for i in range(len(messages)):
+    for end, text in _views(chat):
+        added = text[common_length(before, text) :]
+        for index in range(first, end):
+            _refuse_loss(missing_part(_without_thoughts(chat.messages[index]), added), chat.messages, index)
+        before, first = text, end
+    # A template may cut earlier answers; each is compared in its own turn.
+    context = [i for i, message in enumerate(chat.messages) if message.role != "assistant"]
+    _check_marks(chat, [i for i in context if i < chat.num_seen], is_open=True)
+    _check_marks(chat, [i for i in context if i > chat.num_seen], is_open=False)
+
+
+def _views(chat: RenderedChat) -> Iterator[tuple[int, str]]:
+    """Growing prefixes of a chat with their texts: the prompt of each assistant message, and the message after it."""
+    for index, message in enumerate(chat.messages):
+        if message.role != "assistant":
+            continue
         try:
-            text = template.text(messages[: i + 1], tools)
+            views = [(index, chat.opened(index))] if index else []
+            views.append((index + 1, chat.closed(index + 1)))
         except InputError:
-            # Some templates refuse a chat that ends here, as after the system message.
-            if i + 1 == len(messages):
+            # Some templates refuse a chat that ends here, as with a call.
+            if message.is_trained:
                 raise
             continue
-        added = text[_common_length(before, text) :]
-        for index in range(first, i + 1):
-            _refuse_loss(missing_part(_without_thoughts(messages[index]), added), messages, index)
-        before, first = text, i + 1
-    # A template may cut earlier answers; each is compared in its own turn.
-    _check_marks(template, messages, tools, [i for i, message in enumerate(messages) if message.role != "assistant"])
+        yield from views
+    yield len(chat.messages), chat.whole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    """A prompt with the policy's turn after it."""
-
-    text: str
-    start: int
-    """Where the policy's own text begins."""
-
-    @property
-    def span(self) -> Span:
-        """The policy's text without the template's last line break."""
-        return Span(self.start, self.start + len(self.text[self.start :].rstrip("\n")))
+def _check_turn(chat: RenderedChat, index: int, turn: PolicyTurn) -> None:
+    message, messages = chat.messages[index], chat.messages[: index + 1]
+    _refuse_loss(missing_part(message, turn.text[turn.span.start :]), messages, index)
+    if message.tool_calls and says_by_itself(message):
+        _check_marks(chat, [index], is_open=False)
 
 
-def _turn(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> _Turn:
-    message, index = messages[-1], len(messages) - 1
-    prompt, whole = template.prompt(messages[:-1], tools), template.text(messages, tools)
-    if whole.startswith(prompt):
-        lead = None if _has_thought(message) else _EMPTY_THOUGHT.match(whole, len(prompt))
-        turn = _Turn(text=whole, start=lead.end() if lead else len(prompt))
-    else:
-        turn = _thinking_turn(prompt, whole, message, index)
-    _refuse_loss(missing_part(message, turn.text[turn.start :]), messages, index)
-    if message.content and message.tool_calls:
-        _check_marks(template, messages, tools, [index])
-    if message.reasoning and message.reasoning.strip() not in turn.text[turn.start :]:
-        raise InputError(
-            f"the chat template must render thoughts, but it drops the reasoning of messages[{index}]; use --template "
-            "plain, or remove the reasoning"
-        )
-    return turn
-
-
-def _thinking_turn(prompt: str, whole: str, message: Message, index: int) -> _Turn:
-    """A turn whose prompt opens a thought that the template leaves out of a finished turn."""
-    shared = _common_length(prompt, whole)
-    opened = _OPENED_THOUGHT.fullmatch(prompt, shared)
-    if opened is None:
-        raise InputError(
-            f"the chat template must keep a prompt as it is when the answer is added, but it rewrites the text before "
-            f"messages[{index}]; use --template plain or give tokens"
-        )
-    end, answer = f"</{opened['tag']}>", whole[shared:]
-    if message.reasoning:
-        return _Turn(text=f"{prompt}{message.reasoning.strip()}\n{end}\n\n{answer}", start=len(prompt))
-    content = message.content or ""
-    if end in content:
-        said = content.rpartition(end)[2].strip()
-        closing = answer[answer.rfind(said) + len(said) :] if said else answer
-        thought = content.lstrip().removeprefix(f"<{opened['tag']}>").lstrip("\n")
-        return _Turn(text=f"{prompt}{thought}{closing}", start=len(prompt))
-    warnings.warn(
-        "the chat template opens a thought before each answer, and some answers have none: there an empty thought is "
-        "closed, and it is not trained",
-        DataWarning,
-        stacklevel=2,
-    )
-    lead = f"{prompt}\n{end}\n\n"
-    return _Turn(text=f"{lead}{answer}", start=len(lead))
-
-
-def _appended(found: list[Script], turn: _Turn) -> list[Script]:
+def _appended(found: list[Script], turn: PolicyTurn) -> list[Script]:
     if turn.span.start == turn.span.stop:
         return found
-    if found and _extends(turn.text[: turn.start], found[-1]):
-        return [*found[:-1], Script(text=turn.text, spans=(*found[-1].spans, turn.span))]
-    return [*found, Script(text=turn.text, spans=(turn.span,))]
+    # Inference encodes a prompt before it knows the answer, so both begin with a token of their own.
+    cuts = (turn.prompt_length, turn.span.start) if turn.prompt_length < turn.span.start else (turn.span.start,)
+    if found and _extends(turn.text[: turn.span.start], found[-1]):
+        last = found[-1]
+        return [*found[:-1], Script(text=turn.text, spans=(*last.spans, turn.span), cuts=(*last.cuts, *cuts))]
+    return [*found, Script(text=turn.text, spans=(turn.span,), cuts=cuts)]
 
 
 def _extends(text: str, script: Script) -> bool:
@@ -151,32 +106,35 @@ def _extends(text: str, script: Script) -> bool:
 
 def _without_thoughts(message: Message) -> Message:
     """The message as templates show it in history: they may drop thoughts inside the content of earlier turns."""
-    end = [tag.end() for tag in THOUGHT_TAG.finditer(message.content or "")]
-    return replace(message, content=(message.content or "")[end[-1] :]) if end else message
+    inline = inline_thought(message)
+    return replace(message, content=inline[1]) if inline else message
 
 
-def _has_thought(message: Message) -> bool:
-    return bool(message.reasoning) or _EMPTY_THOUGHT.match(message.content or "") is not None
-
-
-def _check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> None:
-    if not tools:
+def _check_tools(chat: RenderedChat) -> None:
+    if not chat.tools:
         return
-    text, without = template.text(messages, tools), template.text(messages)
-    for tool in tools:
-        if text == without or (tool_name(tool) or "") not in text:
+    try:
+        without = chat.template.prompt(chat.messages[: chat.num_seen])
+    except InputError:
+        # A template for calls may need tools.
+        without = ""
+    for tool in chat.tools:
+        if chat.seen == without or (tool_name(tool) or "") not in chat.seen:
             raise InputError(
                 f"the chat template must show the policy its tools, but it drops {tool_name(tool)!r}; use a tokenizer "
                 "whose template knows tools, or --template plain, which leaves them out"
             )
 
 
-def _check_marks(template: ChatTemplate, messages: Sequence[Message], tools: Tools, indices: Sequence[int]) -> None:
+def _check_marks(chat: RenderedChat, indices: Sequence[int], *, is_open: bool) -> None:
     """Refuses a template that does not write a mark in the place of the text of each of these messages."""
+    messages = chat.messages[: chat.num_seen if is_open else max(indices, default=-1) + 1]
     marks = {index: f"mark-{index}-{len(messages)}-kram" for index in indices if messages[index].content}
     marked = [replace(message, content=marks.get(i, message.content)) for i, message in enumerate(messages)]
+    if not marks:
+        return
     try:
-        text = template.text(marked, tools)
+        text = chat.template.prompt(marked, chat.tools) if is_open else chat.text(marked)
     except InputError:
         # It looks into contents, and takes no others; comparing the texts themselves has to do.
         return
@@ -191,12 +149,3 @@ def _refuse_loss(lost: str | None, messages: Sequence[Message], index: int) -> N
             f"the chat template must render all of a message, but it drops {lost} in messages[{index}] of role "
             f"{messages[index].role!r}; use --template plain or a tokenizer whose template knows it"
         )
-
-
-def _common_length(one: str, other: str) -> int:
-    """Length of the longest common beginning of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low

@@ -1,0 +1,154 @@
+"""What templates do to contents, calls and places, in the manner of the model families."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from tests.data.rendering.chat_folder import said, shown, with_template
+from treering.data import Renderer, ToolCall, Trajectory
+from treering.data.rendering.encoder import Encoder
+from treering.data.rendering.script import Script, Span
+from treering.data.rendering.template import ChatTemplate
+from treering.errors import InputError
+
+# As Mistral Nemo: no turn is opened, and the system's text stands in the last question of a prompt only.
+LATE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}[I]{{ messages[0].content if loop.last }}{{ m.content }}[/I]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# As Qwen3-Coder: arguments are taken apart.
+PARAMETERS = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content | trim }}{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>"
+    "{% for k, v in c.function.arguments | items %}<p={{ k }}>{{ v }}</p>{% endfor %}</f>{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As Gemma 4: calls before the text, another role name, and tools' answers as JSON as in Llama 3.1.
+CALLS_FIRST = (
+    "{% for m in messages %}<{{ 'model' if m.role == 'assistant' else m.role }}>{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.content | tojson if m.role == 'tool' else m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
+# As templates of models that see: a content is a list of parts.
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+    "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As Qwen2.5.
+DUMPING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def call(arguments) -> ToolCall:
+    return ToolCall(name="find", arguments=arguments)
+
+
+def test_a_system_text_that_only_prompts_have_makes_a_branch_of_each_turn(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, LATE_SYSTEM)
+    chat = said("system", "Be kind."), said("user", "1"), said("assistant", "one"), said("user", "2")
+    assert shown(folder, *chat, said("assistant", "two")) == [
+        ("[I]Be kind.1[/I]one</s>", "one</s>"),
+        ("[I]1[/I]one</s>[I]Be kind.2[/I]two</s>", "two</s>"),
+    ]
+
+
+def test_arguments_that_a_template_takes_apart_are_all_found_and_broken_ones_named(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, PARAMETERS)
+    question, answer = said("user", " 1 \n"), said("tool", "r")
+    turn = said("assistant", "so\n", tool_calls=(call('{"x":1.50, "y": "ä"}'),))
+    assert shown(folder, question, turn, answer)[0][1] == "so<f=find><p=x>1.5</p><p=y>ä</p></f><end>"
+    with pytest.raises(InputError, match=r"or repair the call of 'find' in messages\[1\], whose arguments are no JSON"):
+        shown(folder, question, said("assistant", "", tool_calls=(call('{"x":'),)), answer)
+
+
+def test_a_call_before_the_text_and_a_tools_answer_as_json_are_no_losses(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, CALLS_FIRST)
+    turn = said("assistant", "so", tool_calls=(call('{"x":1}'),))
+    [(text, trained)] = shown(folder, said("user", "1"), turn, said("tool", 'a\n"b"'), said("assistant", "A"))
+    assert text == '<user>1<end><model>find{"x":1}so<end><tool>"a\\n\\"b\\""<end><model>A<end>'
+    assert trained == 'find{"x":1}so<end>A<end>'
+
+
+def test_the_text_of_a_call_does_not_stand_for_the_call(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    turn = said("assistant", "I find 1 now.", tool_calls=(call({"x": 1}),))
+    with pytest.raises(InputError, match="the call of 'find'"):
+        shown(folder, said("user", "1"), turn)
+
+
+def test_the_tools_in_a_prompt_do_not_stand_for_an_untrained_call(tokenizer_dir, tmp_path):
+    folder = with_template(
+        tokenizer_dir, tmp_path, "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    turn = said("assistant", "so", tool_calls=(call({}),), trained=False)
+    with pytest.raises(InputError, match=r"the call of 'find' in messages\[1\]"):
+        shown(folder, said("user", "1"), turn, said("user", "2"), said("assistant", "A"), tools=({"name": "find"},))
+
+
+def test_broken_arguments_stay_as_the_model_wrote_them(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, DUMPING)
+    [(_, trained)] = shown(folder, said("user", "1"), said("assistant", "", tool_calls=(call('{"x": "ä'),)))
+    assert trained == 'find {"x": "ä<end>'
+
+
+def test_a_template_that_wants_parts_gets_parts(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, PARTS)
+    chat = said("system", ""), said("user", "1"), said("assistant", "one")
+    assert shown(folder, *chat) == [("<system><end><user>1<end><assistant>one<end>", "one<end>")]
+
+
+def test_a_role_that_says_the_same_as_a_dropped_text_does_not_stand_for_it(tokenizer_dir, tmp_path):
+    folder = with_template(
+        tokenizer_dir,
+        tmp_path,
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'note' }}{% endfor %}",
+    )
+    with pytest.raises(InputError, match=r"the text 'note' in messages\[1\]"):
+        shown(folder, said("user", "1"), said("note", "note"), said("assistant", "one"))
+
+
+def test_a_context_after_the_last_turn_is_compared_too(tokenizer_dir, tmp_path):
+    folder = with_template(
+        tokenizer_dir,
+        tmp_path,
+        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'note' }}{% endfor %}",
+    )
+    with pytest.raises(InputError, match=r"the text 'note' in messages\[2\]"):
+        shown(folder, said("user", "1"), said("assistant", "one"), said("note", "note"))
+
+
+def test_a_further_turn_takes_two_further_renders(tokenizer_dir, monkeypatch):
+    counts = []
+    for num_turns in (3, 4):
+        renderer, renders = Renderer(tokenizer=tokenizer_dir, template="hf"), []
+        original = ChatTemplate._render
+        monkeypatch.setattr(
+            ChatTemplate, "_render", lambda *a, f=original, r=renders, **k: (r.append(1), f(*a, **k))[1]
+        )
+        chat = (said("user", "What is it, then?"), said("assistant", "That is what it is.")) * num_turns
+        renderer.render([Trajectory(task_id=1, messages=chat)])
+        monkeypatch.undo()
+        counts.append(len(renders))
+    assert counts[1] - counts[0] == 2
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
+def test_cuts_before_special_tokens_never_change_the_tokens(tmp_path, scheme, is_normalized):
+    # A tokenizer in the manner of SentencePiece writes a space before a text, or before each stretch of it.
+    words = {"▁": 0, "a": 1, "▁a": 2, "b": 3, "▁b": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a"), ("▁", "b")]))
+    if scheme == "legacy":
+        tokenizer.normalizer = normalizers.Prepend("▁")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=is_normalized) for word in ("<s>", "<e>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = "a<s>b a<e><s>b<e>a"
+    script = Script(text=text, spans=(Span(4, 10),))
+    [found] = Encoder(tmp_path).encode([[script]])
+    assert found.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert found.turn_ends.size == 1

@@ -1,0 +1,119 @@
+"""Thoughts under templates whose prompts open or close one, and the places in which templates want them."""
+
+import pytest
+
+from tests.data.rendering.chat_folder import said, shown, with_template
+from treering.data import Renderer, Trajectory
+from treering.data.rendering.thoughts import prompt_thought, split_empty
+from treering.errors import DataWarning, InputError
+
+OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+
+
+def template(opening: str, thought: str = "", after: str = "") -> str:
+    """A prompt ends with `opening`; an answer has `thought` if it has a reasoning, else `after`."""
+    return (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if m.reasoning_content %}"
+        f"{thought}{{% else %}}{after}{{% endif %}}{{% endif %}}{{{{ m.content }}}}<end>{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}<assistant>{opening}{{% endif %}}"
+    )
+
+
+KEPT = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("opening", "after", "lead"),
+    [
+        (OPENED, "<think></think>", "<think>\n</think>"),
+        (OPENED, "<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        (OPENED, "<think>\n", "<think>\n\n</think>\n\n"),
+        (OPENED, "", "<think>\n\n</think>\n\n"),
+        (OPENED, "<think>\n\n\n\n</think>", "<think>\n\n\n\n</think>"),
+        ("<think>", "</think>", "<think></think>"),
+        ("[THINK]", "", "[THINK][/THINK]"),
+        ("<|START_THINKING|>", "", "<|START_THINKING|><|END_THINKING|>"),
+    ],
+)
+def test_an_answer_without_a_thought_never_stands_inside_an_opened_one(tokenizer_dir, tmp_path, opening, after, lead):
+    folder = with_template(tokenizer_dir, tmp_path, template(opening, KEPT, after))
+    chat = said("user", "1"), said("assistant", "A")
+    with pytest.warns(DataWarning, match="an empty thought is closed"):
+        assert shown(folder, *chat) == [(f"<user>1<end><assistant>{lead}A<end>", "A<end>")]
+    renderer = Renderer(tokenizer=folder, template="hf")
+    prompt = renderer.prompt(chat[:1])
+    with pytest.warns(DataWarning):
+        [whole] = renderer.render([Trajectory(task_id=1, messages=chat)])
+    assert whole.tokens[: prompt.size].tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("thought", [KEPT, "", "<think>\n"], ids=["kept", "dropped", "opened again"])
+def test_a_thought_stands_once_in_the_opened_one_whether_the_template_keeps_it_or_not(tokenizer_dir, tmp_path, thought):
+    folder = with_template(tokenizer_dir, tmp_path, template(OPENED, thought))
+    # The thought's text is the answer's too: one of them would do for a search.
+    [(text, trained)] = shown(folder, said("user", "1"), said("assistant", "4", reasoning="4"))
+    assert (text, trained) == ("<user>1<end><assistant><think>\n4\n</think>\n\n4<end>", "4\n</think>\n\n4<end>")
+
+
+@pytest.mark.parametrize("after", ["", CLOSED, "</think>"])
+def test_after_a_closed_thought_the_answer_alone_is_the_policys(tokenizer_dir, tmp_path, after):
+    folder = with_template(tokenizer_dir, tmp_path, template(CLOSED, KEPT, after))
+    [(text, trained)] = shown(folder, said("user", "1"), said("assistant", "A"))
+    assert (text, trained) == (f"<user>1<end><assistant>{CLOSED}A<end>", "A<end>")
+
+
+@pytest.mark.parametrize(
+    "answer", [said("assistant", "A", reasoning="hm"), said("assistant", "<think>hm</think>A")], ids=["field", "tags"]
+)
+def test_a_thought_after_a_prompt_that_closes_one_is_refused_with_the_switch(tokenizer_dir, tmp_path, answer):
+    folder = with_template(tokenizer_dir, tmp_path, template(CLOSED, KEPT))
+    with pytest.raises(InputError, match=r"messages\[1\] has a thought; remove it, or .*enable_thinking = true"):
+        shown(folder, said("user", "1"), answer)
+
+
+def test_a_thought_that_the_answers_text_hides_is_missed(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, template(""))
+    with pytest.raises(InputError, match=r"drops the reasoning of messages\[1\].*write it into the content"):
+        shown(folder, said("user", "1"), said("assistant", "4", reasoning="4"))
+
+
+def test_a_thought_with_other_tags_than_the_prompts_is_refused(tokenizer_dir, tmp_path):
+    folder = with_template(tokenizer_dir, tmp_path, template("<|START_THINKING|>"))
+    with pytest.raises(InputError, match=r"ends a thought with '<\|END_THINKING\|>', but the content of messages\[1\]"):
+        shown(folder, said("user", "1"), said("assistant", "<think>hm</think>A"))
+
+
+def test_a_thought_becomes_a_part_where_a_template_wants_one(tokenizer_dir, tmp_path):
+    # As Mistral's: a content is a text, or a list of parts.
+    folder = with_template(
+        tokenizer_dir,
+        tmp_path,
+        "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ '[THINK]' + p.thinking + '[/THINK]' if p.type == 'thinking' else p.text }}"
+        "{% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    )
+    [(_, trained)] = shown(folder, said("user", "1"), said("assistant", "A", reasoning="hm"))
+    assert trained == "[THINK]hm[/THINK]A</s>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open", "is_closed", "end"),
+    [
+        ("<a>", False, False, ""),
+        ("<a><think>\n", True, False, "\n</think>\n\n"),
+        ("<a><seed:think>", True, False, "</seed:think>"),
+        ("<a></think>", False, True, ""),
+        ("<a><|channel>thought\n<channel|>", False, True, ""),
+        ("<a><|channel>thought\n", True, False, "<channel|>"),
+        ("<a><think>hm</think>\n\nA", False, False, ""),
+    ],
+)
+def test_the_end_of_a_prompt_says_whether_a_thought_is_open(prompt, is_open, is_closed, end):
+    found = prompt_thought(prompt)
+    assert (found.is_open, found.is_closed, found.end) == (is_open, is_closed, end)
+    assert found.start == (3 if is_open or is_closed else len(prompt))
+
+
+def test_an_empty_thought_is_split_from_the_answer():
+    assert split_empty("<think>\n\n</think>\n\n4") == ("<think>\n\n</think>\n\n", "4")
+    assert split_empty("<think>hm</think>4") == ("", "<think>hm</think>4")
