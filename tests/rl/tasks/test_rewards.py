@@ -85,7 +85,7 @@ def test_a_reward_is_found_by_name_or_by_path() -> None:
     assert find_reward("exact_answer") is exact_answer
     assert find_reward("contains_answer") is contains_answer
     assert find_reward("treering.rl.tasks.rewards:exact_answer") is rewards.exact_answer
-    assert find_reward("treering.data.formats.files:read_trajectories") is files.read_trajectories
+    assert find_reward("treering.data.formats.files:read_whole") is files.read_whole
 
 
 @pytest.mark.parametrize(

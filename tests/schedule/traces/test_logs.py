@@ -143,7 +143,7 @@ def test_a_trace_ends_at_the_longest_rollout_and_guesses_half_of_it(tmp_path):
         (f'{{"prompt": "a", "epoch": {2**31}, "length": 3}}', f"epoch is at most {2**31 - 1}, got {2**31}"),
         (f'{{"prompt": "a", "epoch": 0, "length": 3, "step": {2**63}}}', f"step is at most {2**31 - 1}, got {2**63}"),
         (f'{{"prompt": "a", "epoch": 0, "length": {10**30}}}', "length is at most"),
-        ('{"prompt": "a", "epoch": 1' + "0" * 5000 + ', "length": 3}', "a line is a JSON object"),
+        ('{"prompt": "a", "epoch": 1' + "0" * 5000 + ', "length": 3}', "a line must be one JSON object"),
         ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt is text or an integer, got 1.5"),
         ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt is text or an integer, got True"),
         ('{"task_id": "a", "epoch": 0, "messages": []}', "log token ids"),

@@ -158,10 +158,12 @@ class Renderer:
         is_plain = [self._chat is None or trajectory.format == RAW_FORMAT for trajectory in trajectories]
         if any(trajectory.tools for trajectory, plain in zip(trajectories, is_plain, strict=True) if plain):
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs --template hf")
-        if any(_has_special_text(self._open(), one) for one in trajectories if self._chat or one.format == RAW_FORMAT):
+        read = [one for one in trajectories if self._chat or one.format == RAW_FORMAT]
+        contents = [message.content or "" for one in read for message in one.messages or ()]
+        if count := sum(self._open().has_special_text(content) for content in contents):
             _warn(
-                "some messages hold the text of special tokens, which a chat template or raw text turns into these "
-                "tokens, so data can write turns; --template plain keeps it as text"
+                f"{count} of {len(contents)} messages hold the text of special tokens, which a chat template or raw "
+                "text turns into these tokens, so data can write turns; --template plain keeps it as text"
             )
 
 
@@ -210,10 +212,6 @@ def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Ren
         advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
     )
-
-
-def _has_special_text(encoder: Encoder, trajectory: Trajectory) -> bool:
-    return any(encoder.has_special_text(message.content or "") for message in trajectory.messages or ())
 
 
 def _warn(sentence: str) -> None:
