@@ -253,7 +253,7 @@ def test_a_run_that_ended_before_its_first_step_may_start_with_other_settings(tm
 def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(StateError, match=r"can be written, and .*file.* is not one .*choose another"):
+        with pytest.raises(StateError, match=r"file.* cannot be written .*move it away, and start again"):
             open_run(folder, tiny_loop(), store(folder / "checkpoints"))
 
 
