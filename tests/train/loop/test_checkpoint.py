@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,26 @@ def test_a_folder_whose_writing_fails_does_not_appear(tmp_path: Path) -> None:
             write_folder(tmp_path / target, fill, {})
     assert not (tmp_path / "new").exists()
     assert read_facts(tmp_path / "whole") == {"number": 1}
+
+
+def test_a_manifest_that_has_changed_is_no_other_run(tmp_path: Path) -> None:
+    facts = {"step": 7, "identity": {"rl.seed": 0, "model": "a"}}
+    write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), facts)
+    whole = (tmp_path / "a" / MANIFEST).read_bytes()
+    for place in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 7
+        (tmp_path / "a" / MANIFEST).write_bytes(changed)
+        with suppress(StateError):
+            assert read_facts(tmp_path / "a") == facts
+
+
+def test_a_manifest_of_the_first_version_has_no_checksum_of_its_own(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), {"step": 7})
+    manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    del manifest["sha256"]
+    (tmp_path / "a" / MANIFEST).write_text(json.dumps(manifest))
+    assert read_facts(tmp_path / "a") == {"step": 7}
 
 
 def test_a_folder_keeps_its_facts_and_files_in_folders(tmp_path: Path) -> None:
