@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from treering.cli.progress import warnings_as_lines
 from treering.config import RlConfig, SftConfig, load
 
 
@@ -25,7 +26,10 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     from treering.cli.sft.run import train
     from treering.cli.sft.summary import as_table
 
-    _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output)
+    console = _stderr()
+    with warnings_as_lines(console):
+        summary = train(config, config_dir=config_path.parent, console=console)
+    _report(summary, as_table, json_output)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -34,7 +38,10 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     from treering.cli.train.run import train
     from treering.cli.train.summary import as_table
 
-    _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output)
+    console = _stderr()
+    with warnings_as_lines(console):
+        summary = train(config, config_dir=config_path.parent, console=console)
+    _report(summary, as_table, json_output)
 
 
 def _stderr() -> Console:
