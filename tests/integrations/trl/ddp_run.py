@@ -1,4 +1,4 @@
-"""One rank of a run under torchrun: `python -m tests.integrations.trl.ddp_run FOLDER MODEL`.
+"""One rank of a run under torchrun: `python -m tests.integrations.trl.ddp_run FOLDER MODEL TEACHER`.
 
 Trains each case stock and shared, and saves gradients of every optimizer step by rank.
 """
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def main(folder: Path, model: str) -> None:
+def main(folder: Path, model: str, teacher: str) -> None:
     warnings.simplefilter("ignore")
     saved: dict[str, Any] = {}
     for name, (make, options) in CASES.items():
@@ -34,6 +34,8 @@ def main(folder: Path, model: str) -> None:
             from peft import LoraConfig
 
             given["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+        if make is runs.distillation:
+            given["trainer_options"] = {"teacher_model": teacher}
         for side, shared in (("stock", None), ("ours", {"group_batches": False}), ("grouped", {})):
             run = runs.train(make, model, folder / "out", shared=shared, **given)
             saved[f"{name}/{side}"] = run.gradients
@@ -43,4 +45,4 @@ def main(folder: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

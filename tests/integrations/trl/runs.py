@@ -193,7 +193,8 @@ def distillation(model: str, out: Path, **options: Any) -> Any:
     extra = options.pop("trainer_options", {})
     defaults = {**ROLLOUTS}
     defaults.pop("num_generations")
-    extra.setdefault("teacher_model", saved(seed=1))
+    if "teacher_model" not in extra:
+        extra = {"teacher_model": saved(seed=1)}
     args = DistillationConfig(**{"output_dir": str(out), **COMMON, **defaults, **options})
     made = DistillationTrainer(model, args=args, train_dataset=prompts(), **extra)
     made._generate_single_turn = lambda prompt_ids, *_, **__: completions(prompt_ids)
