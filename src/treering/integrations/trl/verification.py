@@ -67,7 +67,7 @@ class FirstMicroBatch:
         if self.difference is not None:
             return
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        epsilon = torch.finfo(_dtype_of(model)).eps
+        epsilon = torch.finfo(_dtype_of(model, self._trainer.accelerator.mixed_precision)).eps
 
         def gradients() -> dict[str, Tensor]:
             loss: Any = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
@@ -128,10 +128,10 @@ def distance(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
     return math.sqrt(apart / norm) if norm else math.inf if apart else 0.0
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    weight = next(model.parameters())
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+def _dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:
+    """In which the model computes; Accelerate turns autocast on inside its forward."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(mixed_precision, next(model.parameters()).dtype)
 
 
 @contextmanager
