@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test test-oldest hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest trl-test hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -40,6 +40,17 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(OLDEST)
 	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python -c constraints-oldest.txt \
 	  -e '.[datasets,peft,tensorboard,train]' beartype hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+# Inside TRL, in an environment of its own, so that the other tests show that nothing else needs it.
+TRL := .venv-trl
+TRL_TESTS ?= tests/integrations/trl
+trl-test: $(TRL)/.installed
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" $(TRL_TESTS)
+
+$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(TRL)
+	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python -c constraints.txt -c constraints-trl.txt -e '.[dev,trl]'
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
@@ -116,5 +127,5 @@ peers: .venv-peers/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .venv-trl .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

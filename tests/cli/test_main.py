@@ -16,7 +16,7 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"inspect", "sft", "train", "demo", "simulate"}
+SUBCOMMANDS = {"inspect", "sft", "train", "demo", "simulate", "trl"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:

@@ -290,3 +290,28 @@ def demo(
 
 
 app.command()(simulate)
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+def trl(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="{grpo,sft,dpo} [TRL'S OPTIONS]", help="A script of TRL, and its own options."),
+    ] = None,
+) -> None:
+    """Train with TRL's own command line, every shared prefix computed once.
+
+    Example: treering trl sft --model_name_or_path models/qwen3 --dataset_name my/data --output_dir runs/sft
+
+    Example: treering trl grpo --help
+
+    Beside TRL's options: --tree_backend, --group_batches, --verify_first. On several devices: torchrun --no-python
+    --nproc-per-node 2 treering trl sft ...
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(context.get_help())
+        return
+    from treering.cli.trl.command import run
+
+    run(arguments)

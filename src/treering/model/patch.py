@@ -7,9 +7,9 @@ metrics and every wrapper outside (DDP, autocast, PEFT) see what they saw before
     B rows   T columns   N distinct tokens   E distinct pairs of a token and its label   C hidden size
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,10 +24,11 @@ from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
 from treering.model.families import check_no_dropout, find_parts
 from treering.model.fused_head import as_batch, label_pairs
+from treering.model.replaced_forward import is_replaced, replace_forward
+from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
 from treering.tree.forest import Forest
 
-_MARK = "_treering_patch"
 When = Literal["training", "always"]
 """Which calls run on trees: those of a model in training mode, or all. Generation with a cache never does."""
 
@@ -46,26 +47,6 @@ _OWN = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_value
 """Arguments that the decoder gets anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeCounts:
-    """What patched calls computed since the counts were last taken.
-
-    Example: two rows of 3 tokens that share 2 are 6 flat tokens and 4 computed ones.
-    """
-
-    num_calls: int = 0
-    """Calls that ran on a forest."""
-    num_flat_tokens: int = 0
-    """Real tokens of their batches."""
-    num_tokens: int = 0
-    """Distinct ones, which were computed."""
-
-    @property
-    def token_ratio(self) -> float:
-        """Flat tokens per computed token, 1.0 without calls: the bound of the speedup by tokens."""
-        return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Batch:
     """A padded batch as a forest."""
@@ -80,20 +61,27 @@ class _Batch:
 class TreePatch:
     """A patched model; `undo` restores it."""
 
-    def __init__(self, model: nn.Module, *, backend: str = "auto", when: When = "training") -> None:
+    def __init__(
+        self, model: nn.Module, *, backend: str = "auto", when: When = "training", mode_of: nn.Module | None = None
+    ) -> None:
         """Patches a model; see `patch`."""
         parts = find_parts(model)
         check_no_dropout(model)
         self._causal_lm: Any = unwrap(model).model
         self._decoder: Any = parts.decoder
         for module in (self._causal_lm, self._decoder):
-            if isinstance(getattr(module.forward, "__self__", None), TreePatch) or hasattr(module.forward, _MARK):
+            if is_replaced(module):
                 raise StateError("the model runs on trees already; undo that patch before making another one")
         self._backend = backend
         self._when = when
+        self._mode_of: nn.Module = self._decoder if mode_of is None else mode_of
+        self._is_flat = False
         self._scored: _Batch | None = None
         self._counts = TreeCounts()
-        self._undo = [_replaced(self._decoder, self._run_decoder), _replaced(self._causal_lm, self._run_head)]
+        self._undo = [
+            replace_forward(self._decoder, self._run_decoder),
+            replace_forward(self._causal_lm, self._run_head),
+        ]
 
     def undo(self) -> None:
         """Restores the model; a second call does nothing."""
@@ -104,6 +92,24 @@ class TreePatch:
         """What was computed since the last call of this method."""
         counts, self._counts = self._counts, TreeCounts()
         return counts
+
+    @contextmanager
+    def flat(self) -> Iterator[None]:
+        """Inside, the model runs as the stock one does."""
+        before, self._is_flat = self._is_flat, True
+        try:
+            yield
+        finally:
+            self._is_flat = before
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, calls run on trees and `take_counts` does not see them."""
+        before = self._counts
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = self._scored or self._batch(args, kwargs)
@@ -128,7 +134,7 @@ class TreePatch:
         )
         if getattr(output, "router_logits", None) is not None:
             output["router_logits"] = tuple(_spread(layer, places).flatten(0, 1) for layer in output.router_logits)
-        self._counts = _added(self._counts, forest)
+        self._counts = self._counts.with_call(forest)
         return output
 
     def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +158,8 @@ class TreePatch:
         """The forest of a call; None for a call that stays flat."""
         ids = args[0] if args else kwargs.get("input_ids")
         is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
-        if "tree_layout" in kwargs or is_generating or (self._when == "training" and not self._decoder.training):
+        is_evaluating = self._when == "training" and not self._mode_of.training
+        if self._is_flat or "tree_layout" in kwargs or is_generating or is_evaluating:
             return None
         for name, why in _REFUSED.items():
             if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -169,7 +176,9 @@ class TreePatch:
         return _Batch(forest=forest, places=places)
 
 
-def patch(model: nn.Module, *, backend: str = "auto", when: When = "training") -> TreePatch:
+def patch(
+    model: nn.Module, *, backend: str = "auto", when: When = "training", mode_of: nn.Module | None = None
+) -> TreePatch:
     """Runs a model on trees from its next call on, for any trainer with padded batches.
 
     Rows of a batch that begin alike are computed once, forward and backward, and every output has the shape of the
@@ -183,6 +192,7 @@ def patch(model: nn.Module, *, backend: str = "auto", when: When = "training") -
         model: a supported Hugging Face causal language model, or a PEFT model of one.
         backend: see `tree_attention`.
         when: see `When`.
+        mode_of: the model whose training mode counts, such as the policy for its reference; None for `model` itself.
 
     Raises:
         UnsupportedError: a model that would not be exact; names the reason.
@@ -194,7 +204,7 @@ def patch(model: nn.Module, *, backend: str = "auto", when: When = "training") -
         >>> patched.take_counts().token_ratio                               # doctest: +SKIP
         3.2
     """
-    return TreePatch(model, backend=backend, when=when)
+    return TreePatch(model, backend=backend, when=when, mode_of=mode_of)
 
 
 def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
@@ -202,31 +212,3 @@ def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Te
     at = torch.from_numpy(places).to(values.device)
     back = values.index_select(0, at.clamp(min=0).flatten()).reshape(*at.shape, -1)
     return back if bool((places >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)
-
-
-def _added(counts: TreeCounts, forest: Forest) -> TreeCounts:
-    return TreeCounts(
-        num_calls=counts.num_calls + 1,
-        num_flat_tokens=counts.num_flat_tokens + forest.num_branch_tokens,
-        num_tokens=counts.num_tokens + forest.num_tokens,
-    )
-
-
-def _replaced(module: Any, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a module's forward; returns what restores it."""
-    original, had_own = module.forward, "forward" in module.__dict__
-
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(original, *args, **kwargs)
-
-    setattr(forward, _MARK, True)
-    module.forward = forward
-
-    def restore() -> None:
-        if had_own:
-            module.forward = original
-        else:
-            del module.forward
-
-    return restore

@@ -1,0 +1,1 @@
+"""`treering trl`: TRL's own command line, with shared prefixes."""

@@ -1,0 +1,96 @@
+"""What `share_prefixes` takes, and the refusals of what it does not, each with the fix that works."""
+
+from typing import Any
+
+from torch import nn
+
+from treering.errors import StateError, UnsupportedError
+
+TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
+"""Trainers of TRL whose padded batches run on trees; their subclasses too."""
+
+_SWITCHES = {
+    "use_liger_kernel": "its kernels replace layers when training starts; set use_liger_kernel=False",
+    "torch_compile": "a compiled model is not tested on trees here; set torch_compile=False",
+    "activation_offloading": "it is not tested on trees; set activation_offloading=False",
+}
+
+
+def kind_of(trainer: Any) -> str:
+    """Which of `TRAINERS` the trainer is.
+
+    Raises:
+        UnsupportedError: none of them.
+
+    Example: a subclass of TRL's GRPOTrainer is a "GRPOTrainer".
+    """
+    for base in type(trainer).__mro__:
+        if base.__name__ in TRAINERS and base.__module__.startswith("trl."):
+            return base.__name__
+    raise UnsupportedError(
+        f"share_prefixes takes {', '.join(TRAINERS)} of TRL and their subclasses, got {type(trainer).__name__}; for "
+        "another trainer with padded batches call treering.patch(model) before it wraps the model"
+    )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuses a trainer that would not be exact, or is not known to be.
+
+    Raises:
+        UnsupportedError: names the setting, and the one that works.
+        StateError: training has begun, or the trainer shares already.
+    """
+    name = type(trainer).__name__
+    if hasattr(trainer, "_treering_shared_prefixes"):
+        raise StateError(f"this {name} shares prefixes already; undo its handle before sharing again")
+    if not isinstance(trainer.model, nn.Module) or _is_wrapped(trainer.model):
+        raise StateError(
+            f"{name} holds a model wrapped by {type(trainer.model).__name__}; call share_prefixes before "
+            "trainer.train(), which wraps the patched model, and never pass the module inside a wrapper by hand"
+        )
+    for switch, why in _SWITCHES.items():
+        if getattr(trainer.args, switch, False):
+            raise UnsupportedError(f"{name} has {switch}=True: {why}")
+    for host in ("deepspeed", "fsdp"):
+        if getattr(trainer, f"is_{host}_enabled", False):
+            raise UnsupportedError(f"{name} runs under {host}, which is not tested on trees; use one process or DDP")
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
+    if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
+        raise UnsupportedError(f"{name} takes images, which have no place in a forest of tokens; train a text model")
+
+
+def models_of(trainer: Any) -> dict[str, nn.Module]:
+    """The models that a trainer calls, by what they are: policy, and reference or teacher where it has one."""
+    found: dict[str, nn.Module] = {"policy": trainer.model}
+    for role, attribute in (("reference", "ref_model"), ("teacher", "teacher_model")):
+        model = getattr(trainer, attribute, None)
+        if model is not None and all(model is not other for other in found.values()):
+            found[role] = model
+    return found
+
+
+def check_no_dropout(model: nn.Module, role: str) -> None:
+    """Refuses dropout that training would make active: a shared token gets one mask where its rows get several.
+
+    Raises:
+        UnsupportedError: names the module, and the setting that works.
+    """
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        if not isinstance(rate, int | float) or rate <= 0:
+            continue
+        fix = "model_init_kwargs={'attention_dropout': 0.0}, or load the model with attention_dropout=0.0"
+        if "lora_dropout" in name:
+            fix = "lora_dropout=0 in LoraConfig (--lora_dropout 0 on the command line)"
+        elif isinstance(module, nn.Dropout):
+            fix = "the model's dropout settings to 0"
+        raise UnsupportedError(
+            f"the {role} has dropout {rate} at {name!r}, which gives a shared token one mask where its rows, trained "
+            f"apart, get several: set {fix}"
+        )
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether the model is inside DDP or one of its kind, which hold it as `module`."""
+    return "module" in model._modules and not hasattr(model, "config")

@@ -1,0 +1,128 @@
+"""`share_prefixes`: a TRL trainer computes each shared prefix once, from its next training step on."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treering.integrations.trl.batches import Batching, keep_together
+from treering.integrations.trl.overrides import Overrides
+from treering.integrations.trl.requirements import check_no_dropout, check_trainer, kind_of, models_of
+from treering.integrations.trl.verification import Difference, FirstMicroBatch
+from treering.model.context import tree_attention
+from treering.model.patch import TreePatch, patch
+
+_MARK = "_treering_shared_prefixes"
+
+
+class SharedPrefixes:
+    """A trainer that shares prefixes; `undo` restores it."""
+
+    def __init__(self, trainer: Any, *, backend: str, group_batches: bool, verify_first: bool) -> None:
+        """Patches; see `share_prefixes`."""
+        kind = kind_of(trainer)
+        check_trainer(trainer)
+        check_no_dropout(trainer.model, "policy")
+        models = models_of(trainer)
+        with tree_attention(trainer.model, backend) as chosen:
+            self._backend = chosen
+        self._trainer = trainer
+        self._totals = [0, 0]
+        self._overrides = Overrides(trainer)
+        with ExitStack() as on_error:
+            on_error.callback(self.undo)
+            self._patches: list[TreePatch] = []
+            for model in models.values():
+                self._patches.append(patch(model, backend=backend, mode_of=trainer.model))
+            self._first = FirstMicroBatch(trainer, self._patches) if verify_first else None
+            self._batching = keep_together(trainer, kind, self._overrides, is_on=group_batches)
+            self._overrides.replace("compute_loss", self._compute_loss)
+            self._overrides.replace("log", self._log)
+            setattr(trainer, _MARK, self)
+            on_error.pop_all()
+        trainer.accelerator.print(self.summary(list(models)))
+
+    @property
+    def difference(self) -> Difference | None:
+        """What `verify_first` found; None before the first micro-batch with a gradient, or without it."""
+        return self._first.difference if self._first else None
+
+    @property
+    def batching(self) -> Batching:
+        """Which rows stand together, and the bound that follows where it can be told."""
+        return self._batching
+
+    def summary(self, roles: list[str]) -> str:
+        """One line: what is shared, which backend, the order of rows, the bound on this data."""
+        shared = " and ".join(roles)
+        return (
+            f"treering: {type(self._trainer).__name__} shares prefixes of its {shared} on backend "
+            f"{self._backend.backend} ({self._backend.reason}); {self._batching.words}"
+        )
+
+    def undo(self) -> None:
+        """Restores the trainer and its models; a second call does nothing."""
+        self._overrides.undo()
+        for patched in self._patches:
+            patched.undo()
+        self._trainer.__dict__.pop(_MARK, None)
+
+    def _compute_loss(self, original: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._trainer.model.training:
+            return original(model, inputs, *args, **kwargs)
+        if self._first is not None:
+            self._first.check(original, inputs, kwargs.get("num_items_in_batch"))
+        loss = original(model, inputs, *args, **kwargs)
+        counts = [patched.take_counts() for patched in self._patches]
+        mine = [sum(c.num_flat_tokens for c in counts), sum(c.num_tokens for c in counts)]
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes > 1:
+            mine = accelerator.reduce(torch.tensor(mine, device=accelerator.device), reduction="sum").tolist()
+        self._totals = [total + new for total, new in zip(self._totals, mine, strict=True)]
+        return loss
+
+    def _log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._trainer.model.training and self._totals[1]:
+            num_flat, num_tokens = self._totals
+            metrics = self._trainer._metrics["train"]
+            metrics["tree/token_ratio"] = [num_flat / num_tokens]
+            metrics["tree/sharing"] = [1 - num_tokens / num_flat]
+            metrics["tree/tokens_computed"] = [float(num_tokens)]
+            self._totals = [0, 0]
+        original(*args, **kwargs)
+
+
+def share_prefixes(
+    trainer: Any, *, backend: str = "auto", group_batches: bool = True, verify_first: bool = True
+) -> SharedPrefixes:
+    """Makes a TRL trainer compute each shared prefix once, forward and backward, in its policy and its reference.
+
+    Call it before `trainer.train()`. Losses, gradients and logged metrics stay those of the trainer, up to rounding;
+    evaluation and generation run as before. The trainer logs `tree/token_ratio` (tokens of the stock path per computed
+    one), `tree/sharing` (1 - its inverse) and `tree/tokens_computed`, summed over ranks since its last log.
+
+    Args:
+        trainer: a GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or DistillationTrainer of TRL.
+        backend: see `treering.tree_attention`.
+        group_batches: rollouts of a prompt (GRPO, RLOO) and rows of a task (SFT, DPO, KTO without KL) stand together in
+            micro-batches. A loss with a mean over its micro-batch (bnpo, an entropy bonus) gets another mean by that,
+            and in SFT, DPO and KTO an optimizer step sees fewer tasks.
+        verify_first: compares the first micro-batch's gradients with the stock path's: three more passes, once.
+
+    Returns:
+        A handle; `undo()` restores the trainer.
+
+    Raises:
+        UnsupportedError: a trainer, model or setting that would not be exact; names it and the fix.
+        StateError: the trainer shares already, or its model is wrapped; while training, gradients of the first
+            micro-batch that differ by more than rounding.
+        ConfigError: `group_batches` without tokens to group by.
+
+    Example:
+        >>> trainer = GRPOTrainer(...)                                      # doctest: +SKIP
+        >>> share_prefixes(trainer)                                         # doctest: +SKIP
+        >>> trainer.train()                                                 # doctest: +SKIP
+    """
+    return SharedPrefixes(trainer, backend=backend, group_batches=group_batches, verify_first=verify_first)

@@ -1,0 +1,202 @@
+"""The first micro-batch twice: its gradients on trees must be those of the stock path, up to rounding.
+
+Rounding has no fixed size: it depends on the number format, the model, the loss. So the stock path is run again on
+micro-batches a few columns wider, with embeddings moved by at most one rounding, and what that changes is the
+yardstick.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treering.errors import StateError
+from treering.model.patch import TreePatch
+from treering.model.wrappers import unwrap
+
+TIMES_YARDSTICK = 16.0
+TIMES_EPSILON = 16.0
+"""The bound is the larger of 16 yardsticks and 16 units in the last place; a wrong tree is at 1e-1 and beyond."""
+MAX_BOUND = 0.2
+"""In low precision rounding alone may reach the size of an error; shifted labels, the classic one, cost 0.32."""
+_EXTRA_COLUMNS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far gradients are from the stock path's, L2 over all parameters, relative to its norm."""
+
+    tree: float
+    """Those of the tree."""
+    yardstick: float
+    """Those of the stock path with other rounding."""
+    bound: float
+    """The largest that counts as rounding."""
+
+
+class FirstMicroBatch:
+    """Compares gradients of the first micro-batch that has any; leaves the run as it was."""
+
+    def __init__(self, trainer: Any, patches: list[TreePatch]) -> None:
+        """Nothing is compared yet."""
+        self._trainer = trainer
+        self._patches = patches
+        self.difference: Difference | None = None
+        """What was found; None before."""
+
+    def check(self, compute_loss: Callable[..., Tensor], inputs: Any, num_items: Any) -> None:
+        """Compares, unless an earlier micro-batch did, or all gradients are zero.
+
+        Every rank of a run calls this at the same time, and all raise if one does.
+
+        Args:
+            compute_loss: the trainer's own.
+            inputs: of the micro-batch.
+            num_items: `num_items_in_batch` of the optimizer batch.
+
+        Raises:
+            StateError: they differ by more than rounding; with the figures.
+        """
+        if self.difference is not None:
+            return
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        epsilon = torch.finfo(_dtype_of(model, self._trainer.accelerator.mixed_precision)).eps
+
+        def gradients() -> dict[str, Tensor]:
+            loss: Any = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+            with torch.autocast(loss.device.type, enabled=False):
+                loss.backward()
+            return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+        with ExitStack() as stack:
+            with self._flat():
+                with _untouched(self._trainer, model):
+                    stock = {name: grad.detach().cpu().clone() for name, grad in gradients().items()}
+                with _untouched(self._trainer, model), _rounded_otherwise(model, epsilon):
+                    yardstick = distance(gradients(), stock)
+            for patch in self._patches:
+                stack.enter_context(patch.uncounted())
+            with _untouched(self._trainer, model):
+                tree = distance(gradients(), stock)
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in stock.values()))
+        self._judge(norm, tree, yardstick, epsilon)
+
+    def _judge(self, norm: float, tree: float, yardstick: float, epsilon: float) -> None:
+        accelerator = self._trainer.accelerator
+        mine = torch.tensor([[norm, tree, yardstick]], dtype=torch.float32, device=accelerator.device)
+        norm, tree, yardstick = (float(worst) for worst in accelerator.gather(mine).amax(0))
+        if norm == 0:
+            return
+        bound = min(max(TIMES_YARDSTICK * yardstick, TIMES_EPSILON * epsilon), MAX_BOUND)
+        self.difference = Difference(tree=tree, yardstick=yardstick, bound=bound)
+        if not tree <= bound:
+            raise StateError(
+                f"the first micro-batch's gradients on trees are those of the stock path up to rounding, and here they "
+                f"differ by {tree:.1e} of their norm, beyond {bound:.1e} (other rounding of the stock path moves them "
+                f"by {yardstick:.1e}); train without share_prefixes and report the model and the trainer's arguments"
+            )
+
+    @contextmanager
+    def _flat(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in self._patches:
+                stack.enter_context(patch.flat())
+            yield
+
+
+def distance(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
+    """L2 distance over all parameters, relative to the stock gradients' norm; 0 where both are zero.
+
+    Example: gradients [3, 0] and [0, 4] of one parameter are 1.25 apart.
+    """
+    apart, norm = 0.0, 0.0
+    for name in gradients.keys() | stock.keys():
+        ours, theirs = gradients.get(name), stock.get(name)
+        either = ours if theirs is None else theirs
+        assert either is not None
+        zero = torch.zeros_like(either, device="cpu")
+        ours, theirs = (zero if grad is None else grad.detach().cpu().double() for grad in (ours, theirs))
+        apart += float((ours - theirs).square().sum())
+        norm += float(theirs.double().square().sum())
+    return math.sqrt(apart / norm) if norm else math.inf if apart else 0.0
+
+
+def _dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:
+    """In which the model computes; Accelerate turns autocast on inside its forward."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(mixed_precision, next(model.parameters()).dtype)
+
+
+@contextmanager
+def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """Restores gradients, random states, metrics and the trainer's other attributes on exit."""
+    before = dict(trainer.__dict__)
+    metrics = deepcopy(trainer._metrics)
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    states = random.getstate(), np.random.get_state()
+    for weight in model.parameters():
+        weight.grad = None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for name, weight in model.named_parameters():
+            weight.grad = grads[name]
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        trainer.__dict__.clear()
+        trainer.__dict__.update(before)
+        for mode, lists in metrics.items():
+            trainer._metrics[mode].clear()
+            trainer._metrics[mode].update(lists)
+
+
+@contextmanager
+def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
+    """Inside, the decoder gets batches some columns wider, and embeddings that differ by at most one rounding."""
+    causal_lm: Any = unwrap(model).model
+    decoder, embedding = causal_lm.get_decoder(), causal_lm.get_input_embeddings()
+    generator = torch.Generator().manual_seed(0)
+
+    def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = args[0] if args else kwargs["input_ids"]
+        wider = dict(kwargs, input_ids=_wider(ids))
+        if isinstance(kwargs.get("attention_mask"), Tensor):
+            wider["attention_mask"] = _wider(kwargs["attention_mask"])
+        return args[1:], wider
+
+    def narrow(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        output["last_hidden_state"] = output["last_hidden_state"][:, :-_EXTRA_COLUMNS]
+        return output
+
+    def jitter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        noise = torch.rand(output.shape, generator=generator) - 0.5
+        return output * (1 + epsilon * noise).to(output)
+
+    def is_plain(kwargs: dict[str, Any]) -> bool:
+        return kwargs.get("position_ids") is None and not kwargs.get("output_router_logits")
+
+    with ExitStack() as stack:
+        undo = [
+            decoder.register_forward_pre_hook(
+                lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True
+            ),
+            decoder.register_forward_hook(
+                lambda m, a, k, o: narrow(m, a, k, o) if is_plain(k) else None, with_kwargs=True
+            ),
+            embedding.register_forward_hook(jitter),
+        ]
+        for handle in undo:
+            stack.callback(handle.remove)
+        yield
+
+
+def _wider(values: Tensor) -> Tensor:
+    return nn.functional.pad(values, (0, _EXTRA_COLUMNS))

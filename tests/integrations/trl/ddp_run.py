@@ -1,0 +1,48 @@
+"""One rank of a run under torchrun: `python -m tests.integrations.trl.ddp_run FOLDER MODEL TEACHER`.
+
+Trains each case stock and shared, and saves gradients of every optimizer step by rank.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integrations.trl import runs
+from tests.integrations.trl.test_exactness import LORA
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "grpo": (runs.grpo, {"gradient_accumulation_steps": 1}),
+    "grpo accumulated": (runs.grpo, {"beta": 0.1}),
+    "grpo checkpointed": (runs.grpo, {"gradient_checkpointing": True}),
+    "grpo lora": (runs.grpo, {"lora": True, "beta": 0.1, "gradient_checkpointing": True}),
+    "sft": (runs.sft, {"gradient_accumulation_steps": 2, "ddp_find_unused_parameters": True}),
+    "sft lora": (runs.sft, {"lora": True}),
+    "dpo": (runs.dpo, {}),
+    "distillation": (runs.distillation, {"gradient_accumulation_steps": 1}),
+}
+
+
+def main(folder: Path, model: str, teacher: str) -> None:
+    warnings.simplefilter("ignore")
+    saved: dict[str, Any] = {}
+    for name, (make, options) in CASES.items():
+        given = dict(options)
+        if given.pop("lora", False):
+            from peft import LoraConfig
+
+            given["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+        if make is runs.distillation:
+            given["trainer_options"] = {"teacher_model": teacher}
+        for side, shared in (("stock", None), ("ours", {"group_batches": False}), ("grouped", {})):
+            run = runs.train(make, model, folder / "out", shared=shared, **given)
+            saved[f"{name}/{side}"] = run.gradients
+            saved[f"{name}/{side}/ratio"] = [log.get("tree/token_ratio") for log in run.logs]
+    torch.save(saved, folder / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,267 @@
+"""Short runs of TRL's trainers on tiny models, with and without shared prefixes, and what to compare of them.
+
+Completions are made up, the same on both sides: a sampled token could flip at a near-tie of two log-probs.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import VOCAB, build
+
+pytest.importorskip("trl", reason="TRL is not installed: make trl-test")
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from treering.integrations.trl import share_prefixes
+
+PAD, EOS, START = 0, 1, 2
+_ASSISTANT = "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}"
+_TEMPLATE = (
+    "{% for m in messages %}w2 {% if m['role'] == 'assistant' %}"
+    + _ASSISTANT
+    + "{% else %}{{ m['content'] }}{% endif %} {% endfor %}{% if add_generation_prompt %}w2 {% endif %}"
+)
+COMMON = {
+    "learning_rate": 0.01,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "use_cpu": True,
+    "seed": 3,
+    "disable_tqdm": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_steps": 3,
+}
+ROLLOUTS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "temperature": 0.9,
+}
+
+
+def tokenizer() -> Any:
+    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    made.chat_template = _TEMPLATE
+    return made
+
+
+def save_model(folder: Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
+    """A tiny model and its tokenizer on disk, so that trainers can load their reference from there."""
+    model = build(family, seed, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, **overrides)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def saved(family: str = "qwen3", seed: int = 0) -> str:
+    """A folder with such a model, made once a process."""
+    return save_model(Path(mkdtemp(prefix="treering-trl-")), family, seed)
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(count))
+
+
+def prompts(num: int = 8) -> Dataset:
+    rng = random.Random(5)
+    system = words(rng, 4)
+    return Dataset.from_list([{"prompt": f"{system} {words(rng, 5 + i % 3)}"} for i in range(num)])
+
+
+def preferences(num: int = 12) -> Dataset:
+    rng = random.Random(6)
+    tasks = [words(rng, 6) for _ in range(3)]
+    rows = []
+    for i in range(num):
+        shared = words(rng, 2)
+        chosen, rejected = f"{shared} {words(rng, 3)}", f"{shared} {words(rng, 1 + i % 3)}"
+        rows.append({"prompt": tasks[i % 3], "chosen": f" {chosen}", "rejected": f" {rejected}"})
+    return Dataset.from_list(rows)
+
+
+def unpaired(num: int = 12) -> Dataset:
+    rows = []
+    for i, row in enumerate(preferences(num)):
+        rows.append(
+            {"prompt": row["prompt"], "completion": row["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+        )
+    return Dataset.from_list(rows)
+
+
+def conversations(num: int = 16) -> Dataset:
+    rng = random.Random(7)
+    tasks = [(words(rng, 5), words(rng, 3)) for _ in range(4)]
+    rows = []
+    for i in range(num):
+        system, question = tasks[i % 4]
+        turns = [("system", system), ("user", question), ("assistant", words(rng, 2 + i % 3)), ("user", words(rng, 2))]
+        turns.append(("assistant", words(rng, 3)))
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    return Dataset.from_list(rows)
+
+
+def completions(prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Completions that partly begin alike; some end early. A function of the prompt and the row's place alone."""
+    made = []
+    for place, ids in enumerate(prompt_ids):
+        rng = random.Random(hash((tuple(ids), place)))
+        head = [3 + (ids[-1] + k + place % 2) % (VOCAB - 3) for k in range(2)]
+        tail = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 6))]
+        made.append([*head, *tail, *([EOS] if place % 3 else [])])
+    return made
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+    return completions(prompt_ids), None
+
+
+def grpo(model: str, out: Path, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, **options: Any) -> Any:
+    extra = options.pop("trainer_options", {})
+    args = config(**{"output_dir": str(out), **COMMON, **ROLLOUTS, "generation_batch_size": None, **options})
+    made = trainer(model, reward_funcs=reward, args=args, train_dataset=prompts(), **extra)
+    made._generate_single_turn = made_up
+    return made
+
+
+def rloo(model: str, out: Path, **options: Any) -> Any:
+    # Its loss is of whole sequences with one sign each: rounding moves its small gradient more than the others'.
+    options = {"learning_rate": 1e-3, **options}
+    made = grpo(model, out, RLOOTrainer, RLOOConfig, **options)
+    made._generate_single_turn = lambda prompt_ids, *_, **__: completions(prompt_ids)
+    return made
+
+
+def sft(model: str, out: Path, trainer: Any = SFTTrainer, **options: Any) -> Any:
+    extra = options.pop("trainer_options", {})
+    defaults = {"per_device_train_batch_size": 4, "max_length": 64}
+    args = SFTConfig(**{"output_dir": str(out), **COMMON, **defaults, **options})
+    return trainer(model, args=args, **{"train_dataset": conversations(), **extra})
+
+
+def dpo(model: str, out: Path, **options: Any) -> Any:
+    extra = options.pop("trainer_options", {})
+    args = DPOConfig(**{"output_dir": str(out), **COMMON, "per_device_train_batch_size": 4, **options})
+    return DPOTrainer(model, args=args, train_dataset=preferences(), **extra)
+
+
+def kto(model: str, out: Path, **options: Any) -> Any:
+    extra = options.pop("trainer_options", {})
+    args = KTOConfig(**{"output_dir": str(out), **COMMON, "per_device_train_batch_size": 4, **options})
+    return KTOTrainer(model, args=args, train_dataset=unpaired(), **extra)
+
+
+def distillation(model: str, out: Path, **options: Any) -> Any:
+    extra = options.pop("trainer_options", {})
+    defaults = {**ROLLOUTS}
+    defaults.pop("num_generations")
+    if "teacher_model" not in extra:
+        extra = {"teacher_model": saved(seed=1)}
+    args = DistillationConfig(**{"output_dir": str(out), **COMMON, **defaults, **options})
+    made = DistillationTrainer(model, args=args, train_dataset=prompts(), **extra)
+    made._generate_single_turn = lambda prompt_ids, *_, **__: completions(prompt_ids)
+    return made
+
+
+@dataclass
+class Recorder(TrainerCallback):
+    """Gradients of each optimizer step, and each log."""
+
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    logs: list[dict[str, float]] = field(default_factory=list)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        inner = getattr(model, "module", model)
+        self.gradients.append({n: p.grad.clone() for n, p in inner.named_parameters() if p.grad is not None})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    gradients: list[dict[str, Tensor]]
+    logs: list[dict[str, float]]
+    handle: Any
+    trainer: Any
+
+    def last_log(self) -> dict[str, float]:
+        return self.logs[-2]
+
+
+def train(
+    make: Callable[..., Any], model: str, out: Path, *, shared: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    """Trains; `shared` are the options of `share_prefixes`, None for the stock trainer."""
+    torch.manual_seed(0)
+    trainer = make(model, out, **options)
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    handle = None if shared is None else share_prefixes(trainer, **shared)
+    trainer.train()
+    return Run(gradients=recorder.gradients, logs=recorder.logs, handle=handle, trainer=trainer)
+
+
+def apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:
+    """The largest relative distance of the gradients of a step: L2 over all parameters."""
+    assert len(one) == len(other)
+    worst = 0.0
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.keys() == theirs.keys()
+        square = sum(float((ours[name] - grad).double().square().sum()) for name, grad in theirs.items())
+        norm = sum(float(grad.double().square().sum()) for grad in theirs.values())
+        worst = max(worst, (square / norm) ** 0.5)
+    return worst
+
+
+TIMES = ("step_time", "runtime", "per_second", "total_flos", "sampling")
+
+
+def metrics_apart(one: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
+    """The largest difference of each logged metric, relative where it is above 1; times and our own are left out."""
+    found: dict[str, float] = {}
+    for ours, theirs in zip(one, other, strict=True):
+        for name, value in theirs.items():
+            if any(part in name for part in TIMES) or value is None:
+                continue
+            assert name in ours, name
+            found[name] = max(found.get(name, 0.0), abs(ours[name] - value) / max(1.0, abs(value)))
+    return found

@@ -1,0 +1,124 @@
+"""Gradients of every optimizer step and every logged metric are those of the stock trainer, whatever the loss."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.trl import runs
+
+# TRL and transformers warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("default")
+
+# Rounding in float32 over three steps; the stock trainer with other micro-batches is 4e-7 to 2e-6 from itself.
+GRADIENTS = 3e-6
+METRICS = 1e-5
+# Sums of log-probs over a completion.
+LOGPS = 2e-5
+
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        f"grpo {loss}": (runs.grpo, {"loss_type": loss})
+        for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "vespo")
+    },
+    "grpo gspo": (runs.grpo, {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2}),
+    "grpo luspo": (runs.grpo, {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+    "grpo two iterations": (runs.grpo, {"num_iterations": 2, "max_steps": 4}),
+    "grpo steps per generation": (runs.grpo, {"steps_per_generation": 4, "max_steps": 4}),
+    "grpo reference": (runs.grpo, {"beta": 0.1}),
+    "grpo entropy quantile": (runs.grpo, {"top_entropy_quantile": 0.5}),
+    "grpo entropy bonus": (runs.grpo, {"entropy_coef": 0.05}),
+    "grpo truncated masked": (runs.grpo, {"mask_truncated_completions": True}),
+    "grpo checkpointing": (runs.grpo, {"gradient_checkpointing": True}),
+    "grpo reentrant": (
+        runs.grpo,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}, "beta": 0.1},
+    ),
+    "grpo lora": (runs.grpo, {"lora": True, "beta": 0.1, "gradient_checkpointing": True}),
+    "grpo sliding window": (runs.grpo, {"family": "mistral window"}),
+    "grpo experts": (runs.grpo, {"family": "qwen3_moe", "router_logits": True}),
+    "rloo": (runs.rloo, {}),
+    "rloo without reference": (runs.rloo, {"beta": 0.0, "num_iterations": 2}),
+    "sft": (runs.sft, {"gradient_accumulation_steps": 2}),
+    "sft dft": (runs.sft, {"loss_type": "dft"}),
+    "sft assistant only": (runs.sft, {"assistant_only_loss": True}),
+    "sft label smoothing": (runs.sft, {"label_smoothing_factor": 0.1}),
+    "sft packed": (runs.sft, {"packing": True, "max_length": 32, "per_device_train_batch_size": 2}),
+    "sft padding free": (runs.sft, {"padding_free": True, "max_length": None}),
+    "sft lora": (runs.sft, {"lora": True}),
+    "sft mixtral": (runs.sft, {"family": "mixtral", "router_logits": True}),
+    "sft experts smoothed": (
+        runs.sft,
+        {"family": "qwen3_moe", "router_logits": True, "label_smoothing_factor": 0.1},
+    ),
+    "dpo": (runs.dpo, {"gradient_accumulation_steps": 2}),
+    "dpo ipo": (runs.dpo, {"loss_type": ["ipo"]}),
+    "dpo with sft": (runs.dpo, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "dpo weighted": (runs.dpo, {"use_weighting": True}),
+    "dpo ld": (runs.dpo, {"ld_alpha": 0.5}),
+    "dpo precomputed": (runs.dpo, {"precompute_ref_log_probs": True}),
+    "dpo lora": (runs.dpo, {"lora": True}),
+    "kto": (runs.kto, {}),
+    "kto apo": (runs.kto, {"loss_type": "apo_zero_unpaired"}),
+    "kto lora": (runs.kto, {"lora": True}),
+    "distillation": (runs.distillation, {}),
+    "distillation jsd": (runs.distillation, {"beta": 0.5}),
+}
+
+
+def trained(name: str, out: Path, *, shared: dict[str, Any] | None, **changes: Any) -> runs.Run:
+    make, options = CASES[name]
+    options = {**options, **changes}
+    model = runs.saved(options.pop("family", "qwen3"))
+    if options.pop("lora", False):
+        from peft import LoraConfig
+
+        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    if options.pop("router_logits", False):
+        options["model_init_kwargs"] = {"output_router_logits": True}
+        options.setdefault("learning_rate", 1e-3)
+    return runs.train(make, model, out, shared=shared, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_path: Path) -> None:
+    stock = trained(name, tmp_path / "stock", shared=None)
+    ours = trained(name, tmp_path / "ours", shared={"group_batches": False})
+    assert len(stock.gradients) >= 3
+    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
+    found = runs.metrics_apart(ours.logs, stock.logs)
+    assert "loss" in found
+    assert {n: d for n, d in found.items() if d > (LOGPS if n.startswith("logps/") else METRICS)} == {}
+    assert ours.handle.difference.tree <= ours.handle.difference.bound < 1e-4
+    assert all(log["tree/token_ratio"] > 1 for log in ours.logs[:-1])
+
+
+def test_a_wrong_temperature_is_seen(tmp_path: Path) -> None:
+    stock = trained("grpo dapo", tmp_path / "stock", shared=None)
+    wrong = trained("grpo dapo", tmp_path / "wrong", shared={"group_batches": False}, temperature=1.0)
+    assert runs.apart(wrong.gradients, stock.gradients) > 1e-2
+
+
+def test_experts_have_an_auxiliary_loss_in_the_matrix(tmp_path: Path) -> None:
+    assert trained("sft mixtral", tmp_path, shared={}).logs[0]["aux_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo dapo", "sft"])
+def test_bfloat16_is_no_further_from_float32_than_stock(name: str, tmp_path: Path) -> None:
+    ratios = []
+    make, options = CASES[name]
+    for seed in range(9):
+        model, common = runs.saved(seed=seed), {**options, "max_steps": 1}
+        exact = runs.train(make, model, tmp_path / "exact", **common)
+        stock = runs.train(make, model, tmp_path / "stock", bf16=True, **common)
+        ours = runs.train(make, model, tmp_path / "ours", shared={"group_batches": False}, bf16=True, **common)
+        of_stock, of_ours = (runs.apart(run.gradients, exact.gradients) for run in (stock, ours))
+        ratios.append(of_ours / of_stock)
+        assert of_stock > 1e-4
+        assert ours.handle.difference.tree <= ours.handle.difference.bound <= 0.2
+    assert statistics.median(ratios) <= 1.1

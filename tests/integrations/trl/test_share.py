@@ -1,0 +1,166 @@
+"""What `share_prefixes` refuses, what it leaves alone, and how it is undone."""
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.trl import runs
+from treering.errors import StateError, UnsupportedError
+from treering.integrations.trl import share_prefixes
+from treering.model.patch import TreePatch
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def lora(dropout: float) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    return {"peft_config": LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"trainer_options": lora(0.05)}, r"lora_dropout=0 in LoraConfig \(--lora_dropout 0"),
+        ({"model_init_kwargs": {"attention_dropout": 0.1}}, "load the model with attention_dropout=0.0"),
+        ({"torch_compile": True}, "set torch_compile=False"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: str, tmp_path: Path) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path, **options)
+    with pytest.raises(UnsupportedError, match=rule):
+        share_prefixes(trainer)
+    assert "compute_loss" not in trainer.__dict__
+    assert not hasattr(trainer, "_treering_shared_prefixes")
+
+
+def test_liger_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    trainer.args.use_liger_kernel = True
+    with pytest.raises(UnsupportedError, match="use_liger_kernel=False"):
+        share_prefixes(trainer)
+    trainer.args.use_liger_kernel = False
+    for attribute, rule in (("_is_vlm", "images"), ("is_fsdp_enabled", "fsdp"), ("is_deepspeed_enabled", "deepspeed")):
+        setattr(trainer, attribute, True)
+        with pytest.raises(UnsupportedError, match=rule):
+            share_prefixes(trainer)
+        setattr(trainer, attribute, False)
+
+
+def test_a_wrapped_model_is_refused_with_the_advice_that_works(tmp_path: Path) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    trainer.model = nn.DataParallel(trainer.model)
+    with pytest.raises(StateError, match=r"before trainer.train\(\), .*never pass the module inside"):
+        share_prefixes(trainer)
+
+
+def test_another_trainer_is_refused_by_name(tmp_path: Path) -> None:
+    class RewardTrainer:
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"got RewardTrainer; .*treering.patch\(model\)"):
+        share_prefixes(RewardTrainer())
+
+
+def test_a_trainer_shares_once_and_undo_restores_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = runs.dpo(runs.saved(), tmp_path)
+    before = dict(trainer.__dict__)
+    forwards = trainer.model.forward, trainer.ref_model.forward
+    handle = share_prefixes(trainer)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("treering:")]
+    assert len(printed) == 1
+    assert "DPOTrainer shares prefixes of its policy and reference on backend segments" in printed[0]
+    assert "rows of a task stay together; bound" in printed[0]
+    with pytest.raises(StateError, match="undo its handle"):
+        share_prefixes(trainer)
+    handle.undo()
+    handle.undo()
+    assert trainer.__dict__ == before
+    assert (trainer.model.forward, trainer.ref_model.forward) == forwards
+
+
+@pytest.mark.parametrize("make", [runs.grpo, runs.dpo])
+def test_evaluation_and_generation_do_not_enter_the_tree(make: Any, tmp_path: Path) -> None:
+    trainer = make(runs.saved(), tmp_path, **({"beta": 0.1} if make is runs.grpo else {}))
+    handle = share_prefixes(trainer)
+    trainer.__dict__.pop("_generate_single_turn", None)
+    trainer.evaluate(trainer.train_dataset.select(range(4)) if make is runs.grpo else trainer.train_dataset)
+    assert [patched.take_counts().num_calls for patched in handle._patches] == [0, 0]
+    if make is runs.grpo:
+        trainer.model.train()
+        prompt_ids = trainer._tokenize_prompts(trainer.train_dataset["prompt"][:4])[0]
+        generated, _ = trainer._generate_single_turn(prompt_ids, None, {}, 4)
+        assert len(generated) == 4
+        assert handle._patches[0].take_counts().num_calls == 0
+
+
+def test_training_after_undo_under_autocast_is_the_stock_path(tmp_path: Path) -> None:
+    run = runs.train(runs.sft, runs.saved(), tmp_path / "a", shared={}, bf16=True, max_steps=1)
+    run.handle.undo()
+    # Accelerate has wrapped the patched forward, and its wrapper stays.
+    assert run.trainer.model.forward is not type(run.trainer.model).forward
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    run.trainer.model.train()(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert [patched.take_counts().num_calls for patched in run.handle._patches] == [0]
+
+
+@pytest.mark.parametrize("make", [runs.grpo, runs.sft, runs.kto])
+def test_verifying_the_first_micro_batch_changes_nothing(make: Any, tmp_path: Path) -> None:
+    verified, plain = (
+        runs.train(make, runs.saved(), tmp_path / str(on), shared={"verify_first": on}) for on in (True, False)
+    )
+    for ours, theirs in zip(verified.gradients, plain.gradients, strict=True):
+        assert all(ours[name].equal(grad) for name, grad in theirs.items())
+    same = runs.metrics_apart(verified.logs, plain.logs)
+    assert {name: d for name, d in same.items() if d} == {}
+    assert verified.handle.difference is not None
+    assert plain.handle.difference is None
+
+
+def test_verifying_leaves_random_states_metrics_and_gradients_as_they_were(tmp_path: Path) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    handle = share_prefixes(trainer)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    weight = next(trainer.model.parameters())
+    weight.grad = torch.ones_like(weight)
+    trainer._metrics["train"]["entropy"] = [1.0]
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    before = {key: deepcopy(value) for key, value in trainer._metrics.items()}
+    trainer.model.train()
+    compute = type(trainer).compute_loss.__get__(trainer)
+    handle._first.check(compute, batch, None)
+    assert torch.get_rng_state().equal(states[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert trainer._metrics == before
+    assert weight.grad.equal(torch.ones_like(weight))
+    assert all(p.grad is None for p in list(trainer.model.parameters())[1:])
+    assert [patched.take_counts().num_calls for patched in handle._patches] == [0]
+
+
+def test_a_wrong_tree_stops_the_run_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TreePatch._batch
+
+    def shifted(self: Any, args: Any, kwargs: Any) -> Any:
+        batch = original(self, args, kwargs)
+        if batch is not None:
+            # Every row reads the state of the token before its own.
+            batch.places[:, 1:] = batch.places[:, :-1].copy()
+        return batch
+
+    monkeypatch.setattr(TreePatch, "_batch", shifted)
+    with pytest.raises(StateError, match=r"differ by \d\.\de[+-]0[01] of their norm, beyond \d\.\de-0\d"):
+        runs.train(runs.grpo, runs.saved(), tmp_path, shared={})
+
+
+def test_a_micro_batch_without_gradients_is_not_the_one_that_verifies(tmp_path: Path) -> None:
+    trainer = runs.grpo(runs.saved(), tmp_path, max_steps=1)
+    trainer.reward_funcs[0] = lambda completion_ids, **_: [0.0] * len(completion_ids)
+    handle = share_prefixes(trainer)
+    trainer.train()
+    assert handle.difference is None
