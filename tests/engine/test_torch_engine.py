@@ -99,6 +99,22 @@ def test_misleading_drafts_change_no_token(model: PreTrainedModel, plain: Rollou
     assert engine.stats.num_drafted > engine.stats.num_accepted
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"min_p": 0.3, "repetition_penalty": 0.6}], ids=str)
+def test_a_drafted_token_is_penalised_for_its_own_prefix(options: dict[str, float], model: PreTrainedModel) -> None:
+    requests = group_requests(6, 4, stop_tokens=(7,), temperature=0.6, **options)
+    expected = run(TorchEngine(model, max_batch=1, backend="plain"), requests)
+    engine = TorchEngine(model, drafter_of(expected, min_acceptance=0.001), max_batch=5, costs="none")
+    assert_same(run(engine, requests), expected)
+    assert engine.stats.num_accepted > 0
+    unpenalised = run(TorchEngine(model), group_requests(6, 4, stop_tokens=(7,), temperature=0.6))
+    assert any(expected[key].tokens.tolist() != unpenalised[key].tokens.tolist() for key in expected)
+
+
+def test_top_k_0_is_all(model: PreTrainedModel) -> None:
+    requests = group_requests(2, 2)
+    assert_same(run(TorchEngine(model), group_requests(2, 2, top_k=0)), run(TorchEngine(model), requests))
+
+
 def test_requests_that_join_while_others_run_change_no_token(model: PreTrainedModel, plain: Rollouts) -> None:
     requests = group_requests(stop_tokens=(7,))
     engine = TorchEngine(model, drafter_of(plain), max_batch=7, max_tokens=300, max_prefill=3)
