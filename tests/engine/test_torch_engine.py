@@ -194,6 +194,28 @@ def test_new_weights_are_read_at_the_update_and_not_before(model: PreTrainedMode
     assert_same(run(engine, requests), expected)
 
 
+def test_the_present_version_is_refused_under_changed_weights(model: PreTrainedModel) -> None:
+    mine = build_float64("qwen3", seed=0).eval()
+    engine = TorchEngine(mine, version=4)
+    engine.update_weights(4)
+    with torch.no_grad():
+        mine.model.layers[1].mlp.down_proj.weight[0, 0] += 1e-9
+    with pytest.raises(InputError, match=r"changed since version 4.*update_weights\(5\)"):
+        engine.update_weights(4)
+    engine.update_weights(5)
+    engine.update_weights(5)
+
+
+def test_a_hook_on_the_model_is_accepted_where_it_leaves_the_logits_alone(model: PreTrainedModel) -> None:
+    hooked = build_float64("qwen3").eval()
+    handle = hooked.register_forward_hook(lambda _module, _args, _output: None)
+    assert_same(run(TorchEngine(hooked), group_requests(2, 2)), run(TorchEngine(model), group_requests(2, 2)))
+    handle.remove()
+    hooked.register_forward_hook(lambda _module, _args, output: output.__class__(logits=1.1 * output.logits))
+    with pytest.raises(UnsupportedError, match="hook"):
+        TorchEngine(hooked)
+
+
 def test_reprefill_recomputes_a_running_rollout(model: PreTrainedModel) -> None:
     """`reprefill` under changed weights: later tokens are as if the new weights had read the whole context."""
     mine = build_float64("qwen3", seed=0).eval()

@@ -183,9 +183,7 @@ def policy_logprob(row: Logits, token: int, temperature: float, weights: Float64
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def penalise(row: Logits, seen: Int64Array, penalty: float, out: Float64Array) -> None:
-    """Fills `out` with the row's logits, those of the tokens `seen` (each once) divided by `penalty`, or multiplied
-    where they are negative.
-    """
+    """Fills `out` with the row's logits, those of the distinct tokens `seen` penalised."""
     for token in range(row.size):
         out[token] = row[token]
     for token in seen:
