@@ -99,6 +99,22 @@ def test_misleading_drafts_change_no_token(model: PreTrainedModel, plain: Rollou
     assert engine.stats.num_drafted > engine.stats.num_accepted
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"min_p": 0.3, "repetition_penalty": 0.6}], ids=str)
+def test_a_drafted_token_is_penalised_for_its_own_prefix(options: dict[str, float], model: PreTrainedModel) -> None:
+    requests = group_requests(6, 4, stop_tokens=(7,), temperature=0.6, **options)
+    expected = run(TorchEngine(model, max_batch=1, backend="plain"), requests)
+    engine = TorchEngine(model, drafter_of(expected, min_acceptance=0.001), max_batch=5, costs="none")
+    assert_same(run(engine, requests), expected)
+    assert engine.stats.num_accepted > 0
+    unpenalised = run(TorchEngine(model), group_requests(6, 4, stop_tokens=(7,), temperature=0.6))
+    assert any(expected[key].tokens.tolist() != unpenalised[key].tokens.tolist() for key in expected)
+
+
+def test_top_k_0_is_all(model: PreTrainedModel) -> None:
+    requests = group_requests(2, 2)
+    assert_same(run(TorchEngine(model), group_requests(2, 2, top_k=0)), run(TorchEngine(model), requests))
+
+
 def test_requests_that_join_while_others_run_change_no_token(model: PreTrainedModel, plain: Rollouts) -> None:
     requests = group_requests(stop_tokens=(7,))
     engine = TorchEngine(model, drafter_of(plain), max_batch=7, max_tokens=300, max_prefill=3)
@@ -176,6 +192,28 @@ def test_new_weights_are_read_at_the_update_and_not_before(model: PreTrainedMode
     engine.update_weights(1)
     expected = run(TorchEngine(other, max_batch=4), requests)
     assert_same(run(engine, requests), expected)
+
+
+def test_the_present_version_is_refused_under_changed_weights(model: PreTrainedModel) -> None:
+    mine = build_float64("qwen3", seed=0).eval()
+    engine = TorchEngine(mine, version=4)
+    engine.update_weights(4)
+    with torch.no_grad():
+        mine.model.layers[1].mlp.down_proj.weight[0, 0] += 1e-9
+    with pytest.raises(InputError, match=r"changed since version 4.*update_weights\(5\)"):
+        engine.update_weights(4)
+    engine.update_weights(5)
+    engine.update_weights(5)
+
+
+def test_a_hook_on_the_model_is_accepted_where_it_leaves_the_logits_alone(model: PreTrainedModel) -> None:
+    hooked = build_float64("qwen3").eval()
+    handle = hooked.register_forward_hook(lambda _module, _args, _output: None)
+    assert_same(run(TorchEngine(hooked), group_requests(2, 2)), run(TorchEngine(model), group_requests(2, 2)))
+    handle.remove()
+    hooked.register_forward_hook(lambda _module, _args, output: output.__class__(logits=1.1 * output.logits))
+    with pytest.raises(UnsupportedError, match="hook"):
+        TorchEngine(hooked)
 
 
 def test_reprefill_recomputes_a_running_rollout(model: PreTrainedModel) -> None:

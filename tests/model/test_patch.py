@@ -111,6 +111,26 @@ def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_va
     assert scored == [6]
 
 
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_hooks_of_the_causal_lm_run_as_without_the_patch(factor):
+    model = build_float64("qwen3").train()
+    seen = []
+
+    def hook(_module, _args, output):
+        seen.append(output.logits.shape)
+        return None if factor is None else output.__class__(logits=factor * output.logits)
+
+    model.register_forward_hook(hook)
+    model.register_forward_pre_hook(lambda _module, _args: seen.append("before"))
+    ids, mask = padded([PROMPT + answer for answer in ANSWERS], "right")
+    expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    patched = treering.patch(model)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert ((logits - expected)[mask.bool()]).abs().max() < 1e-12
+    assert seen[:2] == seen[2:]
+    assert patched.take_counts().num_calls == 1
+
+
 def test_a_packed_row_is_split_where_its_positions_begin_anew():
     model = build_float64("llama").train()
     rows = [PROMPT + answer for answer in ANSWERS]

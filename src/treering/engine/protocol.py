@@ -104,8 +104,10 @@ class Engine(ABC):
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
         """Copies the trainer's current weights as `version` and drops all keys and values.
 
+        The current version again does nothing: running rollouts, keys and values stay.
+
         Raises:
-            InputError: a version that is not above the current one.
+            InputError: a version below the current one, or the current one where the weights have changed.
         """
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:

@@ -15,10 +15,15 @@ class Sampling:
     """Sampling parameters and stop conditions.
 
     The distribution is the softmax of the logits over `temperature`, cut to the `top_k` likeliest tokens, then to the
-    fewest likeliest tokens whose mass reaches `top_p`, and renormalised.
+    fewest likeliest tokens whose mass reaches `top_p`, then to the tokens at least `min_p` times as likely as the
+    likeliest, and renormalised. `repetition_penalty` changes the logits before all of this. The order and the
+    definitions are those of Hugging Face's `generate`.
+
+    `Rollout.logprobs` are of this distribution, `Rollout.policy_logprobs` of the logits over `temperature` alone:
+    neither a cut nor a penalty counts there.
 
     Example: logits [2, 1, 0] at temperature 1 have the probabilities [0.665, 0.245, 0.090]; top_p=0.7 keeps the first
-    two as [0.731, 0.269], top_k=1 the first alone.
+    two as [0.731, 0.269], top_k=1 the first alone, min_p=0.3 the first two.
     """
 
     max_tokens: int
@@ -26,9 +31,14 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; > 0. For the likeliest token always, set top_k=1."""
     top_k: int | None = None
-    """Number of tokens to draw from; None is all."""
+    """Number of tokens to draw from; None or 0 is all."""
     top_p: float = 1.0
     """Probability mass to draw from, in (0, 1]."""
+    min_p: float = 0.0
+    """Least probability to draw, as a share of the likeliest token's, in [0, 1]; 0 is all."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that prompt or rollout contain, and multiplies the negative ones; > 0. 1.0
+    changes nothing."""
     stop_tokens: tuple[int, ...] = ()
     """Any of these ends a rollout; it stays in the rollout as the last token."""
     stop_strings: tuple[str, ...] = ()
@@ -43,10 +53,16 @@ class Sampling:
             raise ConfigError(
                 f"temperature is a positive number, got {self.temperature!r}; for the likeliest token set top_k=1"
             )
-        if self.top_k is not None and (not _is_integer(self.top_k) or not 1 <= self.top_k <= MAX_TOKEN_ID):
-            raise ConfigError(f"top_k is a whole number, at least 1, got {self.top_k!r}; None keeps all tokens")
+        if self.top_k is not None and (not _is_integer(self.top_k) or not 0 <= self.top_k <= MAX_TOKEN_ID):
+            raise ConfigError(f"top_k is a whole number, at least 0, got {self.top_k!r}; None or 0 keeps all tokens")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p lies in (0, 1], got {self.top_p!r}; 1.0 keeps all tokens")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p lies in [0, 1], got {self.min_p!r}; 0.0 keeps all tokens")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
+            raise ConfigError(
+                f"repetition_penalty is a positive number, got {self.repetition_penalty!r}; 1.0 penalises nothing"
+            )
         self._check_stops()
 
     def _check_stops(self) -> None:

@@ -100,12 +100,14 @@ class ScriptedEngine(Engine):
         """Continues as `version`.
 
         Raises:
-            InputError: a version that is not above the current one.
+            InputError: a version below the current one.
         """
-        if version <= self._version:
-            raise InputError(f"a version is above the one before, got {version} after {self._version}; count it up")
+        if version < self._version:
+            raise InputError(f"versions rise, and {version} is below {self._version}; count it up")
         if when_running not in get_args(WhenRunning):
             raise ConfigError(f"when_running is one of {get_args(WhenRunning)}, got {when_running!r}; choose one")
+        if version == self._version:
+            return
         if when_running == "finish":
             while self._running:
                 self._advance()

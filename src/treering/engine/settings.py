@@ -72,11 +72,11 @@ def check_update(version: int, present: int, when_running: str) -> None:
     """Checks the arguments of `update_weights` for an engine at version `present`.
 
     Raises:
-        InputError: a version that is not above `present`.
+        InputError: a version below `present`.
         ConfigError: an unknown `when_running`.
     """
-    if version <= present:
-        raise InputError(f"policy versions rise, and {version} is not above {present}; count every weight update")
+    if version < present:
+        raise InputError(f"policy versions rise, and {version} is below {present}; count every weight update")
     if when_running not in get_args(WhenRunning):
         raise ConfigError(
             f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"

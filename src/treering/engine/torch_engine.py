@@ -27,6 +27,7 @@ from treering.engine.speculation.draft_prices import measure_with_prices
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
+from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.model.families import find_parts
@@ -67,7 +68,8 @@ class TorchEngine(Engine):
         """Copies the weights and allocates the key-value arena.
 
         Args:
-            model: a supported Hugging Face causal language model; adapters merged.
+            model: a supported Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged
+                in the copy; the model itself is only read.
             drafter: proposes tokens for speculation; None decodes one token per row and step.
             max_batch: rollouts that run at one time.
             max_tokens: tokens whose keys and values fit; prompts that rollouts share count once.
@@ -191,6 +193,9 @@ class TorchEngine(Engine):
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
         """See `Engine.update_weights`."""
         check_update(version, self._version, when_running)
+        if version == self._version:
+            self._check_unchanged()
+            return
         if when_running == "finish":
             with threads(self._num_threads):
                 while self._table.num_rows:
@@ -201,6 +206,13 @@ class TorchEngine(Engine):
         self._weights.read(self._parts)
         self._table.invalidate()
         self._version = version
+
+    def _check_unchanged(self) -> None:
+        if not self._weights.is_current(self._parts):
+            raise InputError(
+                f"the weights have changed since version {self._version}, and a version names one set of weights; call "
+                f"update_weights({self._version + 1})"
+            )
 
     def use_drafter(self, drafter: Drafter | None) -> None:
         """Switches to another drafter, or to none, from the next step on; results do not change."""

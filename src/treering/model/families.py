@@ -111,6 +111,23 @@ def check_no_dropout(model: nn.Module) -> None:
             raise UnsupportedError(f"{name!r} has attention_dropout={rate} in training mode: set it to 0 in the config")
 
 
+def check_no_hooks(model: nn.Module) -> None:
+    """Refuses forward hooks on the causal LM itself, for a caller that computes log-probs without calling it.
+
+    A hook could change the logits or read them, and nothing tells which without calling it. Where the model's own
+    forward runs (`patch`), or its logits are compared (an engine), hooks need no check.
+
+    Raises:
+        UnsupportedError: a hook, with the model's class.
+    """
+    causal_lm = unwrap(model).model
+    if causal_lm._forward_hooks or causal_lm._forward_pre_hooks:
+        raise UnsupportedError(
+            f"{type(causal_lm).__name__} has a forward hook, which would not run on a forest: remove it, hook its "
+            "decoder or its head, or use treering.patch(model), which calls the model itself"
+        )
+
+
 def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
@@ -203,10 +220,6 @@ def _check_output(causal_lm: PreTrainedModel) -> None:
     if type(causal_lm).forward is not stock.forward:
         raise UnsupportedError(
             f"{name} has a forward of its own, whose output transform would be left out: use {stock.__name__}"
-        )
-    if causal_lm._forward_hooks or causal_lm._forward_pre_hooks:
-        raise UnsupportedError(
-            f"{name} has a forward hook, which would not run on a forest: remove it, or hook its decoder or its head"
         )
 
 

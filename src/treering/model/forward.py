@@ -18,7 +18,7 @@ from treering.attention import TreeLayout
 from treering.errors import ConfigError, InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import edge_table, score_edges
-from treering.model.families import ModelParts, find_parts
+from treering.model.families import ModelParts, check_no_hooks, find_parts
 from treering.model.logits import EntropyOf
 from treering.tree.forest import Forest
 
@@ -72,6 +72,7 @@ def forward(
         >>> out.logprobs[forest.path(1)]      # log-probs of [5, 6, 8]     # doctest: +SKIP
     """
     parts = find_parts(model)
+    check_no_hooks(model)
     check_forest(forest, parts)
     check_temperature(temperature)
     wanted = None if wanted is None else _as_wanted(wanted, forest)

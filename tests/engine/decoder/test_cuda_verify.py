@@ -63,7 +63,7 @@ def assert_same(actual: VerifiedTokens, expected: VerifiedTokens) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cut", ["everything", "top_k", "top_p"])
+@pytest.mark.parametrize("cut", ["everything", "top_k", "top_p", "min_p", "penalty"])
 def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     rng = np.random.default_rng(seed)
     drafts = drafts_of([random_tree(rng, 3, 12) for _ in range(6)], 3)
@@ -72,6 +72,13 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
         columns.top_k[1::2] = 2
     if cut == "top_p":
         columns.top_p[::2] = 0.7
+    if cut == "min_p":
+        columns.log_min_p[::2] = np.log(0.4)
+    if cut == "penalty":
+        # A drafted token repeats its own ancestors, so a context of one token shows whether they count.
+        columns.tokens[:] = 1
+        columns.num_tokens[:] = 1
+        columns.penalty[::2] = 3.0
     inputs = inputs_of([0, 1, 2, 3, 4, 5], drafts)
     logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
     expected = sample_and_verify(logits, inputs, columns, drafts)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
 from treering.engine.sampling.noise import row_key
-from treering.engine.sampling.reference import sample
+from treering.engine.sampling.reference import Repetitions, sample
 from treering.engine.sampling.verify_cpu import verify
 
 Floats = NDArray[np.floating]
@@ -27,6 +27,14 @@ class Rule:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    penalty: float = 1.0
+    context: tuple[int, ...] = ()
+    """Tokens of every row's context, which are penalised."""
+
+    @property
+    def log_min_p(self) -> float:
+        return math.log(self.min_p) if self.min_p else -math.inf
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Verified:
 
 def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
     """The distribution of one row, from a sorted list and exact sums."""
+    logits = penalised(logits, rule)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: rule.top_k or None]
     weights = {i: math.exp((float(logits[i]) - float(max(logits))) / rule.temperature) for i in order}
     total = math.fsum(weights.values())
@@ -61,8 +70,17 @@ def expected_probabilities(logits: Floats, rule: Rule) -> Floats:
         if kept and rule.top_p < 1 and math.fsum(weights[j] for j in kept) / total >= rule.top_p - 1e-12:
             break
         kept.append(i)
+    kept = [i for i in kept if (float(logits[i]) - float(max(logits))) / rule.temperature >= rule.log_min_p]
     mass = math.fsum(weights[i] for i in kept)
     return np.array([weights[i] / mass if i in kept else 0.0 for i in range(len(logits))])
+
+
+def penalised(logits: Floats, rule: Rule) -> list[float]:
+    """Hugging Face's definition: a repeated token's logit is divided where positive and multiplied where negative."""
+    return [
+        float(logit) if i not in rule.context else float(logit) * (rule.penalty if logit < 0 else 1 / rule.penalty)
+        for i, logit in enumerate(logits)
+    ]
 
 
 def draw_torch(logits: Floats, keys: Int64Array, positions: Int64Array, rule: Rule) -> Drawn:
@@ -74,8 +92,24 @@ def draw_torch(logits: Floats, keys: Int64Array, positions: Int64Array, rule: Ru
         temperature=torch.full((num,), rule.temperature, dtype=torch.float64),
         top_k=torch.full((num,), rule.top_k, dtype=torch.int64),
         top_p=torch.full((num,), rule.top_p, dtype=torch.float64),
+        log_min_p=torch.full((num,), rule.log_min_p, dtype=torch.float64),
+        repetitions=repetitions_of(rule, num),
     )
     return Drawn(sampled.tokens.numpy(), sampled.logprobs.numpy(), sampled.policy_logprobs.numpy())
+
+
+def repetitions_of(rule: Rule, num: int) -> Repetitions | None:
+    if rule.penalty == 1 or not rule.context:
+        return None
+    rows = torch.arange(num).repeat_interleave(len(rule.context))
+    return Repetitions(
+        rows, torch.tensor(rule.context).repeat(num), torch.full((rows.numel(),), rule.penalty, dtype=torch.float64)
+    )
+
+
+def _contexts(rule: Rule, positions: Int64Array) -> Int32Array:
+    length = int(positions.max()) + 1 if rule.penalty != 1 else 1
+    return np.tile(np.resize(np.array(rule.context or (0,), np.int32), length), (positions.size, 1))
 
 
 def draw_numba(logits: Floats, keys: Int64Array, positions: Int64Array, rule: Rule) -> Drawn:
@@ -92,8 +126,12 @@ def verified(
     positions: Int64Array,
     rule: Rule,
     parents: Int32Array | None = None,
+    contexts: Int32Array | None = None,
 ) -> Verified:
-    """`verify` for B rollouts with equally many drafts [B, J], chains or trees, and logits [B * (J + 1), V]."""
+    """`verify` for B rollouts with equally many drafts [B, J], chains or trees, and logits [B * (J + 1), V].
+
+    Each context is the first `positions` tokens of its row of `contexts`; without them, the rule's over and over.
+    """
     num, num_drafts = drafts.shape
     if parents is None:
         parents = np.tile(np.arange(-1, num_drafts - 1, dtype=np.int32), (num, 1))
@@ -113,6 +151,10 @@ def verified(
         np.full(num, rule.temperature),
         np.full(num, rule.top_k),
         np.full(num, rule.top_p),
+        np.full(num, rule.log_min_p),
+        np.full(num, rule.penalty),
+        _contexts(rule, positions) if contexts is None else contexts,
+        np.arange(num),
         tokens,
         logprobs,
         policy_logprobs,

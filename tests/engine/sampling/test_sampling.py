@@ -1,12 +1,14 @@
 """Tokens are sampled from exactly the requested distribution, with keyed noise."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation import logits_process
 
 from tests.engine.sampling.sampling_cases import (
     DRAW,
@@ -29,6 +31,17 @@ LOGITS = np.array([1.5, -0.3, 0.7, 0.7, -2.0, 0.1])
 RULES = [
     Rule(temperature=temperature, top_k=top_k, top_p=top_p)
     for temperature, top_k, top_p in itertools.product((1.0, 0.6, 1.7), (0, 1, 3, 6), (1.0, 0.8, 0.45))
+]
+RULES += [
+    Rule(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, (top_k, top_p, min_p) in itertools.product(
+        (1.0, 0.6), [(0, 1.0, 0.05), (0, 1.0, 1.0), (3, 1.0, 0.3), (0, 0.8, 0.4), (5, 0.8, 0.2)]
+    )
+]
+PENALISED = [
+    replace(rule, penalty=penalty, context=context)
+    for rule in (Rule(), Rule(temperature=0.6, top_k=3), Rule(top_p=0.8, min_p=0.1))
+    for penalty, context in [(1.5, (0, 4)), (0.7, (1, 1, 3)), (30.0, (0, 1, 2, 3, 4, 5))]
 ]
 
 
@@ -59,6 +72,34 @@ def test_the_token_is_the_gumbel_max_of_its_keyed_noise(how: str) -> None:
     np.testing.assert_array_equal(drawn.tokens, expected)
 
 
+@pytest.mark.parametrize("how", list(DRAW))
+@pytest.mark.parametrize("rule", PENALISED, ids=str)
+def test_a_penalty_counts_each_repeated_token_once_and_only_in_logprobs(rule: Rule, how: str) -> None:
+    keys, positions = rollout_keys(NUM_ROLLOUTS), np.full(NUM_ROLLOUTS, 8)
+    drawn = DRAW[how](np.tile(LOGITS, (NUM_ROLLOUTS, 1)), keys, positions, rule)
+    processed, policy = expected_probabilities(LOGITS, rule), expected_probabilities(LOGITS, Rule(rule.temperature))
+    assert_distribution(drawn.tokens, processed)
+    np.testing.assert_allclose(drawn.logprobs, np.log(processed[drawn.tokens]), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(drawn.policy_logprobs, np.log(policy[drawn.tokens]), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", [*RULES, *PENALISED], ids=str)
+def test_cuts_and_penalty_are_those_of_hugging_face(rule: Rule) -> None:
+    # Without ties, which Hugging Face cuts elsewhere.
+    logits = LOGITS + 0.01 * np.arange(LOGITS.size)
+    scores, context = torch.from_numpy(logits)[None], torch.tensor([rule.context or (0,)])
+    steps: list[logits_process.LogitsProcessor] = [
+        logits_process.RepetitionPenaltyLogitsProcessor(rule.penalty),
+        logits_process.TemperatureLogitsWarper(rule.temperature),
+    ]
+    steps += [logits_process.TopKLogitsWarper(rule.top_k)] if rule.top_k else []
+    steps += [logits_process.TopPLogitsWarper(rule.top_p)] if rule.top_p < 1 else []
+    steps += [logits_process.MinPLogitsWarper(rule.min_p)] if rule.min_p else []
+    for step in steps:
+        scores = step(context, scores)
+    np.testing.assert_allclose(expected_probabilities(logits, rule), scores.softmax(-1)[0].numpy(), atol=1e-12)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Floats, Int64Array, Int64Array]:
     """Rows of one size: generic, full of ties, all equal, one-hot, far apart, or with hidden tokens."""
@@ -85,11 +126,19 @@ def batches(draw: st.DrawFn) -> tuple[Floats, Int64Array, Int64Array]:
     st.sampled_from([1.0, 0.7, 1.9, 1e-3, 1e-300, 1e300]),
     st.sampled_from([0, 1, 2, 5, 40, 64, 700, 10**9]),
     st.sampled_from([1.0, 0.95, 0.5, 0.2, 1e-15, 1 - 1e-9]),
+    st.sampled_from([0.0, 0.0, 1.0, 0.5, 0.01, 1e-300]),
+    st.sampled_from([1.0, 1.0, 1.3, 0.5, 1e3]),
 )
 def test_numba_draws_the_tokens_of_the_specification(
-    batch: tuple[Floats, Int64Array, Int64Array], temperature: float, top_k: int, top_p: float
+    batch: tuple[Floats, Int64Array, Int64Array],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
 ) -> None:
-    rule = Rule(temperature=temperature, top_k=top_k, top_p=top_p)
+    rule = Rule(temperature, top_k, top_p, min_p, penalty, (0,) if penalty != 1 else ())
+    batch = batch[0], batch[1], np.minimum(batch[2], 50) + 1
     expected, drawn = draw_torch(*batch, rule), draw_numba(*batch, rule)
     np.testing.assert_array_equal(drawn.tokens, expected.tokens)
     np.testing.assert_allclose(drawn.logprobs, expected.logprobs, rtol=1e-15, atol=1e-12)
@@ -135,7 +184,9 @@ def test_a_likely_token_cut_by_top_k_does_not_count_for_top_p() -> None:
 
 def test_rows_of_a_batch_keep_their_own_parameters() -> None:
     logits, keys, positions = np.tile(LOGITS, (len(RULES), 1)), rollout_keys(len(RULES)), np.arange(len(RULES))
-    temperature, top_p = (np.array([getattr(rule, name) for rule in RULES]) for name in ("temperature", "top_p"))
+    temperature, top_p, log_min_p = (
+        np.array([getattr(rule, name) for rule in RULES]) for name in ("temperature", "top_p", "log_min_p")
+    )
     top_k = np.array([rule.top_k for rule in RULES])
     sampled = sample(
         torch.from_numpy(logits),
@@ -144,6 +195,7 @@ def test_rows_of_a_batch_keep_their_own_parameters() -> None:
         temperature=torch.from_numpy(temperature),
         top_k=torch.from_numpy(top_k),
         top_p=torch.from_numpy(top_p),
+        log_min_p=torch.from_numpy(log_min_p),
     )
     for i, rule in enumerate(RULES):
         alone = draw_torch(logits[i : i + 1], keys[i : i + 1], positions[i : i + 1], rule)

@@ -58,7 +58,7 @@ def random_drafts(last: Int64Array, rng: np.random.Generator) -> Int64Array:
     return rng.integers(0, VOCAB, (last.size, 2))
 
 
-CHAIN_RULES = [Rule(), Rule(temperature=0.6), Rule(top_k=2), Rule(temperature=1.4, top_p=0.8)]
+CHAIN_RULES = [Rule(), Rule(temperature=0.6), Rule(top_k=2), Rule(temperature=1.4, top_p=0.8), Rule(min_p=0.5)]
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
@@ -109,7 +109,8 @@ def test_rollouts_may_have_different_numbers_of_drafts_and_rows_in_any_order() -
     first_row, num_drafts = np.array([3, 2, 0]), np.array([1, 0, 1])
     drafts, parents, offsets = np.array([3, 0], np.int32), np.full(2, -1, np.int32), np.array([0, 1, 1, 2])
     every = np.ones(3)
-    numbers = np.arange(3), np.arange(3), every, np.zeros(3, int), every
+    rules = every, np.zeros(3, int), every, np.full(3, -np.inf), every
+    numbers = np.arange(3), np.arange(3), *rules, np.zeros((3, 1), np.int32), np.arange(3)
     code = verify(logits, first_row, num_drafts, drafts, parents, offsets, *numbers, *out)
     assert code == -1
     assert out[0].tolist() == [[3, 1, -9], [2, -9, -9], [0, 1, -9]]

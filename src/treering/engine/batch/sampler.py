@@ -16,7 +16,7 @@ from torch import Tensor
 from treering.arrays import Float64Array, Int32Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.state import BatchState, StepInputs
-from treering.engine.sampling.reference import diverged, sample
+from treering.engine.sampling.reference import Repetitions, diverged, sample
 from treering.engine.sampling.verify_cpu import child, verify
 from treering.types import TokenIds
 
@@ -80,6 +80,10 @@ def _verify_on_cpu(
         columns.temperature[rows],
         columns.top_k[rows],
         columns.top_p[rows],
+        columns.log_min_p[rows],
+        columns.penalty[rows],
+        columns.tokens,
+        rows,
         verified.tokens,
         verified.logprobs,
         verified.policy_logprobs,
@@ -119,6 +123,8 @@ def _verify_in_torch(
         temperature=on_device(columns.temperature[owner]),
         top_k=on_device(columns.top_k[owner]),
         top_p=on_device(columns.top_p[owner]),
+        log_min_p=on_device(columns.log_min_p[owner]),
+        repetitions=repetitions_of(inputs, columns, drafts, num_drafts, logits.device),
     )
     tokens, logprobs, policy = (t.cpu().numpy() for t in (sampled.tokens, sampled.logprobs, sampled.policy_logprobs))
     for index, (leader, first) in enumerate(zip(inputs.leaders, begins, strict=True)):
@@ -129,6 +135,32 @@ def _verify_in_torch(
         verified.path[index, : len(path)] = path
         verified.tokens[index, : own.size] = tokens[own]
         verified.logprobs[index, : own.size], verified.policy_logprobs[index, : own.size] = logprobs[own], policy[own]
+
+
+def repetitions_of(
+    inputs: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, device: torch.device
+) -> Repetitions | None:
+    """The tokens that every sampled position repeats, its draft's ancestors included; None without a penalty.
+
+    Positions are those of the rows one after another: after a row's context, then after each of its drafts.
+    """
+    penalties = columns.penalty[inputs.rows]
+    if (penalties == 1).all():
+        return None
+    rows, tokens = [], []
+    begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
+    for index in np.flatnonzero(penalties != 1):
+        row, own = inputs.rows[index], drafts.offsets[inputs.leaders[index]]
+        seen = [columns.tokens[row, : columns.num_tokens[row]]]
+        for number in range(num_drafts[index]):
+            parent = drafts.parents[own + number]
+            seen.append(np.append(seen[1 + parent], drafts.tokens[own + number]))
+        tokens += seen
+        rows.append(np.repeat(begins[index] + np.arange(len(seen)), [some.size for some in seen]))
+    at = np.concatenate(rows)
+    every = np.repeat(penalties, 1 + num_drafts)
+    arrays = at, np.concatenate(tokens).astype(np.int64), every[at]
+    return Repetitions(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def _walk(tokens: NDArray[np.integer[Any]], drafts: DraftTrees, first: int, num_drafts: int) -> list[int]:

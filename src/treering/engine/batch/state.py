@@ -38,6 +38,8 @@ class BatchState(NamedTuple):
     temperature: Float64Array
     top_k: Int64Array  # 0 is all
     top_p: Float64Array
+    log_min_p: Float64Array  # -inf is all
+    penalty: Float64Array  # of repeated tokens; 1 is none
     stop_tokens: Int32Array  # [M, Q], padded with -1
 
 
@@ -84,6 +86,8 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchSta
         temperature=np.ones(max_rows),
         top_k=np.zeros(max_rows, np.int64),
         top_p=np.ones(max_rows),
+        log_min_p=np.full(max_rows, -np.inf),
+        penalty=np.ones(max_rows),
         stop_tokens=np.full((max_rows, max_stops), -1, np.int32),
     )
 

@@ -1,5 +1,6 @@
 """The table of running rollouts: which request is in which row, and its key-value memory."""
 
+import math
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
@@ -217,6 +218,8 @@ class Table:
         c.row_ids[row] = self._num_added
         self._num_added += 1
         c.temperature[row], c.top_k[row], c.top_p[row] = sampling.temperature, sampling.top_k or 0, sampling.top_p
+        c.log_min_p[row] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        c.penalty[row] = sampling.repetition_penalty
         c.stop_tokens[row] = -1
         c.stop_tokens[row, : len(sampling.stop_tokens)] = sampling.stop_tokens
 

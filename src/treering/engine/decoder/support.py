@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from treering.engine.decoder.adapters import check_adapter, plain_of
 from treering.errors import UnsupportedError
 from treering.model.families import ModelParts
 
@@ -66,18 +67,29 @@ def _check_modules(parts: ModelParts) -> None:
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for index, layer in enumerate(parts.layers):
         for name, module in layer.named_modules():
-            if name.rpartition(".")[2] in projections and type(module) is not nn.Linear:
+            if name.rpartition(".")[2] not in projections:
+                continue
+            if type(plain_of(module)) is not nn.Linear:
                 raise UnsupportedError(
-                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads plain linear layers; "
-                    "merge adapters and undo quantisation first"
+                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads linear layers, plain or "
+                    "with LoRA; merge other adapters and undo quantisation first"
                 )
+            check_adapter(module, f"layer {index}: {name}")
 
 
 def _check_head(parts: ModelParts) -> None:
-    if type(parts.head) is not nn.Linear:
+    if type(plain_of(parts.head)) is not nn.Linear:
         raise UnsupportedError(
-            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer; merge adapters first"
+            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer, plain or with LoRA; "
+            "merge other adapters first"
         )
+    if type(plain_of(parts.embedding)) is not nn.Embedding:
+        raise UnsupportedError(
+            f"the embedding is a {type(parts.embedding).__name__}, and the engine reads a plain table, or one with "
+            "LoRA; merge other adapters first"
+        )
+    for name, module in (("the head", parts.head), ("the embedding", parts.embedding)):
+        check_adapter(module, name)
     num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
     if num_rows > num_embedded:
         raise UnsupportedError(
@@ -87,4 +99,5 @@ def _check_head(parts: ModelParts) -> None:
 
 
 def _num_rows(module: Any) -> int:
-    return int(module.weight.shape[0])
+    weight: Any = plain_of(module).weight
+    return int(weight.shape[0])

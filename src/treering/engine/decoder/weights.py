@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treering.engine.decoder.adapters import WeightSource, bias_of, source_of
 from treering.engine.decoder.support import check_runnable
 from treering.model.families import ModelParts
 
@@ -73,15 +74,23 @@ class DecoderWeights:
         return self.embedding.device
 
     def read(self, parts: ModelParts) -> None:
-        """Copies the model's current weights into the snapshot."""
-        fresh = _tensors(parts)
+        """Copies the model's current weights into the snapshot, LoRA added."""
         # Tensors of an engine created in inference mode can be written only in inference mode.
         with torch.inference_mode():
-            for target, sources in zip(_flat(self), fresh, strict=True):
-                offset = 0
-                for source in sources:
-                    target[offset : offset + source.shape[0]].copy_(source)
-                    offset += source.shape[0]
+            for target, sources in zip(_flat(self), _sources(parts), strict=True):
+                for part, source in zip(_split(target, sources), sources, strict=True):
+                    source.fill(part)
+
+    def is_current(self, parts: ModelParts) -> bool:
+        """Whether `read` would change nothing; takes the memory of one matrix."""
+        with torch.inference_mode():
+            for target, sources in zip(_flat(self), _sources(parts), strict=True):
+                for part, source in zip(_split(target, sources), sources, strict=True):
+                    fresh = torch.empty_like(part)
+                    source.fill(fresh)
+                    if not torch.equal(fresh, part):
+                        return False
+        return True
 
 
 def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
@@ -96,7 +105,7 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
     """
     check_runnable(parts)
     with torch.no_grad():
-        flat = [torch.cat(sources) if len(sources) > 1 else sources[0].clone() for sources in _tensors(parts)]
+        flat = [_fused(sources) for sources in _sources(parts)]
         cos, sin = _rotations(parts, num_positions)
     tensors = iter(flat)
     embedding = next(tensors)
@@ -114,23 +123,37 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
     )
 
 
-def _layer_sources(layer: Any) -> dict[str, tuple[Tensor, ...] | None]:
-    """The model's tensors for each field of `LayerWeights`, in its order."""
+def _fused(sources: tuple[WeightSource, ...]) -> Tensor:
+    """A new matrix of the sources' rows, one source after another."""
+    first = sources[0].weight
+    fused = first.new_empty((sum(source.weight.shape[0] for source in sources), *first.shape[1:]))
+    for part, source in zip(_split(fused, sources), sources, strict=True):
+        source.fill(part)
+    return fused
+
+
+def _split(fused: Tensor, sources: tuple[WeightSource, ...]) -> tuple[Tensor, ...]:
+    """The rows of each source, as views."""
+    return torch.split(fused, [source.weight.shape[0] for source in sources])
+
+
+def _layer_sources(layer: Any) -> dict[str, tuple[WeightSource, ...] | None]:
+    """The model's weights for each field of `LayerWeights`, in its order."""
     attention, mlp = layer.self_attn, layer.mlp
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)
     gates = (mlp.gate_proj, mlp.up_proj)
     return {
-        "input_norm": (layer.input_layernorm.weight,),
-        "qkv": tuple(projection.weight for projection in queries),
+        "input_norm": (source_of(layer.input_layernorm),),
+        "qkv": tuple(source_of(projection) for projection in queries),
         "qkv_bias": _biases(*queries),
         "q_norm": _norm_of(attention, "q_norm"),
         "k_norm": _norm_of(attention, "k_norm"),
-        "out": (attention.o_proj.weight,),
+        "out": (source_of(attention.o_proj),),
         "out_bias": _biases(attention.o_proj),
-        "mlp_norm": (layer.post_attention_layernorm.weight,),
-        "gate_up": tuple(projection.weight for projection in gates),
+        "mlp_norm": (source_of(layer.post_attention_layernorm),),
+        "gate_up": tuple(source_of(projection) for projection in gates),
         "gate_up_bias": _biases(*gates),
-        "down": (mlp.down_proj.weight,),
+        "down": (source_of(mlp.down_proj),),
         "down_bias": _biases(mlp.down_proj),
     }
 
@@ -141,13 +164,13 @@ def _take_layer(layer: nn.Module, tensors: Iterator[Tensor]) -> LayerWeights:
     return LayerWeights(**fields)
 
 
-def _tensors(parts: ModelParts) -> list[tuple[Tensor, ...]]:
-    """The model's tensors in the snapshot's order; each tuple is fused into one matrix."""
+def _sources(parts: ModelParts) -> list[tuple[WeightSource, ...]]:
+    """The model's weights in the snapshot's order; each tuple is fused into one matrix."""
     decoder: Any = parts.decoder
-    head: Any = parts.head
     layers = [sources for layer in parts.layers for sources in _layer_sources(layer).values() if sources is not None]
-    last = [(head.weight,), *([(head.bias,)] if head.bias is not None else [])]
-    return [(_table(parts),), *layers, (decoder.norm.weight,), *last]
+    bias = _biases(parts.head)
+    last = [(source_of(parts.head),), *([] if bias is None else [bias])]
+    return [(source_of(parts.embedding),), *layers, (source_of(decoder.norm),), *last]
 
 
 def _flat(weights: DecoderWeights) -> list[Tensor]:
@@ -156,26 +179,19 @@ def _flat(weights: DecoderWeights) -> list[Tensor]:
     return [tensor for tensor in every if tensor is not None]
 
 
-def _table(parts: ModelParts) -> Tensor:
-    embedding: Any = parts.embedding
-    weight: Tensor = embedding.weight
-    return weight
+def _biases(*projections: nn.Module) -> tuple[WeightSource, ...] | None:
+    biases = [bias_of(projection) for projection in projections]
+    return None if biases[0] is None else tuple(WeightSource(bias) for bias in biases if bias is not None)
 
 
-def _biases(*projections: Any) -> tuple[Tensor, ...] | None:
-    if projections[0].bias is None:
-        return None
-    return tuple(projection.bias for projection in projections)
-
-
-def _norm_of(attention: nn.Module, name: str) -> tuple[Tensor, ...] | None:
+def _norm_of(attention: nn.Module, name: str) -> tuple[WeightSource, ...] | None:
     norm: Any = getattr(attention, name, None)
-    return None if norm is None else (norm.weight,)
+    return None if norm is None else (source_of(norm),)
 
 
 def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
     """RoPE cosines and sines from the model's own module, so that any scaling is supported."""
-    table = _table(parts)
+    table = source_of(parts.embedding).weight
     decoder: Any = parts.decoder
     positions = torch.arange(num_positions, device=table.device)[None]
     cos, sin = decoder.rotary_emb(table[:1, None], positions)
@@ -185,14 +201,14 @@ def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
 def _sizes(parts: ModelParts, num_positions: int) -> Sizes:
     layer: Any = parts.layers[0]
     head_size = int(layer.self_attn.head_dim)
-    table = _table(parts)
+    table = source_of(parts.embedding).weight
     return Sizes(
         num_layers=len(parts.layers),
         hidden_size=int(table.shape[1]),
-        num_heads=layer.self_attn.q_proj.weight.shape[0] // head_size,
-        num_kv_heads=layer.self_attn.k_proj.weight.shape[0] // head_size,
+        num_heads=source_of(layer.self_attn.q_proj).weight.shape[0] // head_size,
+        num_kv_heads=source_of(layer.self_attn.k_proj).weight.shape[0] // head_size,
         head_size=head_size,
-        intermediate_size=int(layer.mlp.gate_proj.weight.shape[0]),
+        intermediate_size=int(source_of(layer.mlp.gate_proj).weight.shape[0]),
         vocab_size=parts.vocab_size,
         num_positions=num_positions,
         eps=float(parts.config.rms_norm_eps),

@@ -10,6 +10,7 @@ adding Gumbel noise -log(E) to the log-probs).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -20,6 +21,18 @@ from treering.errors import StateError
 
 MASS_SLACK = 1e-12
 """Tolerance for reaching `top_p`: whether 0.1 + 0.2 reaches 0.3 must not depend on rounding."""
+
+
+class Repetitions(NamedTuple):
+    """Tokens that each row's context contains, for rows with a penalty; a token may occur several times.
+
+    Example: context [4, 5, 4] of row 0 and [7] of row 1 are rows [0, 0, 0, 1] and tokens [4, 5, 4, 7].
+    """
+
+    rows: Int64[Tensor, " K"]
+    tokens: Int64[Tensor, " K"]
+    penalty: Float64[Tensor, " K"]
+    """Of the token's row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,9 +46,9 @@ class SampledTokens:
     tokens: Int64[Tensor, " M"]
     """int64 [M]."""
     logprobs: Float64[Tensor, " M"]
-    """float64 [M], under the sampled distribution: after temperature, top-k and top-p."""
+    """float64 [M], under the sampled distribution: after penalty, temperature, top-k, top-p and min-p."""
     policy_logprobs: Float64[Tensor, " M"]
-    """float64 [M], after temperature only."""
+    """float64 [M], after temperature only: without penalty and cuts."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.logprobs.shape == self.policy_logprobs.shape
@@ -49,11 +62,14 @@ def sample(
     temperature: Float64[Tensor, " M"],
     top_k: Int64[Tensor, " M"],
     top_p: Float64[Tensor, " M"],
+    log_min_p: Float64[Tensor, " M"] | None = None,
+    repetitions: Repetitions | None = None,
 ) -> SampledTokens:
     """Samples one token per row from the distribution that `Sampling` defines.
 
-    Applies temperature, keeps the top_k largest logits, and of these keeps the tokens whose predecessors have a mass
-    below top_p. Tokens rank by logit, ties by smaller id first. Computes in float64. A logit of -inf hides its token. A
+    Penalises repeated tokens, applies temperature, keeps the top_k largest logits, of these the tokens whose
+    predecessors have a mass below top_p, and of these the ones no more than log_min_p below the likeliest. Tokens rank
+    by logit, ties by smaller id first. Computes in float64. A logit of -inf hides its token. A
     row depends only on its own entries.
 
     Args:
@@ -63,6 +79,8 @@ def sample(
         temperature: > 0.
         top_k: number of tokens to draw from; 0 is all.
         top_p: probability mass to draw from, in (0, 1]; 1 is all.
+        log_min_p: logarithm of the least probability relative to the likeliest token's; None, or -inf, is all.
+        repetitions: tokens to penalise; None for none.
 
     Raises:
         StateError: a row with NaN or +inf, or with -inf only.
@@ -75,10 +93,18 @@ def sample(
     if bool(is_bad.any()):
         raise diverged(int(is_bad.nonzero()[0]))
     scaled = (wide - top) / temperature[:, None]
-    policy = scaled.log_softmax(-1)
-    processed = policy
-    if bool(((top_k > 0) | (top_p < 1)).any()):
+    policy = processed = scaled.log_softmax(-1)
+    if repetitions is not None:
+        wide = _penalised(wide, repetitions)
+        scaled = (wide - wide.amax(-1, keepdim=True)) / temperature[:, None]
+        processed = scaled.log_softmax(-1)
+    is_cut = (top_k > 0) | (top_p < 1)
+    if log_min_p is not None:
+        is_cut |= log_min_p > -torch.inf
+    if bool(is_cut.any()):
         kept = _kept(wide, scaled, top_k[:, None], top_p[:, None])
+        if log_min_p is not None:
+            kept &= scaled >= log_min_p[:, None]
         processed = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1)
     exponentials = -uniforms_torch(keys, positions, logits.shape[1]).log()
     # argmax returns the first of equal maxima.
@@ -98,6 +124,14 @@ def diverged(row: int) -> StateError:
         f"logits are finite (or -inf where a token is hidden), and those of row {row} hold NaN, +inf or nothing else: "
         "the weights have diverged; go back to a checkpoint before it and lower the learning rate"
     )
+
+
+def _penalised(logits: Float64[Tensor, "M V"], repetitions: Repetitions) -> Float64[Tensor, "M V"]:
+    """Logits with those of repeated tokens penalised once, however often a token occurs."""
+    rows, tokens, penalty = repetitions
+    # Computed from the logits as they came, so that a token that occurs twice is written twice with the same value.
+    found = logits[rows, tokens]
+    return logits.index_put((rows, tokens), torch.where(found < 0, found * penalty, found / penalty))
 
 
 def _kept(

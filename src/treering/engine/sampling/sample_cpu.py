@@ -12,7 +12,7 @@ from numba import njit
 
 from treering.arrays import Float32Array, Float64Array, Int64Array
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
-from treering.engine.sampling.truncation_cpu import keep, total_of
+from treering.engine.sampling.truncation_cpu import keep, keep_likely, total_of
 
 Logits = Float32Array | Float64Array
 
@@ -146,6 +146,7 @@ def sample_row(
     temperature: float,
     top_k: int,
     top_p: float,
+    log_min_p: float,
     ids: Int64Array,
     weights: Float64Array,
     ones: Float64Array,
@@ -161,10 +162,29 @@ def sample_row(
     # A NaN anywhere, +inf - inf and -inf - -inf all end here.
     if math.isnan(total):
         return -1, 0.0, 0.0
-    if top_p >= 1.0 and (top_k == 0 or top_k >= row.size):
+    if top_p >= 1.0 and (top_k == 0 or top_k >= row.size) and log_min_p == -np.inf:
         token, kept = _gumbel_max_of_all(weights, likeliest, state), total
     else:
         num_ids = keep(row, ids, weights, ones, top_k, top_p)
+        if log_min_p > -np.inf:
+            num_ids = keep_likely(row, ids[:num_ids], top, temperature, log_min_p)
         token, kept = _gumbel_max(ids[:num_ids], weights, state), total_of(ids[:num_ids], weights)
     scaled = (np.float64(row[token]) - top) / temperature
     return token, scaled - math.log(kept), scaled - math.log(total)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def policy_logprob(row: Logits, token: int, temperature: float, weights: Float64Array) -> float:
+    """Log-probability of a token at the temperature alone."""
+    top = np.float64(row.max())
+    _fill_weights(row, top, temperature, weights)
+    return (np.float64(row[token]) - top) / temperature - math.log(_total(weights))
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def penalise(row: Logits, seen: Int64Array, penalty: float, out: Float64Array) -> None:
+    """Fills `out` with the row's logits, those of the distinct tokens `seen` penalised."""
+    for token in range(row.size):
+        out[token] = row[token]
+    for token in seen:
+        out[token] = out[token] * penalty if out[token] < 0 else out[token] / penalty

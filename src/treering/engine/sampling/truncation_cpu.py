@@ -1,4 +1,4 @@
-"""Top-k and top-p filtering of a row of logits on the CPU, compiled.
+"""Top-k, top-p and min-p filtering of a row of logits on the CPU, compiled.
 
 numba's cache does not notice a change of `MASS_SLACK`.
 
@@ -101,4 +101,18 @@ def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array
             ids[token] = token
     if top_p < 1.0:
         num_ids = _largest_mass(row, ids[:num_ids], weights, total_of(ids[:num_ids], weights), top_p)
+    return num_ids
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def keep_likely(row: Logits, ids: Int64Array, top: float, temperature: float, log_min_p: float) -> int:
+    """Moves the ids whose logit over `temperature` is at most -log_min_p below `top`'s to the front, and counts them.
+
+    Compares logits, whose rounding is the same everywhere, and not probabilities.
+    """
+    num_ids = 0
+    for at in range(ids.size):
+        token = ids[at]
+        ids[num_ids] = token
+        num_ids += int((np.float64(row[token]) - top) / temperature >= log_min_p)
     return num_ids

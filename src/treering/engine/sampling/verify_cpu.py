@@ -3,13 +3,14 @@
 numba's cache does not notice changes in `sample_cpu`.
 
     T rows of logits   B rollouts   D draft tokens   K max tokens per rollout   V vocabulary
+    M rows of contexts   L longest context
 """
 
 import numpy as np
 from numba import njit
 
-from treering.arrays import Float64Array, Int32Array, Int64Array
-from treering.engine.sampling.sample_cpu import Logits, sample_row, state_of
+from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.engine.sampling.sample_cpu import Logits, penalise, policy_logprob, sample_row, state_of
 
 
 @njit(cache=True, nogil=True)
@@ -37,6 +38,10 @@ def verify(
     temperature: Float64Array,
     top_k: Int64Array,
     top_p: Float64Array,
+    log_min_p: Float64Array,
+    penalty: Float64Array,
+    contexts: Int32Array,
+    rows: Int64Array,
     tokens_out: Int32Array,
     logprobs_out: Float64Array,
     policy_out: Float64Array,
@@ -48,7 +53,8 @@ def verify(
     Rollout b owns the logits rows first_row[b] .. first_row[b] + num_drafts[b]: the first follows its context, row 1 +
     j its draft j. Sampling walks down the tree: each token is sampled with the noise of its position, independent of
     the branch; the walk continues at the child that equals it and stops if there is none. So each token is that of
-    `reference.sample`, whatever was drafted, and rows off the path are not read. Runs without the interpreter lock.
+    `reference.sample`, whatever was drafted, and rows off the path are not read. A penalty counts the tokens of the
+    context and of the path, which are sampled tokens, so drafts do not change it. Runs without the interpreter lock.
 
     Args:
         logits: float32 or float64 [T, V], before temperature; rows contiguous.
@@ -62,6 +68,10 @@ def verify(
         temperature: float64 [B], > 0.
         top_k: int64 [B], 0 is all.
         top_p: float64 [B], in (0, 1].
+        log_min_p: float64 [B], -inf is all.
+        penalty: float64 [B], of repeated tokens; 1 is none.
+        contexts: int32 [M, L], prompts and rollouts so far; read only for rollouts with a penalty.
+        rows: int64 [B]; b's context is the first positions[b] tokens of contexts[rows[b]].
         tokens_out: int32 [B, K], written; K > every entry of num_drafts.
         logprobs_out: float64 [B, K], written.
         policy_out: float64 [B, K], written.
@@ -78,14 +88,29 @@ def verify(
     vocab_size = logits.shape[1]
     ids, weights = np.empty(vocab_size, np.int64), np.empty(vocab_size)
     ones = np.ones(vocab_size if top_k.any() else 0)
+    # Buffers for rollouts with a penalty.
+    size = vocab_size if (penalty != 1).any() else 0
+    penalised, seen, is_seen = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
     for b in range(first_row.size):
-        number, depth = -1, 0
+        number, depth, num_seen = -1, 0, 0
+        is_penalised = penalty[b] != 1
+        if is_penalised:
+            for at in range(positions[b]):
+                num_seen = _note(contexts[rows[b], at], seen, is_seen, num_seen)
         while True:
             state = state_of(keys[b], positions[b] + depth)
             row = logits[first_row[b] + 1 + number]
-            token, logprob, policy = sample_row(row, state, temperature[b], top_k[b], top_p[b], ids, weights, ones)
+            rule = temperature[b], top_k[b], top_p[b], log_min_p[b]
+            if is_penalised:
+                penalise(row, seen[:num_seen], penalty[b], penalised)
+                token, logprob, policy = sample_row(penalised, state, *rule, ids, weights, ones)
+            else:
+                token, logprob, policy = sample_row(row, state, *rule, ids, weights, ones)
             if token == -1:
                 return b
+            if is_penalised:
+                policy = policy_logprob(row, token, temperature[b], weights)
+                num_seen = _note(token, seen, is_seen, num_seen)
             tokens_out[b, depth], logprobs_out[b, depth], policy_out[b, depth] = token, logprob, policy
             number = child(token, number, num_drafts[b], drafts, parents, draft_offsets[b])
             path_out[b, depth] = number
@@ -93,4 +118,15 @@ def verify(
             if number == -1:
                 break
         num_out[b] = depth
+        is_seen[seen[:num_seen]] = False
     return -1
+
+
+@njit(cache=True, nogil=True)
+def _note(token: int, seen: Int64Array, is_seen: BoolArray, num_seen: int) -> int:
+    """Adds a token to those that were seen, unless it is there or beyond the vocabulary; returns their number."""
+    if token >= is_seen.size or is_seen[token]:
+        return num_seen
+    is_seen[token] = True
+    seen[num_seen] = token
+    return num_seen + 1

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from treering.errors import InputError, StateError
-from treering.model.families import ModelParts
+from treering.model.families import ModelParts, check_no_hooks
 from treering.model.forward import check_forest, check_temperature
 from treering.model.routers import Routers, find_routers
 from treering.train.gradient.router_losses import RouterLosses
@@ -26,8 +26,10 @@ def check_inputs(
 
     Raises:
         InputError: a forest, objective, temperature or value head that does not fit.
+        UnsupportedError: the model has a forward hook.
         StateError: gradients are switched off, or no parameter requires one.
     """
+    check_no_hooks(model)
     check_temperature(temperature)
     if value_head is not None and not isinstance(value_head, nn.Module):
         raise InputError(f"value_head is a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}")

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees
-from treering.engine.batch.sampler import VerifiedTokens
+from treering.engine.batch.sampler import VerifiedTokens, repetitions_of
 from treering.engine.batch.state import BatchState, StepInputs
 from treering.engine.decoder.cuda.device import StagingBuffer, on_device, padded_bytes, to_host
 from treering.engine.decoder.cuda.gumbel import gumbel_max
-from treering.engine.sampling.reference import diverged, sample
+from treering.engine.sampling.reference import Repetitions, diverged, sample
 
 _PACKED = 4
 """Packed entries per sampled token: the token, two log-probabilities, and the index of the draft that equals it."""
@@ -99,13 +99,15 @@ class DeviceSampler:
         owner = np.repeat(rows, lengths)
         positions = columns.num_tokens[owner] + _depths(drafts, leaders, num_drafts)
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
-        is_cut = bool(((columns.top_k[rows] > 0) | (columns.top_p[rows] < 1)).any())
-        arrays += [columns.top_k[owner], columns.top_p[owner]] if is_cut else []
+        repetitions = repetitions_of(inputs, columns, drafts, num_drafts, self._device)
+        is_cut = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.log_min_p[rows] > -np.inf)
+        if is_cut.any() or repetitions is not None:
+            arrays += [columns.top_k[owner], columns.top_p[owner], columns.log_min_p[owner]]
         # With duplicate rows, logits are read more than once.
         has_duplicates = bool((leaders != rows).any())
         wanted = [np.repeat(inputs.first_logits - begins, lengths) + np.arange(owner.size)] if has_duplicates else []
         with on_device(self._device):
-            values = self._walk_trees(logits, wanted, arrays, rows.size, most)
+            values = self._walk_trees(logits, wanted, arrays, repetitions, rows.size, most)
         bad = np.flatnonzero(values[:, 0] == 0)
         if bad.size:
             raise diverged(int(rows[bad[0]]))
@@ -116,13 +118,14 @@ class DeviceSampler:
         logits: Tensor,
         wanted: list[NDArray[np.int64]],
         arrays: list[NDArray[np.generic]],
+        repetitions: Repetitions | None,
         num_rows: int,
         most: int,
     ) -> NDArray[np.float64]:
         """The packed lines of all rows, on the host; `wanted` holds the indices of their logits, or nothing for all."""
         sent = self._send([*arrays, *wanted])
         read = logits[sent.pop()] if wanted else logits
-        tokens, logprobs, policy = _sample_everywhere(read, *sent[3:])
+        tokens, logprobs, policy = _sample_everywhere(read, repetitions, *sent[3:])
         packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
         walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=MOST_DRAFTS, num_warps=1)
         return to_host(packed)
@@ -136,14 +139,28 @@ class DeviceSampler:
 
 
 def _sample_everywhere(
-    logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *cuts: Tensor
+    logits: Tensor,
+    repetitions: Repetitions | None,
+    keys: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    *cuts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens and both log-probabilities at every wanted position."""
     if not cuts:
         samples = gumbel_max(logits, keys, positions, temperature)
         return samples.tokens, samples.logprobs, samples.logprobs
-    top_k, top_p = cuts
-    sampled = sample(logits, keys=keys, positions=positions, temperature=temperature, top_k=top_k, top_p=top_p)
+    top_k, top_p, log_min_p = cuts
+    sampled = sample(
+        logits,
+        keys=keys,
+        positions=positions,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        log_min_p=log_min_p,
+        repetitions=repetitions,
+    )
     return sampled.tokens.int(), sampled.logprobs, sampled.policy_logprobs
 
 
