@@ -11,7 +11,7 @@ from treering.errors import MissingExtraError
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 """Packages of `treering[train]`."""
 
-_EXTRAS = MappingProxyType({"math_verify": "math", "pyarrow": "datasets"})
+_EXTRAS = MappingProxyType({"math_verify": "math", "pyarrow": "datasets", "trl": "trl"})
 """The extra of each package that is not in `TRAIN`."""
 
 
@@ -20,7 +20,7 @@ def require(user: str, *packages: str) -> None:
 
     Args:
         user: what needs them; begins the message.
-        packages: by import name, all of one extra; none means all of `TRAIN`.
+        packages: by import name, all of one extra and what it brings; none means all of `TRAIN`.
 
     Raises:
         MissingExtraError: some are missing.
@@ -31,7 +31,7 @@ def require(user: str, *packages: str) -> None:
     if missing:
         # The small packages come with these two, and their names tell a reader little.
         names = [package for package in missing if package in ("torch", "transformers")] or missing
-        extra = _EXTRAS.get(missing[0], "train")
+        extra = next((_EXTRAS[package] for package in packages if package in _EXTRAS), "train")
         raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[{extra}]'")
 
 

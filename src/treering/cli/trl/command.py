@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> None:
     name = arguments[0]
     if name not in _TRAINERS:
         raise ConfigError(f"treering trl runs {', '.join(sorted(_TRAINERS))}, got {name!r}; name one of them")
-    require(f"treering trl {name}", "torch", "transformers", "trl", extra="trl")
+    require(f"treering trl {name}", "torch", "transformers", "trl")
     import trl
 
     script = import_module(f"trl.scripts.{name}")

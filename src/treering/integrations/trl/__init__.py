@@ -43,5 +43,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     from treering.extras import require
 
-    require(f"{__name__}.{name}", "torch", "transformers", "trl", extra="trl")
+    require(f"{__name__}.{name}", "torch", "transformers", "trl")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
