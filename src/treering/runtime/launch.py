@@ -39,6 +39,8 @@ class RunSpec:
     drafts: DraftOptions
     time_limit_s: float
     """Of one reward or observation."""
+    reward_name: str
+    """See `Task.reward_name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +93,14 @@ def start_controller(
     reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
         RolloutPool(worker, ring.memory, context, num_workers=spec.cluster.num_workers, account=account),
-        RewardClient(reward, ring.memory, context, time_limit_s=spec.time_limit_s, account=account),
+        RewardClient(
+            reward,
+            ring.memory,
+            context,
+            reward_name=spec.reward_name,
+            time_limit_s=spec.time_limit_s,
+            account=account,
+        ),
         TrainerClient(trainer, ring, context, model=model, account=account),
         ring,
         policy_versions={

@@ -102,6 +102,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             history=None if drafting is None else drafting.folder,
             drafts=DraftOptions() if drafting is None else drafting.options,
             time_limit_s=reward_time_limit_s,
+            reward_name=task.reward_name,
         )
         self._latest: list[Trajectory] = []
         self._start_state = StartState()

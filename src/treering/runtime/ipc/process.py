@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -66,9 +67,20 @@ class ChildProcess:
     Example: a child killed by SIGKILL yields its sent messages, then `has_died`; `start` starts the next one.
     """
 
-    def __init__(self, name: str, role: Role, memory: SharedMemory, context: Context) -> None:
-        """`name`: used in errors; `context`: from `start_method`."""
+    def __init__(
+        self, name: str, role: Role, memory: SharedMemory, context: Context, *, leads_group: bool = False
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: used in errors.
+            role: what it runs.
+            memory: of the weights.
+            context: from `start_method`.
+            leads_group: the role makes itself the leader of a process group, which `stop` kills as a whole.
+        """
         self.name = name
+        self._leads_group = leads_group
         self._context = context
         self._role = role
         self._memory = memory
@@ -133,8 +145,8 @@ class ChildProcess:
         self.is_ready = self.is_ready or any(isinstance(message, Ready) for message in messages)
         return [message for message in messages if not isinstance(message, Ready)], has_died
 
-    def reap(self) -> None:
-        """Cleans up a dead child.
+    def reap(self) -> int | None:
+        """Cleans up a dead child and returns its exit status.
 
         Raises:
             StateError: it is the `MAX_DEATHS`-th in a row.
@@ -144,8 +156,9 @@ class ChildProcess:
         if self.num_deaths >= MAX_DEATHS:
             raise StateError(
                 f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times "
-                f"in a row without progress, last with {_describe_status(status)}; free memory, or read its output"
+                f"in a row without progress, last with {describe_status(status)}; free memory, or read its output"
             )
+        return status
 
     def note_progress(self) -> None:
         """Resets the count of deaths."""
@@ -155,6 +168,10 @@ class ChildProcess:
         """Kills the child, if there is one, and returns its exit status."""
         if self._process is None:
             return None
+        if self._leads_group and self._process.pid is not None:
+            # Also after its death: what it started may live on.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.is_alive():
             self._process.kill()
         self._process.join(_CLOSE_S)
@@ -166,7 +183,7 @@ class ChildProcess:
         return status
 
 
-def _describe_status(status: int | None) -> str:
+def describe_status(status: int | None) -> str:
     """An exit status in words: "signal SIGKILL", "exit status 1"."""
     if status is None or status >= 0:
         return f"exit status {status}"
