@@ -483,4 +483,6 @@ def test_rewards_of_any_size_train_without_a_warning() -> None:
     assert 0 < report.rollouts.reward_std < 1.7e308
     # Undivided, they are too large for float32.
     with pytest.raises(StateError, match="finite"):
-        scripted_loop(task=TinyTask(2, lambda rollout: 1e300 * share_of_even_tokens(rollout)), estimator="dr_grpo").step()
+        scripted_loop(
+            task=TinyTask(2, lambda rollout: 1e300 * share_of_even_tokens(rollout)), estimator="dr_grpo"
+        ).step()
