@@ -82,8 +82,8 @@ def test_advantages_of_rewards_of_any_size_are_the_formula(rewards: list[float],
         expected = [(reward - mean) / divisor * factor for reward in exact]
         for actual, value in zip(group_advantages(np.array(rewards), estimator).tolist(), expected, strict=True):
             relative = rounding if estimator == "grpo" else Decimal(0)
-            tolerance = 2 * rounding + abs(value) * (relative + Decimal(1e-15))
-            assert abs(Decimal(actual) - value) <= tolerance + Decimal(5e-324)
+            tolerance = 2 * rounding + abs(value) * (relative + Decimal("1e-15"))
+            assert abs(Decimal(actual) - value) <= tolerance + Decimal("5e-324")
 
 
 WHOLE = st.lists(st.integers(0, 100), min_size=2, max_size=9).filter(lambda rewards: len(set(rewards)) > 1)

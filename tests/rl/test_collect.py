@@ -333,14 +333,14 @@ def test_an_exception_that_ends_programs_costs_its_rollout_alone(stop: type[Base
 
 
 def test_an_error_without_a_text_is_told_all_the_same() -> None:
-    class Mute(ValueError):
+    class MuteError(ValueError):
         def __str__(self) -> str:
             raise KeyError
 
     def fail(rollout: Rollout) -> float:
-        raise Mute
+        raise MuteError
 
-    assert "Mute: its text raises KeyError" in run(task=Fake(reward=fail)).reward_errors[0]
+    assert "MuteError: its text raises KeyError" in run(task=Fake(reward=fail)).reward_errors[0]
 
 
 def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:

@@ -95,9 +95,9 @@ def test_the_working_directory_is_what_it_was(tmp_path: Path, monkeypatch: pytes
     with contained():
         os.chdir("/")
     assert Path.cwd() == tmp_path
-    with pytest.raises(ValueError, match="x"), contained():
+    with suppress(ValueError), contained():
         os.chdir("/")
-        raise ValueError("x")
+        raise ValueError
     assert Path.cwd() == tmp_path
 
 

@@ -1,5 +1,6 @@
 """Group advantages: how much better each rollout is than the others of its prompt. Pure functions of rewards."""
 
+import math
 from typing import Literal, get_args
 
 import numpy as np
@@ -45,7 +46,8 @@ def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDAr
     values, exponent = scaled(rewards)
     centred: NDArray[np.float64] = values - values.mean()
     if estimator == "grpo":
-        return centred / (values.std(ddof=1) + np.ldexp(EPSILON, -exponent))
+        centred /= values.std(ddof=1) + math.ldexp(EPSILON, -exponent)
+        return centred
     if estimator == "rloo":
         # r - (sum - r) / (G - 1) = (r - mean) * G / (G - 1)
         centred *= rewards.size / (rewards.size - 1)
