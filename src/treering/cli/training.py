@@ -12,8 +12,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
+from treering.config.run import RunConfig
 
 
 def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -23,7 +25,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     config = load(SftConfig, config_path, overrides)
-    with only_results_on_stdout() as results:
+    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         from treering.cli.sft.run import train
         from treering.cli.sft.summary import as_table
 
@@ -33,11 +35,15 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = load(RlConfig, config_path, overrides)
-    with only_results_on_stdout() as results:
+    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         from treering.cli.train.run import train
         from treering.cli.train.summary import as_table
 
         _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output, results)
+
+
+def _how_to_resume(run: RunConfig) -> str:
+    return f"the same command resumes the run in {run.dir} from its last checkpoint"
 
 
 def _stderr() -> Console:

@@ -13,7 +13,7 @@ from tests.killing import ROOT
 
 __all__ = ["folder"]
 
-NOISY = '''
+NOISY = """
 import ctypes, os, subprocess, sys, threading
 
 print("printed at import")
@@ -29,7 +29,7 @@ def reward(prompt, text):
     threading.Thread(target=print, args=("printed by a thread",)).start()
     sys.stdout.close()
     return float(len(text.split()))
-'''
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 1])

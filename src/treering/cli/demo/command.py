@@ -12,6 +12,7 @@ from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
 from treering.cli.progress import StepProgress, note_compiling
+from treering.cli.signals import advising
 from treering.cli.train.summary import totals
 from treering.errors import InputError
 from treering.history.draft.kernel import propose
@@ -34,7 +35,8 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
     """
     out = _free_folder() if out is None else _checked(out)
     console = Console(stderr=True, highlight=False)
-    report = measure(out, DemoSize(), seed=seed, console=console)
+    with advising(f"the demo starts anew in another folder; treering train {out}/treering.toml goes on with one run"):
+        report = measure(out, DemoSize(), seed=seed, console=console)
     if json_output:
         print(json.dumps(asdict(report), indent=2))
         return

@@ -28,6 +28,7 @@ _PRELOADED = (
     "treering.runtime.workers.trainer_worker",
     "treering.runtime.workers.rollout_worker",
     "transformers.modeling_utils",
+    "treering.runtime.ipc.fork_server",
 )
 
 

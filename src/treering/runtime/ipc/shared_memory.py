@@ -57,8 +57,8 @@ def _check_room(num_bytes: int) -> None:
     if free is not None and num_bytes > free:
         where = f"on {tempfile.gettempdir()}" if is_file else "of memory"
         raise StateError(
-            f"workers share rl.staleness + 3 copies of the weights, {num_bytes:,} bytes, and {free:,} bytes {where} are "
-            "free; free some, lower rl.staleness, or train without workers"
+            f"workers share rl.staleness + 3 copies of the weights, {num_bytes:,} bytes, and {free:,} bytes {where} "
+            "are free; free some, lower rl.staleness, or train without workers"
         )
 
 
