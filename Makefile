@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test test-oldest hosts lint fmt types checks bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -58,6 +58,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 checks: test lint types
+
+# Kills, damaged files, full disks and more: each run must end right or say why. The full form takes about three minutes,
+# make faults ARGS="--cases 100" about one. What failed is listed with the options that repeat it.
+faults: $(STAMP)
+	PYTHONPATH=. $(BIN)/python -m benchmarks faults $(ARGS)
 
 bench: $(STAMP)
 	PYTHONPATH=. $(BIN)/python -m benchmarks tree --only star,two_level,caterpillar,partitions

@@ -9,6 +9,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,25 +22,27 @@ SUBJECTS = {
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
     "loop": "the plain RL loop, each part of Treering alone, and all together",
+    "faults": "kills, damaged files and full disks: each run ends right or says why",
 }
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures one subject; returns the exit code: 0, or 2 for bad input."""
+    """Measures one subject; returns the exit code: 0, 1 if the report has failures, or 2 for bad input."""
     # torch reads these when it starts its threads: spinning ones slow every process of a shared machine down.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     options = vars(_parser().parse_args(arguments))
     try:
-        _run(options.pop("name"), options.pop("json"), options.pop("out"), options)
+        report = _run(options.pop("name"), options.pop("json"), options.pop("out"), options)
     except TreeringError as error:
         print(f"benchmarks: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    return 0
+    return EXIT_FAILED if report.get("failures") else 0
 
 
-def _run(name: str, json_output: bool, out: Path | None, options: dict[str, object]) -> None:
+def _run(name: str, json_output: bool, out: Path | None, options: dict[str, object]) -> dict[str, Any]:
     if out is not None and not out.absolute().parent.is_dir():
         raise InputError(f"--out needs an existing folder, got {out}: create {out.parent} first")
     benchmark, view = (import_module(f"benchmarks.{name}.{part}") for part in ("bench", "view"))
@@ -56,6 +59,7 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
         print(text)
     else:
         view.show(report, Console())
+    return dict(report)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
     for name in ("tree", "engine", "pipe", "loop"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
-    tree, draft = parsers["tree"], parsers["draft"]
+    tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
+    faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
+    faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
+    faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"

@@ -15,7 +15,10 @@ ORDER = (
     "extras",
     "types",
     "arrays",
+    "writing",
     "atomic",
+    "file_lock",
+    "step_lines",
     "metrics",
     "data",
     "tree",
@@ -37,7 +40,8 @@ ORDER = (
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "types", "arrays", "atomic", "metrics", "config"),
+    *("errors", "extras", "types", "arrays", "metrics", "config"),
+    *("writing", "atomic", "file_lock", "step_lines"),
     *("data", "tree", "history", "schedule", "analysis"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.

@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
+from treering.writing import check_regular
 
 MANIFEST = "manifest.json"
 _HIDDEN = ".unfinished-"
@@ -21,12 +23,16 @@ _HIDDEN = ".unfinished-"
 def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str, Any]) -> None:
     """Makes the folder `target` with the files that `fill` writes into the folder that it is given.
 
-    A kill at any moment leaves no `target` or a whole one; an older `target` is replaced.
+    A kill at any moment leaves no `target` or a whole one; an older `target` is replaced. Every file gets the mode that
+    the umask leaves to a new file, also where `fill` made it private.
 
     Args:
-        target: absent, or a folder that may be replaced.
+        target: absent, or something that may be replaced.
         fill: writes the files; it may create subfolders.
         facts: JSON values stored in the manifest with the checksums.
+
+    Raises:
+        OSError: the disk is full or read-only; an older `target` is unchanged, and no draft is left.
 
     Example: `fill` writes `a.bin`; the folder then holds `a.bin` and `manifest.json`, and `read_facts` gives `facts`.
     """
@@ -35,15 +41,27 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
     clear_unfinished(parent)
     draft = parent / f"{_HIDDEN}{target.name}"
     draft.mkdir()
-    fill(draft)
-    files = {str(file.relative_to(draft)): _facts_of(file) for file in _files(draft)}
-    (draft / MANIFEST).write_text(json.dumps({"facts": dict(facts), "files": files}, indent=1), encoding="utf-8")
+    try:
+        fill(draft)
+        _seal(draft, facts)
+        if os.path.lexists(target):
+            remove(target)
+        os.rename(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _flush(parent)
+
+
+def _seal(draft: Path, facts: Mapping[str, Any]) -> None:
+    """Adds the manifest, and flushes everything to disk."""
+    content = {"facts": dict(facts), "files": {str(file.relative_to(draft)): _facts_of(file) for file in _files(draft)}}
+    manifest = draft / MANIFEST
+    manifest.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1), encoding="utf-8")
+    for file in _files(draft):
+        file.chmod(manifest.stat().st_mode)
     for path in [*_files(draft), *_folders(draft)]:
         _flush(path)
-    if target.exists():
-        remove_folder(target)
-    os.rename(draft, target)
-    _flush(parent)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -55,23 +73,35 @@ def write_text(target: Path, text: str) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    _flush(draft)
-    os.replace(draft, target)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        _flush(draft)
+        os.replace(draft, target)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     _flush(target.parent)
 
 
-def remove_folder(folder: Path) -> None:
-    """Removes a folder; if killed midway, nothing is left under its name."""
-    renamed = folder.with_name(f"{_HIDDEN}{folder.name}.old")
-    os.rename(folder, renamed)
-    shutil.rmtree(renamed)
+def remove(path: Path) -> None:
+    """Removes a folder, or a file or link in its place; if killed midway, nothing is left under its name."""
+    renamed = path.with_name(f"{_HIDDEN}{path.name}.old")
+    os.rename(path, renamed)
+    _delete(renamed)
 
 
 def clear_unfinished(parent: Path) -> None:
     """Removes leftovers of killed processes from a folder; no other process may be writing there."""
     for leftover in parent.glob(f"{_HIDDEN}*"):
-        shutil.rmtree(leftover)
+        _delete(leftover)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -81,19 +111,29 @@ def read_facts(folder: Path) -> dict[str, Any]:
         StateError: a file is missing or changed, by name.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, facts = dict(manifest["files"]), dict(manifest["facts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_regular(folder / MANIFEST)
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        content = {name: dict(manifest[name]) for name in ("facts", "files")}
+        digest = manifest.get("sha256")
+    except (OSError, StateError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{folder.name}: {MANIFEST} is missing or unreadable ({error})") from error
-    for name, expected in files.items():
-        file = folder / name
+    # The manifests of the first checkpoints had no checksum of their own.
+    if digest not in (None, _digest(content)):
+        raise StateError(f"{folder.name}: {MANIFEST} has changed since it was written")
+    for name, expected in content["files"].items():
         try:
-            found = _facts_of(file)
-        except OSError as error:
-            raise StateError(f"{folder.name}: {name} is missing or unreadable ({error.strerror})") from error
+            check_regular(folder / name)
+            found = _facts_of(folder / name)
+        except (OSError, StateError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StateError(f"{folder.name}: {name} is missing or unreadable ({reason})") from error
         if found != expected:
             raise StateError(f"{folder.name}: {name} has changed since it was written")
-    return facts
+    return content["facts"]
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Metrics of a run: their names and the sinks that they are written to.
 
-A run never reads metrics back, so no decision depends on a sink. This module imports no torch.
+Nothing that a run trains depends on a sink. This module imports no torch.
 """
 
 import json
@@ -8,12 +8,15 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from treering.errors import InputError, StateError, UnsupportedError
+from treering.step_lines import append, read_rows, reopen
+from treering.writing import check_regular, writing
 
 LOSS: Final = "train/loss"
 GRAD_NORM: Final = "train/grad_norm"
@@ -35,6 +38,8 @@ NUM_ROLLOUTS: Final = "rollout/num_rollouts"
 NUM_EMPTY: Final = "rollout/num_empty"
 NUM_EMPTY_GROUPS: Final = "rollout/num_empty_groups"
 NUM_OVERLONG: Final = "rollout/num_overlong"
+NUM_LOGGED: Final = "rollout/num_logged"
+"""Lines in the rollout log; absent if the run keeps none."""
 NUM_TURNS: Final = "rollout/num_turns"
 NUM_SAMPLED: Final = "rollout/num_sampled"
 LENGTH_MEAN: Final = "rollout/length_mean"
@@ -78,30 +83,41 @@ class JsonlSink:
     Args:
         path: the file; its folder is created.
         resume_step: the last step that the run keeps. Rows after it, and an incomplete last line, are cut
-            off, so that no step occurs twice. None means a new run.
+            off, so that no step occurs twice; other damage is a warning (`treering.step_lines.reopen`). None means a
+            new run.
 
     Raises:
-        StateError: a new run finds rows in the file.
+        StateError: a new run finds rows in the file, or it cannot be read or written.
 
     Example: a file with steps 1 to 9 opened with `resume_step=6` holds steps 1 to 6, and the next row is step 7.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None and path.exists():
-            cut_rows(path, resume_step)
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_regular(path)
+        if resume_step is not None:
+            reopen([path], resume_step, dict.fromkeys(range(1, resume_step + 1), 1), log=path, one_per_step=True)
         if resume_step is None and path.exists() and path.stat().st_size > 0:
             raise StateError(
                 f"a new run starts with an empty metrics file, and {path} holds rows of another run; choose another "
                 "run folder, resume that run, or remove the file"
             )
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path):
+            # Without a buffer, a failed write is not tried again when the file is closed.
+            self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
-        """Append one line and flush it; values: metric name to number."""
+        """Append one line and flush it; values: metric name to number.
+
+        Raises:
+            StateError: the disk is full.
+        """
         row = {"step": step} | {name: _json_number(value) for name, value in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        with writing(self._path, len(line)):
+            append(self._file, line)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -118,6 +134,7 @@ class TensorBoardSink:
 
     Raises:
         UnsupportedError: the optional package `tensorboard` is not installed.
+        StateError: the file cannot be written.
 
     Example: `TensorBoardSink(Path("runs/a"), resume_step=6)` after a file with steps 1 to 9 shows steps 1 to 6.
     """
@@ -125,7 +142,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise UnsupportedError(
                 f"TensorBoard logs need the package 'tensorboard', and it cannot be imported ({error}); install it "
@@ -133,21 +150,36 @@ class TensorBoardSink:
             ) from error
         self._event: Any = event_pb2.Event
         self._summary: Any = summary_pb2.Summary
-        self._writer: Any = EventFileWriter(str(folder))
+        self._as_record: Any = RecordWriter
+        # TensorBoard reads the files of a folder in the order of their names.
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb", buffering=0)
+        self._add(file_version="brain.Event:2")
         if resume_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(self._event(wall_time=time.time(), step=resume_step + 1, session_log=start))
-            self._writer.flush()
+            self._add(step=resume_step + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
-        """Add one event with a scalar (float32) per metric and flush it."""
+        """Add one event with a scalar (float32) per metric.
+
+        Raises:
+            StateError: the disk is full.
+        """
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
-        self._writer.flush()
+        self._add(step=step, summary=self._summary(value=scalars))
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, **content: Any) -> None:
+        # TensorBoard's own writer writes in a thread, whose errors are printed as tracebacks.
+        record = BytesIO()
+        self._as_record(record).write(self._event(wall_time=time.time(), **content).SerializeToString())
+        with writing(self._path, record.tell()):
+            append(self._file, record.getvalue())
 
 
 class Metrics:
@@ -192,35 +224,16 @@ class Metrics:
         self.close()
 
 
-def cut_rows(path: Path, last_step: int) -> None:
-    """Cuts a JSONL file after the rows of steps up to `last_step`; an incomplete last line is cut too.
+def num_logged(path: Path) -> dict[int, int | None]:
+    """Lines in the rollout log by step, as the rows of a metrics file say; 0 for a step that kept none.
 
-    Example: a file with rows of steps 1, 1, 2 and 3 cut at 2 holds those of 1, 1 and 2.
+    Raises:
+        StateError: the file cannot be read.
+
+    Example: the rows `{"step": 1, "rollout/num_logged": 8}` and `{"step": 2}` give {1: 8, 2: 0}.
     """
-    os.truncate(path, _num_bytes_until(path, last_step))
-
-
-def _num_bytes_until(path: Path, last_step: int) -> int:
-    """Length of the leading part of the file whose lines are complete and belong to steps up to `last_step`."""
-    num_bytes = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            step = _step_of(line)
-            if step is None or step > last_step:
-                break
-            num_bytes += len(line)
-    return num_bytes
-
-
-def _step_of(line: bytes) -> int | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) else None
+    counts = {row["step"]: row.get(NUM_LOGGED, 0) for row in read_rows(path)}
+    return {step: number if type(number) is int else None for step, number in counts.items()}
 
 
 def _json_number(value: Number) -> Number | str:

@@ -2,6 +2,9 @@
 
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -50,6 +53,19 @@ def _is_cold(function: Any) -> bool:
         return False
     code = function.py_func.__code__
     return not any(Path(folder).glob(f"{Path(code.co_filename).stem}.*{code.co_name}-{code.co_firstlineno}.*.nbi"))
+
+
+@contextmanager
+def warnings_as_lines(console: Console) -> Iterator[None]:
+    """Prints the warnings of the block as they come, each as a line without the code that raised it.
+
+    Example: a history on a full disk prints "warning: history could not be written to ...".
+    """
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: console.print(
+            f"warning: {message}", soft_wrap=True, markup=False
+        )
+        yield
 
 
 class LiveLine:

@@ -1,39 +1,96 @@
-"""What every training subcommand does around its steps: metric sinks, warnings as lines, the settings file."""
+"""What every training subcommand does around its steps: folder and lock of the run, sinks, warnings, settings."""
 
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date as Date
+from pathlib import Path
 
 from rich.console import Console
 
 from treering.config import Config
 from treering.config.run import RunConfig
+from treering.errors import StateError
+from treering.file_lock import FileLock
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
-from treering.train.loop.run import METRICS_FILE, Opened, write_json
+from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
+from treering.writing import check_regular, writing
 
 CONFIG_FILE = "config.json"
+COSTS_FILE = "costs.json"
+LOCK_FILE = "run.lock"
+HISTORY_FOLDER = "history"
+SHARED_HISTORY_FOLDER = "history-shared"
+"""The history that rollout workers read."""
+ROLLOUTS_FOLDER = "rollouts"
 TENSORBOARD_FOLDER = "tensorboard"
+WARMUP_FOLDER = "warmup"
+_FILES = (RUN_FILE, CONFIG_FILE, METRICS_FILE, COSTS_FILE, LOCK_FILE)
+_FOLDERS = (
+    *(CHECKPOINTS_FOLDER, HISTORY_FOLDER, SHARED_HISTORY_FOLDER, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER, WARMUP_FOLDER),
+)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a run's folder for this process, and creates it; `run.lock` in it names the process.
+
+    Raises:
+        StateError: another process holds it, it cannot be written, or something else has the name of one of its files
+            or folders.
+
+    Example: `with locked(Path("runs/a")): ...` refuses a second process that trains in `runs/a`.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, folder / WARMUP_FOLDER):
+        _check_names(place)
+    with writing(folder / LOCK_FILE):
+        lock = FileLock(
+            folder / LOCK_FILE,
+            lambda holder: (
+                f"one process at a time trains in a run folder, and {holder} trains in {folder}; wait for it or end "
+                "it, or choose another run folder"
+            ),
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_names(folder: Path) -> None:
+    for name in _FILES:
+        with writing(folder / name):
+            check_regular(folder / name)
+    for name in _FOLDERS:
+        # A link to nothing is in the way too.
+        path = folder / name
+        if not path.is_dir() and (path.exists() or path.is_symlink()):
+            raise StateError(f"{path} belongs to a folder, and something else has that name; move it away, start again")
 
 
 @contextmanager
 def printed_warnings(console: Console) -> Iterator[None]:
-    """Prints the block's warnings as plain lines: those about damaged checkpoints are for the user."""
+    """Prints the block's warnings as plain lines: those about damaged checkpoints and logs are for the user."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
     for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True)
+        console.print(f"warning: {warning.message}", soft_wrap=True, markup=False)
 
 
 def open_sinks(config: RunConfig, opened: Opened) -> list[Sink]:
-    """The metric sinks that `run.log` names, in the run's folder."""
-    sinks: list[Sink] = []
-    if "jsonl" in config.log:
-        sinks.append(JsonlSink(config.dir / METRICS_FILE, resume_step=opened.resume_step))
-    if "tensorboard" in config.log:
-        sinks.append(TensorBoardSink(config.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
+    """The metric sinks that `run.log` names, in the run's folder; all or none."""
+    with ExitStack() as stack:
+        sinks: list[Sink] = []
+        if "jsonl" in config.log:
+            sinks.append(JsonlSink(config.dir / METRICS_FILE, resume_step=opened.resume_step))
+            stack.callback(sinks[-1].close)
+        if "tensorboard" in config.log:
+            sinks.append(TensorBoardSink(config.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
+        stack.pop_all()
     return sinks
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
+from treering.cli.run_folder import COSTS_FILE
 from treering.config import Config
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig
@@ -21,7 +22,6 @@ from treering.train.loop.compute import ComputeOptions, precision, prepare_model
 from treering.train.loop.optim import OptimOptions
 
 Scalar = str | int | float | bool | None
-COSTS_FILE = "costs.json"
 
 _SHAPE = (
     "model_type",

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from treering.cli.progress import warnings_as_lines
 from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
@@ -29,7 +30,10 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         from treering.cli.sft.run import train
         from treering.cli.sft.summary import as_table
 
-        _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output, results)
+        console = _stderr()
+        with warnings_as_lines(console):
+            summary = train(config, config_dir=config_path.parent, console=console)
+        _report(summary, as_table, json_output, results)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -39,7 +43,10 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
         from treering.cli.train.run import train
         from treering.cli.train.summary import as_table
 
-        _report(train(config, config_dir=config_path.parent, console=_stderr()), as_table, json_output, results)
+        console = _stderr()
+        with warnings_as_lines(console):
+            summary = train(config, config_dir=config_path.parent, console=console)
+        _report(summary, as_table, json_output, results)
 
 
 def _how_to_resume(run: RunConfig) -> str:

@@ -26,6 +26,7 @@ from treering.train.objectives import sft
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 from treering.tree.stats import visible_pairs
+from treering.writing import writing
 
 MIN_TOKENS = 256
 
@@ -71,7 +72,7 @@ def cached_costs(
     A file of another model, device, thread count or version of torch is replaced.
 
     Raises:
-        StateError: the file is corrupt; see also `fit_costs`.
+        StateError: the file is corrupt or cannot be written; see also `fit_costs`.
     """
     key = _key(model, backend)
     if path.exists():
@@ -79,7 +80,8 @@ def cached_costs(
         if stored_key == key:
             return costs
     costs = fit_costs(model, num_tokens=num_tokens, num_runs=num_runs, backend=backend)
-    write_text(path, json.dumps({"key": key, "costs": json.loads(costs.to_json())}, indent=1))
+    with writing(path):
+        write_text(path, json.dumps({"key": key, "costs": json.loads(costs.to_json())}, indent=1))
     return costs
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,26 @@ def test_a_folder_whose_writing_fails_does_not_appear(tmp_path: Path) -> None:
     assert read_facts(tmp_path / "whole") == {"number": 1}
 
 
+def test_a_manifest_that_has_changed_is_no_other_run(tmp_path: Path) -> None:
+    facts = {"step": 7, "identity": {"rl.seed": 0, "model": "a"}}
+    write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), facts)
+    whole = (tmp_path / "a" / MANIFEST).read_bytes()
+    for place in range(0, len(whole), 3):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 7
+        (tmp_path / "a" / MANIFEST).write_bytes(changed)
+        with suppress(StateError):
+            assert read_facts(tmp_path / "a") == facts
+
+
+def test_a_manifest_of_the_first_version_has_no_checksum_of_its_own(tmp_path: Path) -> None:
+    write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), {"step": 7})
+    manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    del manifest["sha256"]
+    (tmp_path / "a" / MANIFEST).write_text(json.dumps(manifest))
+    assert read_facts(tmp_path / "a") == {"step": 7}
+
+
 def test_a_folder_keeps_its_facts_and_files_in_folders(tmp_path: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "inner").mkdir()
@@ -253,7 +274,7 @@ def test_a_run_that_ended_before_its_first_step_may_start_with_other_settings(tm
 def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(StateError, match=r"can be written, and .*file.* is not one .*choose another"):
+        with pytest.raises(StateError, match=r"file.* cannot be written .*move it away, and start again"):
             open_run(folder, tiny_loop(), store(folder / "checkpoints"))
 
 

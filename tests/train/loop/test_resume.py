@@ -1,6 +1,7 @@
 """Law 8: a run killed at any moment and resumed ends with bitwise the weights of an uninterrupted one."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,18 @@ def train(folder: Path, *, num_steps: int, stop_after: int | None = None) -> lis
 
 def test_a_step_is_logged_before_it_is_saved(tmp_path: Path) -> None:
     loop, checkpoints, seen = tiny_loop(), store(tmp_path / "checkpoints"), []
-    opened = open_run(tmp_path, loop, checkpoints)
+    open_run(tmp_path, loop, checkpoints)
 
-    def on_step(report: StepReport) -> None:
-        rows = (tmp_path / METRICS_FILE).read_text().splitlines()
-        seen.append((report.step, len(rows), (tmp_path / "checkpoints" / f"step-{report.step:06d}").exists()))
+    class Watching:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            seen.append((step, values["lines"], (tmp_path / "checkpoints" / f"step-{step:06d}").exists()))
 
-    with Metrics([JsonlSink(tmp_path / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        def close(self) -> None: ...
+
+    def on_step(report: StepReport) -> dict[str, float]:
+        seen.append((report.step, None, (tmp_path / "checkpoints" / f"step-{report.step:06d}").exists()))
+        return {"lines": 7}
+
+    with Metrics([Watching()]) as metrics:
         list(run_steps(loop, num_steps=2, save_every=1, checkpoints=checkpoints, metrics=metrics, on_step=on_step))
-    assert seen == [(1, 1, False), (2, 2, False)]
+    assert seen == [(1, None, False), (1, 7, False), (2, None, False), (2, 7, False)]

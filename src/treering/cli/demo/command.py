@@ -7,16 +7,20 @@ from pathlib import Path
 
 from rich.console import Console
 
+from treering.atomic import write_text
 from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
-from treering.cli.progress import StepProgress, note_compiling
+from treering.cli.progress import StepProgress, note_compiling, warnings_as_lines
+from treering.cli.run_folder import LOCK_FILE, locked
 from treering.cli.signals import advising
 from treering.cli.train.summary import totals
 from treering.errors import InputError
 from treering.history.draft.kernel import propose
+from treering.train.loop.checkpoint import num_tensor_bytes, told_why
 from treering.tree.build import lay_out
+from treering.writing import writing
 
 DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"
@@ -32,10 +36,13 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 
     Raises:
         InputError: `out` already holds files.
+        StateError: another process uses it, or it cannot be written.
     """
-    out = _free_folder() if out is None else _checked(out)
+    out = _free_folder() if out is None else out
     console = Console(stderr=True, highlight=False)
-    with advising(f"the demo starts anew in another folder; treering train {out}/treering.toml goes on with one run"):
+    advice = f"the demo starts anew in another folder; treering train {out}/treering.toml goes on with one run"
+    with advising(advice), locked(out), warnings_as_lines(console):
+        _check_empty(out)
         report = measure(out, DemoSize(), seed=seed, console=console)
     if json_output:
         print(json.dumps(asdict(report), indent=2))
@@ -61,7 +68,8 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
             on_step=lambda so_far: progress.show_text(so_far.num_steps, _standing(so_far)),
         )
     report = make_report(start, out / START_FOLDER, size, threads, compared, seed=seed)
-    (out / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    with writing(out / REPORT_FILE):
+        write_text(out / REPORT_FILE, json.dumps(asdict(report), indent=2) + "\n")
     return report
 
 
@@ -76,7 +84,9 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
             enough=enough,
             on_step=lambda step, accuracy: progress.show_text(step, f"right {accuracy:.2f} of {enough} wanted"),
         )
-    start.model.save_pretrained(out / START_FOLDER)
+    num_bytes = num_tensor_bytes(start.model.state_dict())
+    with writing(out / START_FOLDER, num_bytes), told_why(out / "start.unfinished", num_bytes):
+        start.model.save_pretrained(out / START_FOLDER)
     console.print(
         f"{start.model.num_parameters():,} parameters, {start.num_steps} steps, {start.accuracy:.2f} right; now both "
         f"loops from here: {size.num_epochs} epochs, {size.prompts_per_step} x {size.group_size} rollouts a step",
@@ -95,13 +105,11 @@ def _standing(compared: Comparison) -> str:
     )
 
 
-def _checked(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
+def _check_empty(out: Path) -> None:
+    if any(path.name != LOCK_FILE for path in out.iterdir()):
         raise InputError(f"--out needs a new or empty folder, and {out} holds files; name another one")
-    return out
 
 
 def _free_folder() -> Path:
     folders = (DEFAULT_FOLDER if n == 1 else DEFAULT_FOLDER.with_name(f"{DEFAULT_FOLDER.name}-{n}") for n in count(1))
-    return _checked(next(folder for folder in folders if not folder.exists() or not any(folder.iterdir())))
+    return next(folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))

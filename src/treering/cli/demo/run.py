@@ -21,6 +21,7 @@ from treering.data import Trajectory
 from treering.rl.step_report import RlStepReport
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, tree_work
+from treering.writing import writing
 
 Side = Literal["plain", "treering"]
 SIDES: tuple[Side, Side] = ("plain", "treering")
@@ -116,7 +117,8 @@ def write_config(out: Path, size: DemoSize, *, side: Side, num_threads: int, see
         "run": {"dir": str(out / side), "save_every": size.steps_per_epoch},
     }
     file = out / f"{side}.toml"
-    file.write_text("\n".join(_toml(name, section) for name, section in sections.items()), encoding="utf-8")
+    with writing(file):
+        file.write_text("\n".join(_toml(name, section) for name, section in sections.items()), encoding="utf-8")
     return file
 
 

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model
 from treering.cli.progress import StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, printed_warnings, run_date, write_settings
+from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
@@ -26,6 +26,11 @@ from treering.tree.build import lay_out
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
+    with locked(config.run.dir):
+        return _train(config, config_dir=config_dir, console=console)
+
+
+def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     if config.data.template == "hf":
@@ -50,7 +55,9 @@ def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummar
         opened = open_run(config.run.dir, loop, checkpoints)
     write_settings(config, config.run)
     _announce(console, config, corpus, model, opened, num_steps)
-    with Metrics(open_sinks(config.run, opened)) as metrics:
+    with printed_warnings(console):
+        sinks = open_sinks(config.run, opened)
+    with Metrics(sinks) as metrics:
         steps = run_steps(
             loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
         )

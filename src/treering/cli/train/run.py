@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.progress import RlProgress, StepProgress, note_compiling
-from treering.cli.run_folder import open_sinks, printed_warnings, run_date, write_settings
+from treering.cli.run_folder import (
+    HISTORY_FOLDER,
+    ROLLOUTS_FOLDER,
+    locked,
+    open_sinks,
+    printed_warnings,
+    run_date,
+    write_settings,
+)
 from treering.cli.settings import compute_options, count_steps, with_costs
 from treering.cli.train.loop import make_loop, make_model
 from treering.cli.train.settings import identity
@@ -20,7 +28,7 @@ from treering.cli.train.task import TaskSource, load_task
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
-from treering.metrics import Metrics
+from treering.metrics import Metrics, num_logged
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
@@ -28,12 +36,8 @@ from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
-from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, Opened, open_run, run_steps
 from treering.tree.build import lay_out
-
-HISTORY_FOLDER = "history"
-ROLLOUTS_FOLDER = "rollouts"
-
 
 Loop: TypeAlias = RlLoop | PipelineLoop
 
@@ -85,7 +89,13 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
 
 @contextmanager
 def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[OpenRun]:
-    """Opens a run: model, warm-up, newest checkpoint, logs; closes the logs at the end."""
+    """Opens a run: lock, model, warm-up, newest checkpoint, logs; closes the logs at the end."""
+    with locked(config.run.dir), _opened(config, config_dir=config_dir, console=console) as run:
+        yield run
+
+
+@contextmanager
+def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[OpenRun]:
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     if config.task.template == "hf":
@@ -112,14 +122,16 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         _announce(console, config, source, model, opened, num_steps)
         if opened.step == 0:
             warm_up(config, model, console)
-        metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
+        with printed_warnings(console):
+            metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
+            on_step = _rollout_log(config, loop, opened)
         steps = run_steps(
             loop,
             num_steps=num_steps,
             save_every=config.run.save_every,
             checkpoints=checkpoints,
             metrics=metrics,
-            on_step=_rollout_log(config, loop, opened),
+            on_step=on_step,
         )
         yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
 
@@ -135,10 +147,14 @@ def _count_steps(config: RlConfig, source: TaskSource) -> int:
     return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
 
 
-def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], None] | None:
+def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], dict[str, float]] | None:
     if config.run.rollouts == "off":
         return None
-    log = RolloutLog(config.run.dir / ROLLOUTS_FOLDER, resume_step=opened.resume_step)
+    log = RolloutLog(
+        config.run.dir / ROLLOUTS_FOLDER,
+        resume_step=opened.resume_step,
+        expected=num_logged(config.run.dir / METRICS_FILE),
+    )
     return lambda report: log.write(report.epoch, loop.latest)
 
 

@@ -4,6 +4,7 @@ import os
 
 from transformers import PreTrainedModel
 
+from treering.cli.run_folder import SHARED_HISTORY_FOLDER
 from treering.cli.settings import (
     Scalar,
     compute_options,
@@ -30,9 +31,6 @@ _FREE_TO_CHANGE = frozenset(
     {"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
-
-SHARED_HISTORY_FOLDER = "history-shared"
-"""In the run folder: the history that rollout workers read."""
 
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:

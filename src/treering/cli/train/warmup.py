@@ -6,7 +6,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from treering.cli.progress import StepProgress
-from treering.cli.run_folder import open_sinks, printed_warnings
+from treering.cli.run_folder import WARMUP_FOLDER, open_sinks, printed_warnings
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums
 from treering.config import RlConfig
@@ -16,8 +16,6 @@ from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
 from treering.train.loop.sft import SftLoop
-
-WARMUP_FOLDER = "warmup"
 
 
 def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
@@ -34,8 +32,9 @@ def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
     )
     with printed_warnings(console):
         opened = open_run(run.dir, loop, checkpoints)
+        sinks = open_sinks(run, opened)
     with (
-        Metrics(open_sinks(run, opened)) as metrics,
+        Metrics(sinks) as metrics,
         StepProgress(num_steps=num_steps, first_step=opened.step, console=console, title="warm-up") as progress,
     ):
         for report in run_steps(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from treering.arrays import Int32Array
 from treering.errors import InputError
-from treering.history.store.files import Buffer, seal, unseal
+from treering.history.store.files import Buffer, open_file, seal, unseal
 from treering.history.store.layout import (
     INDEX_ARRAYS,
     Region,
@@ -170,7 +170,7 @@ def map_file(file: Path, number: int, digest: str | None) -> Contents:
         OSError: the file cannot be opened.
         InputError: its header is damaged, or it is another file than the expected one.
     """
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         if stream.seek(0, os.SEEK_END) == 0:
             raise InputError("cut off")
         contents = decode(mmap(stream.fileno(), 0, access=ACCESS_READ), file)

@@ -7,7 +7,7 @@ from treering.arrays import Int32Array
 from treering.errors import InputError, StateError
 from treering.history.store import blocks
 from treering.history.store.blocks import warn_of_file
-from treering.history.store.files import write_whole
+from treering.history.store.files import read_file, write_whole
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.rollouts import RolloutKey
 from treering.history.store.snapshot import Snapshot
@@ -39,7 +39,7 @@ def read_saved(file: Path) -> tuple[dict[PromptId, tuple[int, PromptIndex]], Map
     Example: a history of prompt "q" gives ({"q": (0, index)}, {}).
     """
     try:
-        contents = blocks.decode(file.read_bytes(), file)
+        contents = blocks.decode(read_file(file), file)
     except (OSError, InputError) as error:
         warn_of_file(file, error)
         return {}, {}

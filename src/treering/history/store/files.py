@@ -8,11 +8,12 @@ header      JSON
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from treering.errors import InputError
 
@@ -60,6 +61,30 @@ def unseal(magic: bytes, data: Buffer) -> tuple[dict[str, Any], str, int]:
         raise InputError("damaged in its header: the checksum differs")
     header: dict[str, Any] = json.loads(body)
     return header, digest.hex(), end
+
+
+def open_file(file: Path) -> BinaryIO:
+    """Opens a file to read; a pipe in its place is refused at once, and not waited for.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        InputError: something else has its name.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError("a folder, a pipe or a device has its name")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(file: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError, InputError: see `open_file`.
+    """
+    with open_file(file) as stream:
+        return stream.read()
 
 
 def write_whole(file: Path, parts: Iterable[Buffer]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treering.errors import InputError
-from treering.history.store.files import seal, unseal
+from treering.history.store.files import read_file, seal, unseal
 
 MAGIC = b"RINGLIST"
 NAME = "manifest.bin"
@@ -61,7 +61,7 @@ def read(file: Path) -> Manifest:
         OSError: the file is missing or cannot be read.
         InputError: it is damaged.
     """
-    return decode(file.read_bytes())
+    return decode(read_file(file))
 
 
 def warn(file: Path, error: OSError | InputError, consequence: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from treering.errors import InputError, StateError
 from treering.history.store import manifest
 from treering.history.store.blocks import Block, Contents, map_file, warn_of_file
+from treering.history.store.files import read_file
 from treering.history.store.manifest import Listed, Manifest, data_file
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.snapshot import Snapshot
@@ -90,10 +91,10 @@ class HistoryReader:
         """The present manifest; None if there is none."""
         file = self._folder / manifest.NAME
         try:
-            return file.read_bytes()
+            return read_file(file)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
+        except (OSError, InputError) as error:
             self._warn(file, error)
             return None
 

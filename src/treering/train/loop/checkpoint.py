@@ -1,25 +1,30 @@
 """Checkpoints: folders that Hugging Face loads as a model, plus the state that makes a resumed run exact.
 
 A checkpoint holds weights, optimizer state and torch's random state; `CheckpointStore` finds the newest complete one.
-`treering.atomic` makes a folder appear whole or not at all.
+`treering.atomic` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
+safetensors, and torch unpickles the state with `weights_only=True`, which knows tensors and plain values alone.
 """
 
+import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from treering.atomic import clear_unfinished, read_facts, remove_folder, write_folder
+from treering.atomic import clear_unfinished, read_facts, remove, write_folder
 from treering.errors import StateError, UnsupportedError
 from treering.train.loop.resumable import ReportT, Resumable
+from treering.writing import allocate, writing
 
 STATE_FILE = "training_state.pt"
 TOKENIZER_FILES = (
@@ -66,6 +71,7 @@ class CheckpointStore:
 
         Raises:
             UnsupportedError: not a plain Hugging Face model, such as a PEFT adapter.
+            StateError: the disk is full, or the folder cannot be written; earlier checkpoints are unchanged.
         """
         model = loop.model
         if not isinstance(model, PreTrainedModel):
@@ -74,20 +80,25 @@ class CheckpointStore:
                 "save them yourself"
             )
         target = checkpoint_path(self.folder, loop.num_steps_done)
+        state = {"loop": loop.state(), "random": random_state()}
+        num_bytes = num_tensor_bytes(model.state_dict()) + num_tensor_bytes(state)
 
         def fill(draft: Path) -> None:
-            model.save_pretrained(draft)
-            torch.save({"loop": loop.state(), "random": random_state()}, draft / STATE_FILE)
+            with told_why(draft / STATE_FILE, num_bytes):
+                model.save_pretrained(draft)
+                torch.save(state, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
 
         # Hints come first, so that a complete checkpoint has its hints even if this process is killed.
         if self.hints is not None:
-            self.hints.mkdir(parents=True, exist_ok=True)
+            with writing(self.hints):
+                self.hints.mkdir(parents=True, exist_ok=True)
             loop.save_hints(self.hints / target.name)
-        write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
-        # Later checkpoints are damaged: otherwise this run would have resumed from them.
-        self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
-        self._remove_leftovers(loop.num_steps_done)
+        with writing(target, num_bytes):
+            write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
+            # Later checkpoints are damaged: otherwise this run would have resumed from them.
+            self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
+            self._remove_leftovers(loop.num_steps_done)
         return target
 
     def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
@@ -97,21 +108,23 @@ class CheckpointStore:
             The step to resume from, or None if there is no checkpoint.
 
         Raises:
-            StateError: all checkpoints are damaged, or the newest complete one is of another run.
+            StateError: all checkpoints are damaged, the newest complete one is of another run, or the folder cannot be
+                written.
         """
         damaged: list[str] = []
         for checkpoint in self._newest_first():
             try:
-                facts = read_facts(checkpoint)
+                identity = _identity_of(checkpoint)
             except StateError as error:
                 damaged.append(str(error))
                 continue
             self._warn(damaged, checkpoint)
-            check_identity(facts["identity"], self.identity, where=checkpoint)
+            check_identity(identity, self.identity, where=checkpoint)
             _restore(checkpoint, loop)
             if self.hints is not None:
                 loop.load_hints(self.hints / checkpoint.name)
-            self._remove_leftovers(loop.num_steps_done)
+            with writing(self.folder):
+                self._remove_leftovers(loop.num_steps_done)
             return loop.num_steps_done
         if damaged:
             raise StateError(
@@ -138,11 +151,11 @@ class CheckpointStore:
         # A hidden file is the draft of a killed writer.
         for hint in [*_named(self.hints), *self.hints.glob(f".*{_PREFIX}*")]:
             if hint.name not in left:
-                hint.unlink()
+                remove(hint)
 
     def _remove(self, checkpoints: Iterable[Path]) -> None:
         for path in list(checkpoints):
-            remove_folder(path)
+            remove(path)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -177,11 +190,58 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
+def _identity_of(checkpoint: Path) -> Identity:
+    identity = read_facts(checkpoint).get("identity")
+    if not isinstance(identity, dict):
+        raise StateError(f"{checkpoint.name}: the manifest has no identity of a run")
+    return identity
+
+
 def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
-    state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-    _load_weights(loop.model, checkpoint)
-    loop.load_state(state["loop"])
-    set_random_state(state["random"])
+    # Its checksums are right, so whoever wrote the manifest wrote what cannot be read.
+    try:
+        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        _load_weights(loop.model, checkpoint)
+        parts = state["loop"], state["random"]
+    except (OSError, pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"a checkpoint holds tensors and plain values, and {checkpoint} holds something else "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); nothing of it was run; remove it, "
+            "and start again"
+        ) from error
+    loop.load_state(parts[0])
+    set_random_state(parts[1])
+
+
+@contextmanager
+def told_why(file: Path, num_bytes: int) -> Iterator[None]:
+    """Raises the system's error where a library hides why the block could not write so many bytes of tensors.
+
+    Raises:
+        OSError: the disk is full, or a quota or limit is reached.
+
+    Example: `with told_why(folder / "model.safetensors", num_bytes): model.save_pretrained(folder)`.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError):
+        # What a file format adds to the tensors is less than this.
+        allocate(file, num_bytes + (1 << 20))
+        raise
+
+
+def num_tensor_bytes(state: object) -> int:
+    """Bytes of the tensors in a state of dicts and lists.
+
+    Example: `num_tensor_bytes({"a": [torch.zeros(3)], "b": 7})` is 12.
+    """
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(num_tensor_bytes, state.values()))
+    return sum(map(num_tensor_bytes, state)) if isinstance(state, list | tuple) else 0
 
 
 def _load_weights(model: nn.Module, checkpoint: Path) -> None:

@@ -4,15 +4,16 @@ Each step is trained, then logged, then saved.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from treering.atomic import write_text
 from treering.errors import StateError
 from treering.metrics import Metrics
 from treering.train.loop.checkpoint import CheckpointStore, Identity, check_identity
 from treering.train.loop.resumable import ReportT, Resumable
+from treering.writing import check_regular, writing
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -66,7 +67,7 @@ def run_steps(
     save_every: int | None,
     checkpoints: CheckpointStore,
     metrics: Metrics,
-    on_step: Callable[[ReportT], None] | None = None,
+    on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
 ) -> Iterator[ReportT]:
     """Runs steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
 
@@ -76,15 +77,15 @@ def run_steps(
         save_every: steps between checkpoints; None saves only the last step.
         checkpoints: where to save.
         metrics: opened with `Opened.resume_step`.
-        on_step: logs other data than metrics; called before the step is saved, so that no checkpoint is ahead of a log.
+        on_step: logs other data than metrics, and may return metrics of what it logged; called before the step is
+            saved, so that no checkpoint is ahead of a log.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
     while loop.num_steps_done < num_steps:
         report = loop.step()
-        metrics.log(report.step, report.values())
-        if on_step is not None:
-            on_step(report)
+        logged = None if on_step is None else on_step(report)
+        metrics.log(report.step, {**report.values(), **(logged or {})})
         if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
             checkpoints.save(loop)
         yield report
@@ -96,14 +97,9 @@ def _has_begun(folder: Path, checkpoints: CheckpointStore) -> bool:
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RUN_FILE, identity)
-    except OSError as error:
-        raise StateError(
-            f"a run is kept in a folder that can be written, and {folder} is not one ({error.strerror}); choose "
-            "another run folder"
-        ) from error
+    write_json(folder / RUN_FILE, identity)
 
 
 def _check_free(folder: Path) -> None:
@@ -119,21 +115,22 @@ def _check_free(folder: Path) -> None:
 def write_json(file: Path, content: Mapping[str, object]) -> None:
     """Writes a JSON object to a file atomically.
 
+    Raises:
+        StateError: the file cannot be written.
+
     Example: `write_json(Path("run.json"), {"seed": 0})` writes a `run.json` of three lines.
     """
-    draft = file.with_name(f".{file.name}.unfinished")
-    with draft.open("w", encoding="utf-8") as stream:
-        json.dump(dict(content), stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
+    text = json.dumps(dict(content), indent=1)
+    with writing(file, len(text)):
+        write_text(file, text)
 
 
 def _read(file: Path) -> dict[str, str | int | float | bool | None]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        check_regular(file)
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StateError(
-            f"{file} tells which run lives in a folder, and it cannot be read ({error}); choose another run folder, or "
-            "remove this one to start again"
+            f"{file} tells which run lives in a folder, and it cannot be read ({error}); remove it and the run goes on "
+            "from its checkpoints, or choose another run folder"
         ) from error

@@ -1,0 +1,1 @@
+"""Faults of processes, files and disks while a run trains, and how each ends."""

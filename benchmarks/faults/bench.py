@@ -1,0 +1,139 @@
+"""Claim: whatever happens to a run's process, files and disk, nothing is lost in silence.
+
+`python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
+their disks, and starts two in one folder. Each case ends with the weights of an undisturbed run, with these weights and
+a warning that counts what the logs have lost, or with one clear line and an exit code that is not 0. Anything else is a
+failure, listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
+"""
+
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS, Case, Kind, can_mount
+from benchmarks.faults.judge import ENDINGS, Verdict, failure
+from benchmarks.faults.runs import Server
+from benchmarks.faults.task import Task, arguments, make_task
+from treering.errors import InputError
+
+NUM_STEPS = 6
+NUM_CASES = 240
+_SHARES: Sequence[tuple[Sequence[Kind], float]] = ((KILLS, 0.2), (LIMITS, 0.06), (DISKS, 0.12), (OTHERS, 0.03))
+"""Share of the cases that each list has; the rest are damaged files."""
+
+
+def measure(
+    *,
+    num_cases: int = NUM_CASES,
+    seed: int = 0,
+    only: str | None = None,
+    on_progress: Callable[[str, float], None] = lambda words, done: None,
+) -> dict[str, Any]:
+    """The report, ready for JSON: "kinds" with the number of each ending, "failures" with their seeds, "notes".
+
+    Args:
+        num_cases: how many; below about 200 not every damage of every file is among them.
+        seed: of the first case; the others have the following ones.
+        only: a kind as the notes name it, which every case then is of; with its seed it repeats a failure.
+        on_progress: called with a line and the share that is done.
+
+    Raises:
+        InputError: fewer than one case, or an unknown kind.
+    """
+    if num_cases < 1:
+        raise InputError(f"a fault run has at least one case, got {num_cases}; ask for more")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name, Server() as server:
+        folder = Path(name)
+        has_disks = can_mount(folder / "disk")
+        on_progress("the undisturbed run", 0.0)
+        task = make_task(server, folder, NUM_STEPS)
+        run_s = _seconds(server, task, folder)
+        verdicts: list[tuple[Kind, int, Verdict]] = []
+        for number, kind in enumerate(chosen(num_cases, seed, only=only, has_disks=has_disks)):
+            on_progress(f"case {number + 1} of {num_cases}: {kind}", number / num_cases)
+            verdicts.append((kind, seed + number, _happen(kind, server, task, folder, seed + number, run_s)))
+    return _report(verdicts, num_cases, seed, time.monotonic() - started, has_disks=has_disks)
+
+
+def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: bool = True) -> list[Kind]:
+    """The kind of each case, in a random order; every kind of damage once before one comes twice."""
+    if only is not None:
+        return [_named(only)] * num_cases
+    found: list[Kind] = []
+    for kinds, share in _SHARES:
+        if kinds is not DISKS or has_disks:
+            number = max(1, round(share * num_cases))
+            found += [kinds[i % len(kinds)] for i in range(number)]
+    random = Random(seed)
+    while len(found) < num_cases:
+        found += random.sample(DAMAGED, len(DAMAGED))
+    found = found[:num_cases]
+    random.shuffle(found)
+    return found
+
+
+def _named(name: str) -> Kind:
+    kinds = {str(kind): kind for each in (*(kinds for kinds, _ in _SHARES), DAMAGED) for kind in each}
+    if name not in kinds:
+        raise InputError(f"--only names a kind of fault, got {name!r}; there are {'; '.join(kinds)}")
+    return kinds[name]
+
+
+def _happen(kind: Kind, server: Server, task: Task, folder: Path, seed: int, run_s: float) -> Verdict:
+    place = folder / f"case-{seed}"
+    place.mkdir()
+    try:
+        return kind.happen(Case(server=server, task=task, folder=place, random=Random(seed), run_s=run_s))
+    except (OSError, ValueError, LookupError) as error:
+        return failure(f"the case itself: {type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _seconds(server: Server, task: Task, folder: Path) -> float:
+    found = []
+    for number in range(3):
+        started = time.monotonic()
+        server.start(arguments(task, folder / f"timed-{number}")).end()
+        found.append(time.monotonic() - started)
+    return median(found)
+
+
+def _report(
+    verdicts: Sequence[tuple[Kind, int, Verdict]], num_cases: int, seed: int, seconds: float, *, has_disks: bool
+) -> dict[str, Any]:
+    names = list(dict.fromkeys(kind.name for kinds in (KILLS, DAMAGED, LIMITS, DISKS, OTHERS) for kind in kinds))
+    rows = []
+    for name in names:
+        own = [verdict for kind, _, verdict in verdicts if kind.name == name]
+        counts = Counter(verdict.ending for verdict in own)
+        bitwise = sum(verdict.is_bitwise for verdict in own)
+        rows.append(
+            {"kind": name, "num_cases": len(own), "num_bitwise": bitwise} | {each: counts[each] for each in ENDINGS}
+        )
+    failures = [
+        {"kind": str(kind), "seed": each_seed, "words": verdict.words}
+        for kind, each_seed, verdict in verdicts
+        if verdict.ending == "failure"
+    ]
+    notes = [
+        f"failed: {each['words']}; repeat it by --cases 1 --seed {each['seed']} --only {each['kind']!r}"
+        for each in failures
+    ]
+    if not has_disks:
+        notes.append("full and read-only disks are left out, because this process may not mount any")
+    return {
+        "num_cases": num_cases,
+        "seed": seed,
+        "seconds": seconds,
+        "kinds": [row for row in rows if row["num_cases"]],
+        "failures": failures,
+        "notes": notes,
+    }

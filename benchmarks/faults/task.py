@@ -1,0 +1,96 @@
+"""The run that faults meet: a tiny policy on easy sums, which has learnt enough that its rewards differ."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.faults.runs import Ended, Server
+from treering.errors import StateError
+
+SAVE_EVERY = 2
+SETTINGS = """
+[model]
+{model}
+[task]
+num_prompts = 4
+min_terms = 2
+max_terms = 2
+max_number = 3
+[sampling]
+max_tokens = 8
+[rl]
+prompts_per_step = 2
+group_size = 8
+[engine]
+num_threads = 1
+[optim]
+learning_rate = 1e-2
+[run]
+save_every = 2
+"""
+RANDOM = """
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+head_size = 16
+intermediate_size = 32
+"""
+LEARN = ("warmup.num_steps=20", "warmup.num_prompts=5", "warmup.learning_rate=2e-2", "rl.num_steps=1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The configuration of the run, and what undisturbed runs of it leave.
+
+    Attributes:
+        config: the file.
+        whole: folder of an undisturbed run.
+        half: folder of one that has ended halfway.
+        num_steps: of the whole run.
+    """
+
+    config: Path
+    whole: Path
+    half: Path
+    num_steps: int
+
+
+def arguments(task: Task, folder: Path, num_steps: int | None = None) -> list[str]:
+    """The command that trains in a folder."""
+    return ["train", str(task.config), f"run.dir={folder}", f"rl.num_steps={num_steps or task.num_steps}"]
+
+
+def make_task(server: Server, folder: Path, num_steps: int) -> Task:
+    """Trains the policy to start from and the undisturbed runs.
+
+    Raises:
+        StateError: one of them failed, or no weight moved, so that every run would end with the same weights.
+    """
+    first = folder / "first.toml"
+    first.write_text(SETTINGS.format(model=RANDOM))
+    server.warm(["train", str(first), f"run.dir={folder / 'warm'}", "rl.num_steps=2", "rl.prompts_per_step=1"])
+    _check(server.start(["train", str(first), f"run.dir={folder / 'first'}", *LEARN]).end())
+    config = folder / "run.toml"
+    start = folder / "first" / "checkpoints" / "step-000001"
+    config.write_text(SETTINGS.format(model=f'path = "{start}"'))
+    task = Task(config=config, whole=folder / "whole", half=folder / "half", num_steps=num_steps)
+    _check(server.start(arguments(task, task.whole)).end())
+    _check(server.start(arguments(task, task.half, num_steps - SAVE_EVERY)).end())
+    left, right = weights_of(task.whole, num_steps), weights_of(task.half, num_steps - SAVE_EVERY)
+    if all(torch.equal(left[name], right[name]) for name in left):
+        raise StateError("faults are told by the weights, and the run moved none; choose another seed or task")
+    return task
+
+
+def _check(ended: Ended) -> None:
+    if ended.code != 0:
+        raise StateError(f"an undisturbed run ends with exit code 0, and one ended with {ended.code}: {ended.stderr}")
+
+
+def weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The weights of a step's checkpoint; empty if there is none."""
+    file = folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors"
+    return load_file(file) if file.is_file() else {}

@@ -1,0 +1,102 @@
+"""The fault run: it sees what is lost, it covers every kind, and its documents show what it measured."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.faults.bench import NUM_CASES, chosen, measure
+from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS
+from benchmarks.faults.damage import DAMAGES, LINE_DAMAGES, MARKER
+from benchmarks.faults.judge import TOLERANCE, judge
+from benchmarks.faults.runs import Ended
+from benchmarks.faults.task import Task
+from benchmarks.faults.view import as_markdown
+from safetensors.torch import save_file
+
+from treering.errors import InputError
+
+ROOT = Path(__file__).parents[3]
+
+
+def finished(folder: Path, *, rows: str = "12", lines: str = "1122", weight: float = 1.0) -> Path:
+    """A run folder of two steps: the steps of its rows and rollouts, and its weight."""
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in rows))
+    (folder / "rollouts" / "epoch-000.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in lines))
+    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    save_file({"w": torch.tensor([weight])}, folder / "checkpoints" / "step-000002" / "model.safetensors")
+    return folder
+
+
+def ended(code: int = 0, stderr: str = "", **changes: bool) -> Ended:
+    return Ended(code=code, stderr=stderr, **{"has_hung": False, "is_left": False, **changes})
+
+
+@pytest.mark.parametrize(
+    ("run", "end", "ending", "words"),
+    [
+        ({}, ended(), "same weights", ""),
+        ({"lines": "112"}, ended(stderr="warning: a: 1 missing line of step 2\n"), "counted warning", "1 missing"),
+        ({"rows": "1", "lines": "112"}, ended(stderr="warning: 1 missing line\nwarning: 1 missing line\n"),
+         "counted warning", ""),
+        ({"rows": ""}, ended(2, "a\ntreering: remove it\n"), "one line", "remove it"),
+        ({"lines": "112"}, ended(), "failure", "1 lines of the logs are lost, and 0 are told"),
+        ({"lines": "11222"}, ended(), "failure", "1 lines of the logs are there twice"),
+        ({"weight": 1.0 + 2e-7}, ended(), "failure", "the weights differ"),
+        ({}, ended(1, "treering: a\nTraceback\n"), "failure", "a traceback"),
+        ({}, ended(2, "treering: a\nmore\n"), "failure", "without one clear line"),
+        ({}, ended(1, ""), "failure", "without one clear line"),
+        ({}, ended(-signal.SIGSEGV, ""), "failure", "without one clear line"),
+        ({}, ended(-signal.SIGKILL, has_hung=True), "failure", "it hung"),
+        ({}, ended(is_left=True), "failure", "processes were left behind"),
+    ],
+)  # fmt: skip
+def test_what_is_lost_is_a_failure_unless_it_is_told(
+    tmp_path: Path, run: dict[str, Any], end: Ended, ending: str, words: str
+) -> None:
+    task = Task(config=tmp_path, whole=finished(tmp_path / "whole"), half=tmp_path, num_steps=2)
+    verdict = judge(task, finished(tmp_path / "case" / "run", **run), end)
+    assert verdict.ending == ending
+    assert words in verdict.words
+
+
+def test_only_a_lost_history_may_change_the_rounding_of_weights(tmp_path: Path) -> None:
+    task = Task(config=tmp_path, whole=finished(tmp_path / "whole"), half=tmp_path, num_steps=2)
+    for name, weight, ending in (("a", 1 + TOLERANCE / 2, "same weights"), ("b", 1 + 2 * TOLERANCE, "failure")):
+        assert judge(task, finished(tmp_path / name / "run", weight=weight), ended(), may_round=True).ending == ending
+
+
+def test_an_executed_pickle_is_a_failure(tmp_path: Path) -> None:
+    task = Task(config=tmp_path, whole=finished(tmp_path / "whole"), half=tmp_path, num_steps=2)
+    run = finished(tmp_path / "case" / "run")
+    (run.parent / MARKER).touch()
+    assert judge(task, run, ended()).ending == "failure"
+
+
+def test_the_full_form_has_every_kind_and_the_same_seed_the_same_cases() -> None:
+    cases = chosen(NUM_CASES, 0)
+    assert len(cases) == NUM_CASES > 200
+    assert set(cases) == {*KILLS, *DAMAGED, *LIMITS, *DISKS, *OTHERS}
+    assert {kind.detail for kind in DAMAGED} == {*DAMAGES, *LINE_DAMAGES}
+    assert chosen(NUM_CASES, 0) == cases != chosen(NUM_CASES, 1)
+    assert set(chosen(3, 5, only=str(DAMAGED[7]))) == {DAMAGED[7]}
+    with pytest.raises(InputError, match="--only names a kind of fault, got 'rain'"):
+        chosen(3, 5, only="rain")
+
+
+@pytest.mark.slow
+def test_a_few_faults_end_as_they_may() -> None:
+    report = measure(num_cases=5, seed=3)
+    assert report["failures"] == []
+    assert sum(row["num_cases"] for row in report["kinds"]) == 5
+    with pytest.raises(InputError, match="at least one case, got 0"):
+        measure(num_cases=0)
+
+
+def test_the_document_shows_the_published_run() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())
+    assert report["failures"] == []
+    assert as_markdown(report) in (ROOT / "docs" / "faults.md").read_text()

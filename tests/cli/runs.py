@@ -1,0 +1,95 @@
+"""Tiny runs of the commands that train, for tests of their folder."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from treering.cli.main import main
+
+MODEL = """
+[model]
+hidden_size = 16
+num_layers = 1
+num_heads = 2
+num_kv_heads = 1
+head_size = 8
+intermediate_size = 16
+device = "cpu"
+[run]
+dir = "out"
+save_every = 2
+"""
+SFT = f"""{MODEL}
+[data]
+source = "generated"
+stand_in = {{ num_tasks = 5, num_trials = 2, vocab_size = 32 }}
+[train]
+num_steps = 4
+trees_per_step = 2
+max_tokens = 4000
+learning_rate = 1e-2
+"""
+TRAIN = f"""{MODEL}
+[task]
+num_prompts = 4
+[sampling]
+max_tokens = 6
+[rl]
+num_steps = 4
+prompts_per_step = 2
+group_size = 3
+[engine]
+num_threads = 1
+"""
+CONFIGS = {"sft": SFT, "train": TRAIN}
+
+
+class Commands:
+    """Runs commands in the current folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._monkeypatch, self._capfd = folder, monkeypatch, capfd
+        for name, text in CONFIGS.items():
+            (folder / f"{name}.toml").write_text(text)
+
+    def run(self, name: str, *overrides: str) -> tuple[int, str]:
+        """Exit code and stderr of `treering NAME NAME.toml OVERRIDES`."""
+        self._monkeypatch.setattr(sys, "argv", ["treering", name, f"{name}.toml", *overrides, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), self._capfd.readouterr().err
+
+    def done(self, name: str, *overrides: str) -> str:
+        """Stderr of a command that ends well."""
+        code, err = self.run(name, *overrides)
+        assert code == 0, err
+        return err
+
+    def refused(self, name: str, *overrides: str) -> str:
+        """The one line of a command that does not."""
+        code, err = self.run(name, *overrides)
+        lines = [line for line in err.splitlines() if line.startswith("treering: ")]
+        assert code == 2, err
+        assert len(lines) == 1, err
+        assert err.endswith(f"{lines[0]}\n")
+        assert "Traceback" not in err
+        return lines[0]
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def assert_same_weights(left: Path, right: Path, step: int) -> None:
+    ours, theirs = weights(left, step), weights(right, step)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def rows(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
