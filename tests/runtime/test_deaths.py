@@ -67,6 +67,19 @@ def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "reward worker", "trainer"))
 
 
+@pytest.mark.parametrize("victim", ["rollout worker 0", "trainer"])
+def test_a_process_that_hangs_with_work_is_replaced(undisturbed: Result, victim: str) -> None:
+    # The first message comes from a process that is ready; later ones tell that there is work.
+    stopping = killing({5: victim}, signal.SIGSTOP)
+    with stopping as hung, pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=20.0) as loop:
+        result = run(loop, NUM_STEPS)
+        account = loop.account
+    assert hung == [victim]
+    assert_same(result, undisturbed)
+    assert is_complete(account)
+    assert account.worker_deaths + account.trainer_deaths >= 1
+
+
 def test_many_deaths_do_not_end_a_run_that_makes_progress() -> None:
     # On a busy machine a new worker makes progress late, so the run has some more steps after the last death.
     num_steps = 2 * NUM_STEPS

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -69,7 +70,14 @@ class ChildProcess:
     """
 
     def __init__(
-        self, name: str, role: Role, memory: SharedMemory, context: Context, *, leads_group: bool = False
+        self,
+        name: str,
+        role: Role,
+        memory: SharedMemory,
+        context: Context,
+        *,
+        time_limit_s: float,
+        leads_group: bool = False,
     ) -> None:
         """Starts nothing yet.
 
@@ -78,10 +86,14 @@ class ChildProcess:
             role: what it runs.
             memory: of the weights.
             context: from `start_method`.
+            time_limit_s: how long it may be silent while it has work; see `end_if_silent`.
             leads_group: the role makes itself the leader of a process group, which `stop` kills as a whole.
         """
         self.name = name
         self._leads_group = leads_group
+        self._time_limit_s = time_limit_s
+        self._heard_s = time.monotonic()
+        self._was_silent = False
         self._context = context
         self._role = role
         self._memory = memory
@@ -114,7 +126,8 @@ class ChildProcess:
         self._process.start()
         theirs.close()
         self._connection = ours
-        self.is_ready = False
+        self.is_ready = self._was_silent = False
+        self._heard_s = time.monotonic()
         self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
 
     def send(self, message: object) -> None:
@@ -140,11 +153,25 @@ class ChildProcess:
             has_died = is_gone
         except (EOFError, OSError):
             has_died = True
+        if messages:
+            self._heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, Failed):
                 raise message.error
         self.is_ready = self.is_ready or any(isinstance(message, Ready) for message in messages)
         return [message for message in messages if not isinstance(message, Ready)], has_died
+
+    def end_if_silent(self, *, is_busy: bool) -> None:
+        """Kills a child that has work, or is not ready, and has sent nothing within its time limit.
+
+        `receive` reports its death. Call it after every `receive`.
+        """
+        now_s = time.monotonic()
+        if self.is_ready and not is_busy:
+            self._heard_s = now_s
+        elif self._process is not None and now_s > self._heard_s + self._time_limit_s:
+            self._was_silent = True
+            self._process.kill()
 
     def reap(self) -> int | None:
         """Cleans up a dead child and returns its exit status.
@@ -154,12 +181,15 @@ class ChildProcess:
         """
         status = self.stop()
         self.num_deaths += 1
-        if self.num_deaths >= MAX_DEATHS:
-            raise StateError(
-                f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times "
-                f"in a row without progress, last with {describe_status(status)}; free memory, or read its output"
-            )
-        return status
+        if self.num_deaths < MAX_DEATHS:
+            return status
+        cause = f"last with {describe_status(status)}; free memory, or read its output"
+        if self._was_silent:
+            cause = f"last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
+        raise StateError(
+            f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times in a row "
+            f"without progress, {cause}"
+        )
 
     def note_progress(self) -> None:
         """Resets the count of deaths."""

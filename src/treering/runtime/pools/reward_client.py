@@ -39,6 +39,7 @@ class RewardClient:
         *,
         reward_name: str,
         time_limit_s: float,
+        worker_time_limit_s: float,
         account: Account,
     ) -> None:
         """Starts both workers.
@@ -49,6 +50,7 @@ class RewardClient:
             context: how processes are started.
             reward_name: see `Task.reward_name`.
             time_limit_s: for one request.
+            worker_time_limit_s: to build the task.
             account: counts deaths.
         """
         self._settings = settings
@@ -60,7 +62,7 @@ class RewardClient:
         self._deaths: Counter[RolloutKey] = Counter()
         self._since_s = time.perf_counter()
         self.child, self.spare = (
-            ChildProcess(name, run_reward_worker, memory, context, leads_group=True)
+            ChildProcess(name, run_reward_worker, memory, context, time_limit_s=worker_time_limit_s, leads_group=True)
             for name in ("reward worker", "spare reward worker")
         )
         self.child.start(settings)
@@ -105,6 +107,8 @@ class RewardClient:
             self._since_s = time.perf_counter()
         if found:
             self.child.note_progress()
+        # Its requests have a time limit of their own.
+        self.child.end_if_silent(is_busy=False)
         self._check_spare()
         if has_died:
             found += self._replace()
@@ -136,6 +140,7 @@ class RewardClient:
 
     def _check_spare(self) -> None:
         _, has_died = self.spare.receive()
+        self.spare.end_if_silent(is_busy=False)
         if self.spare.is_ready:
             self.spare.note_progress()
         if has_died:
