@@ -30,3 +30,16 @@ class StateError(TreeringError, RuntimeError):
 
 class DataWarning(UserWarning):
     """Data that is read, with something that its owner should know; each sentence is said once."""
+
+
+class Interrupted(BaseException):
+    """A signal ends the run: raised by the handlers of the command line, in the main thread.
+
+    Not an `Exception`, so that no code that handles errors takes it for one.
+
+    Example: `Interrupted(signal.SIGTERM).signal_number` is 15.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number

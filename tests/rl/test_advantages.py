@@ -1,7 +1,9 @@
 """Group advantages against formulas written out by hand."""
 
+import decimal
 import math
 import statistics
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import ConfigError, InputError
-from treering.rl.advantages import Estimator, group_advantages
+from treering.rl.advantages import EPSILON, Estimator, group_advantages
 
 ESTIMATORS: tuple[Estimator, ...] = ("grpo", "dr_grpo", "rloo")
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=9)
@@ -59,6 +61,63 @@ def test_rewards_stay_as_they_were(rewards: list[float], estimator: Estimator) -
     given_rewards = np.array(rewards)
     group_advantages(given_rewards, estimator)
     assert given_rewards.tolist() == rewards
+
+
+HUGE = st.floats(-1e300, 1e300) | st.builds(
+    lambda mantissa, exponent: mantissa * 10.0**exponent, st.floats(-9, 9), st.integers(-300, 299)
+)
+"""Numbers of one size, and numbers of all sizes."""
+
+
+@given(st.lists(HUGE, min_size=2, max_size=9), st.sampled_from(ESTIMATORS))
+def test_advantages_of_rewards_of_any_size_are_the_formula(rewards: list[float], estimator: Estimator) -> None:
+    with decimal.localcontext(prec=700, Emax=9999, Emin=-9999):
+        exact = [Decimal(reward) for reward in rewards]
+        mean = sum(exact) / len(exact)
+        deviation = (sum((reward - mean) ** 2 for reward in exact) / (len(exact) - 1)).sqrt()
+        divisor = deviation + Decimal(EPSILON) if estimator == "grpo" else Decimal(1)
+        factor = Decimal(len(exact)) / (len(exact) - 1) if estimator == "rloo" else Decimal(1)
+        # A mean of G numbers is rounded G times, each time by half a unit of the largest at most.
+        rounding = Decimal(len(exact) * np.finfo(np.float64).eps) * max(map(abs, exact)) / divisor
+        expected = [(reward - mean) / divisor * factor for reward in exact]
+        for actual, value in zip(group_advantages(np.array(rewards), estimator).tolist(), expected, strict=True):
+            relative = rounding if estimator == "grpo" else Decimal(0)
+            tolerance = 2 * rounding + abs(value) * (relative + Decimal("1e-15"))
+            assert abs(Decimal(actual) - value) <= tolerance + Decimal("5e-324")
+
+
+WHOLE = st.lists(st.integers(0, 100), min_size=2, max_size=9).filter(lambda rewards: len(set(rewards)) > 1)
+
+
+@given(WHOLE, st.integers(60, 960))
+def test_divided_by_the_deviation_advantages_do_not_depend_on_the_scale(rewards: list[int], exponent: int) -> None:
+    # From 2^60 on the added 1e-6 is less than half a unit of the deviation, so even the bits are the same.
+    first, second = (group_advantages(np.ldexp(np.array(rewards, float), power), "grpo") for power in (60, exponent))
+    assert first.tolist() == second.tolist()
+
+
+@given(WHOLE, st.integers(-960, 960), st.sampled_from(["dr_grpo", "rloo"]))
+def test_undivided_advantages_grow_with_the_rewards(rewards: list[int], exponent: int, estimator: Estimator) -> None:
+    values = np.array(rewards, float)
+    expected = np.ldexp(group_advantages(values, estimator), exponent)
+    assert group_advantages(np.ldexp(values, exponent), estimator).tolist() == expected.tolist()
+
+
+@given(WHOLE, st.integers(-(2**40), 2**40), st.sampled_from(ESTIMATORS))
+def test_advantages_do_not_depend_on_an_added_number(rewards: list[int], added: int, estimator: Estimator) -> None:
+    values = np.array(rewards, float)
+    actual, expected = group_advantages(values + added, estimator), group_advantages(values, estimator)
+    # Sums of up to nine numbers up to 2^41, rounded nine times; deviations of different integers are at least 1/3.
+    assert np.abs(actual - expected).max() <= 4 * 9 * 2.0**41 * np.finfo(np.float64).eps * 3
+
+
+def test_differences_that_float64_cannot_hold_are_refused() -> None:
+    rewards = np.array([1.7e308, -1.7e308])
+    for estimator in ("rloo", "dr_grpo"):
+        values = rewards if estimator == "rloo" else np.array([1.7e308, *[-1.7e308] * 9])
+        with pytest.raises(InputError, match="differ by numbers that float64 can hold"):
+            group_advantages(values, estimator)  # type: ignore[arg-type]
+    assert group_advantages(rewards, "grpo").tolist() == pytest.approx([2**-0.5, -(2**-0.5)])
 
 
 def test_what_is_no_reward_or_estimator_is_refused() -> None:

@@ -1,10 +1,14 @@
 """Collection: turns, order, and failed rollouts. A scripted engine replaces the policy."""
 
 import math
+import signal
 from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +16,7 @@ from tests.rl.rollouts import prompt_of, rollout_of
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
-from treering.errors import ConfigError, InputError, StateError
+from treering.errors import ConfigError, InputError, Interrupted, StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect
 from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.sums import ChainedSums
@@ -216,15 +220,31 @@ def test_a_reward_that_raises_costs_its_rollout_alone(max_batch: int) -> None:
     assert {rollout.sample for rollout in seen if rollout.reward is None} == {1}
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None, "1", 1j, [1.0], np.ones(1), np.float32("nan")])
+NO_NUMBERS = [
+    *(math.nan, math.inf, -math.inf, None, "1", b"1", 1j, [1.0], (1.0,), {}, 10**400, Fraction(10**400)),
+    *(np.float32("nan"), np.ones(2), np.ones((1, 2)), np.zeros(0), np.array("1"), np.complex64(1)),
+    *(Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400")),
+    *(torch.ones(2), torch.zeros(0), torch.tensor(math.nan), torch.ones(1, device="meta")),
+]
+
+
+@pytest.mark.parametrize("reward", NO_NUMBERS, ids=lambda value: type(value).__name__)
 def test_what_is_no_finite_number_counts_as_raising(reward: object) -> None:
     collected = run(task=Fake(reward=lambda rollout: reward))
     assert (collected.num_reward_errors, collected.num_rollouts) == (9, 0)
     assert [group.rollouts for group in collected.groups] == [(), (), ()]
-    assert "a reward is a finite number, got" in collected.reward_errors[0]
+    assert "a reward is one finite number" in collected.reward_errors[0]
+    assert f"({type(reward).__name__}); return a float" in collected.reward_errors[0]
 
 
-@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), 1.0])
+NUMBERS = [
+    *(1, True, 1.0, Fraction(1), Decimal("1.0")),
+    *(np.float32(1), np.float16(1), np.int64(1), np.bool_(True), np.array(1.0), np.ones(1), np.ones((1, 1))),
+    *(torch.tensor(1.0), torch.ones(1), torch.tensor(True), torch.tensor(1.0, requires_grad=True)),
+]
+
+
+@pytest.mark.parametrize("reward", NUMBERS, ids=lambda value: type(value).__name__)
 def test_any_kind_of_number_is_a_reward(reward: object) -> None:
     collected = run(task=Fake(reward=lambda rollout: reward))
     rewards = [rollout.reward for group in collected.groups for rollout in group.rollouts]
@@ -283,11 +303,13 @@ def test_over_long_rollouts_are_counted_and_kept() -> None:
     assert [rollout.finish_reason for rollout in collected.groups[0].rollouts] == ["stop", "length", "stop"]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
 @pytest.mark.parametrize("where", ["reward", "observe"])
 def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException], where: str) -> None:
     def interrupt(rollout: Rollout) -> float:
-        raise stop
+        if stop is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        raise Interrupted(signal.SIGTERM)
 
     engine = ScriptedEngine(countdown, max_batch=2)
     task = Fake(**{where: interrupt})
@@ -295,6 +317,30 @@ def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException
         collect(engine, task, PROMPTS, {}, group_size=3, sampling=SAMPLING, max_turns=2)
     assert (engine.num_unfinished, engine.step()) == (0, [])
     assert collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING).num_rollouts == 9
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["reward", "observe"])
+def test_an_exception_that_ends_programs_costs_its_rollout_alone(stop: type[BaseException], where: str) -> None:
+    def leave(rollout: Rollout) -> float | None:
+        if rollout.sample == 1:
+            raise stop("bye")
+        return 1.0 if where == "reward" else None
+
+    collected = run(task=Fake(**{where: leave}), max_turns=2)
+    assert (collected.num_reward_errors, collected.num_rollouts) == (3, 6)
+    assert f"it raised {stop.__name__}: bye" in collected.reward_errors[0]
+
+
+def test_an_error_without_a_text_is_told_all_the_same() -> None:
+    class MuteError(ValueError):
+        def __str__(self) -> str:
+            raise KeyError
+
+    def fail(rollout: Rollout) -> float:
+        raise MuteError
+
+    assert "MuteError: its text raises KeyError" in run(task=Fake(reward=fail)).reward_errors[0]
 
 
 def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:

@@ -479,3 +479,19 @@ def test_both_the_task_s_and_the_user_s_stops_end_a_rollout(stops: tuple[int, ..
     for row in loop.latest:
         assert row.tokens is not None
         assert row.tokens[row.loss_mask].tolist() == expected
+
+
+def test_rewards_of_any_size_train_without_a_warning() -> None:
+    # Any warning of numpy is an error in the tests.
+    loop = scripted_loop(task=TinyTask(2, lambda rollout: 1.7e308 * share_of_even_tokens(rollout)))
+    other = scripted_loop(task=TinyTask(2, lambda rollout: 1e-3 * share_of_even_tokens(rollout)))
+    report = loop.step()
+    assert report.update is not None
+    assert report.rollouts.reward_mean == pytest.approx(1.7e308 * (other.step().rollouts.reward_mean or 0) / 1e-3)
+    assert report.rollouts.reward_std is not None
+    assert 0 < report.rollouts.reward_std < 1.7e308
+    # Undivided, they are too large for float32.
+    with pytest.raises(StateError, match="finite"):
+        scripted_loop(
+            task=TinyTask(2, lambda rollout: 1e300 * share_of_even_tokens(rollout)), estimator="dr_grpo"
+        ).step()

@@ -276,3 +276,29 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         tree_advantages(Forest.from_sequences(STEM), rewards, **options)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=7),
+    st.data(),
+    st.integers(-900, 900),
+    st.sampled_from(RELATIVE),
+)
+def test_advantages_grow_with_rewards_of_any_size(
+    sequences: list[list[int]], data: st.DataObject, exponent: int, baseline: Baseline
+) -> None:
+    rewards = data.draw(st.lists(st.integers(0, 100), min_size=len(sequences), max_size=len(sequences)))
+    forest = Forest.from_sequences(sequences)
+    plain = tree_advantages(forest, rewards, baseline)
+    scaled = tree_advantages(forest, np.ldexp(np.array(rewards, float), exponent), baseline)
+    for values, expected in zip(scaled, plain, strict=True):
+        np.testing.assert_allclose(np.ldexp(values, -exponent), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rewards_of_mixed_sizes_give_finite_advantages() -> None:
+    forest = Forest.from_sequences(STEM)
+    for baseline in RELATIVE:
+        for values in tree_advantages(forest, [1e308, -1e-300, 1e300, 0.5], baseline):
+            assert np.isfinite(values).all()
+    grpo = tree_advantages(forest, [1e308, -1e-300, 1e300, 0.5], "tree_grpo", trees=[0, 0, 1, 1])
+    assert all(np.isfinite(values).all() for values in grpo)

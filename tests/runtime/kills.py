@@ -10,13 +10,14 @@ from treering.runtime.ipc.process import MAX_DEATHS, ChildProcess
 
 
 @contextmanager
-def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
-    """Kills a process with SIGKILL after the n-th message that the controller receives.
+def killing(moments: Mapping[int, str], number: signal.Signals = signal.SIGKILL) -> Iterator[list[str]]:
+    """Kills a process, or sends another signal, after the n-th message that the controller receives.
 
     Spares a process whose next death in a row would end the run, until it makes progress.
 
     Args:
         moments: n -> prefix of the victim's name; the first running process that matches.
+        number: the signal.
 
     Yields:
         The names of the killed processes, in order.
@@ -42,7 +43,7 @@ def killing(moments: Mapping[int, str]) -> Iterator[list[str]]:
                 # Wait for a later message if the victim is dead and not yet replaced.
                 is_last_chance = victim.num_deaths == MAX_DEATHS - 1
                 if victim.pid is not None and victim.pid not in killed and not is_last_chance:
-                    os.kill(victim.pid, signal.SIGKILL)
+                    os.kill(victim.pid, number)
                     killed.add(victim.pid)
                     dead.append(victim.name)
                     del due[0]

@@ -93,6 +93,7 @@ def pipeline(
     history: Path | None = None,
     drafting: Drafting | None = None,
     reward_time_limit_s: float = 60.0,
+    worker_time_limit_s: float = 3600.0,
     rebalancing: Rebalancing = "queued",
     num_slots: int = MAX_BATCH,
     **changes: object,
@@ -118,4 +119,5 @@ def pipeline(
         predictor=make_predictor("median", max_tokens=12),
         drafting=drafting if history is None else Drafting(DraftOptions(min_acceptance=0.01), history),
         reward_time_limit_s=reward_time_limit_s,
+        worker_time_limit_s=worker_time_limit_s,
     )

@@ -1,9 +1,15 @@
 """Tasks whose rewards misbehave."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +65,71 @@ class Answering(TinyTask):
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
         return np.array([1 + int(rollout.tokens.sum()) % 7], np.int32)
+
+
+def fork_and_return() -> None:
+    os.fork()
+
+
+def leave_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait).start()
+
+
+def leave_a_process() -> None:
+    subprocess.Popen(["sleep", "3600"])
+
+
+def print_in_every_way() -> None:
+    print("printed by python")
+    os.write(1, b"written to the descriptor\n")
+    subprocess.run(["echo", "printed by a process"], check=True)
+
+
+def leave_by(error: type[BaseException]) -> None:
+    raise error("bye")
+
+
+HARMLESS: Mapping[str, Callable[[], object]] = {
+    "forks": fork_and_return,
+    "leaves a thread": leave_a_thread,
+    "leaves a process": leave_a_process,
+    "changes the folder": partial(os.chdir, "/"),
+    "prints": print_in_every_way,
+    "closes stdout": lambda: sys.stdout.close(),
+    "ignores SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+}
+"""What a reward may do without any effect on its run."""
+
+RAISING: Mapping[str, Callable[[], object]] = {
+    "SystemExit": partial(leave_by, SystemExit),
+    "KeyboardInterrupt": partial(leave_by, KeyboardInterrupt),
+    "GeneratorExit": partial(leave_by, GeneratorExit),
+}
+"""What leaves a rollout without a reward, and its worker alive."""
+
+ENDING: Mapping[str, Callable[[], object]] = {
+    "crashes": partial(ctypes.string_at, 0),
+    "aborts": os.abort,
+    "exits with 0": partial(os._exit, 0),
+    "exits with 3": partial(os._exit, 3),
+    "closes its files": partial(os.closerange, 3, 999),
+    "ends itself": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+"""What ends the process of a reward."""
+
+
+class Doing(TinyTask):
+    """One rollout of each group in the first step does something first, or every rollout."""
+
+    def __init__(self, name: str, *, always: bool = False) -> None:
+        super().__init__()
+        self._act = {**HARMLESS, **RAISING, **ENDING}[name]
+        self._always = always
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+        if self._always or (rollout.draw, rollout.sample) == (0, 1):
+            self._act()
+        return share_of_even_tokens(rollout)
 
 
 class Constant(TinyTask):

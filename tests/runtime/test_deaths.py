@@ -67,6 +67,19 @@ def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
     assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "reward worker", "trainer"))
 
 
+@pytest.mark.parametrize("victim", ["rollout worker 0", "trainer"])
+def test_a_process_that_hangs_with_work_is_replaced(undisturbed: Result, victim: str) -> None:
+    # The first message comes from a process that is ready; later ones tell that there is work.
+    stopping = killing({5: victim}, signal.SIGSTOP)
+    with stopping as hung, pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=20.0) as loop:
+        result = run(loop, NUM_STEPS)
+        account = loop.account
+    assert hung == [victim]
+    assert_same(result, undisturbed)
+    assert is_complete(account)
+    assert account.worker_deaths + account.trainer_deaths >= 1
+
+
 def test_many_deaths_do_not_end_a_run_that_makes_progress() -> None:
     # On a busy machine a new worker makes progress late, so the run has some more steps after the last death.
     num_steps = 2 * NUM_STEPS
@@ -146,7 +159,7 @@ def test_a_rollout_that_kills_three_reward_workers_is_left_out() -> None:
         account = loop.account
     assert report.num_reward_errors == 2
     assert account.reward_worker_deaths == 6
-    assert all("ended the reward worker 3 times" in message for message in report.reward_errors)
+    assert all("ended the reward worker (signal SIGKILL), 3 times" in message for message in report.reward_errors)
     assert is_complete(account, 8)
 
 
@@ -186,8 +199,8 @@ def test_a_run_outlives_its_fork_server() -> None:
         loop.step()
         loop.step()
         assert is_complete(loop.account, 20)
-        # No child outlives the server.
-        assert (loop.account.worker_deaths, loop.account.reward_worker_deaths, loop.account.trainer_deaths) == (1, 1, 1)
+        # No child outlives the server, the spare reward worker neither.
+        assert (loop.account.worker_deaths, loop.account.reward_worker_deaths, loop.account.trainer_deaths) == (1, 2, 1)
 
 
 def test_an_error_in_a_child_is_raised_here_with_its_type_and_text() -> None:
@@ -209,7 +222,9 @@ def test_processes_end_with_the_loop() -> None:
     with pipeline(num_steps=2) as loop:
         loop.step()
         pids = loop.pids
-        assert sorted(pids) == ["reward worker", "rollout worker 0", "rollout worker 1", "trainer"]
+        assert sorted(pids) == [
+            *("reward worker", "rollout worker 0", "rollout worker 1", "spare reward worker", "trainer")
+        ]
         assert all(lives(pid) for pid in pids.values())
     assert not any(lives(pid) for pid in pids.values())
 
@@ -221,7 +236,7 @@ def test_processes_end_with_a_controller_that_is_killed() -> None:
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as controller:
         assert controller.stdout is not None
         pids = [int(pid) for pid in controller.stdout.readline().split()]
-        assert len(pids) == 4
+        assert len(pids) == 5
         assert all(lives(pid) for pid in pids)
         controller.kill()
         deadline = time.monotonic() + 60

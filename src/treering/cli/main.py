@@ -2,23 +2,24 @@
 
 Each subcommand imports its own module when it runs, so `treering --help` is quick and loads no torch.
 
-Exit codes: 0 done, 2 bad input (one line on stderr), 130 interrupted.
+Exit codes: 0 done, 2 bad input, 129, 130 and 143 interrupted by SIGHUP, SIGINT and SIGTERM. All but 0 come with one
+line on stderr.
 """
 
 import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
 import treering
+from treering.cli.notes import notes_on_stderr
 from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
 from treering.cli.simulate.command import simulate
-from treering.errors import ConfigError, DataWarning, TreeringError
+from treering.errors import ConfigError, Interrupted, TreeringError
 from treering.extras import require
 
 EXIT_BAD_INPUT = 2
@@ -51,47 +52,38 @@ def main() -> None:
     # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-    with _notes_on_stderr():
-        sys.exit(_run())
+    threads = threading.enumerate()
+    try:
+        with ended_by_signals(), notes_on_stderr():
+            code = _run()
+    except Interrupted as error:
+        _say(describe(error))
+        leave_at_once(exit_code(error.signal_number))
+    leave(code or 0, threads)
 
 
 def _run() -> int | None:
+    """Runs the command; returns its exit code."""
     try:
         # Not standalone: typer would wrap a mistyped option in a box of many lines.
-        return cast(int | None, app(prog_name="treering", standalone_mode=False))
+        code: int | None = app(prog_name="treering", standalone_mode=False)
     except TreeringError as error:
         return _refused(str(error))
     except typer.Abort:
-        # Ctrl-C; newer typer releases return the code themselves.
+        # Outside the main thread Ctrl-C is typer's; newer releases return the code themselves.
         return EXIT_INTERRUPTED
     except _UsageError as error:
         return _refused(f"{error.format_message().rstrip('.')}. See treering --help, or --help after a subcommand.")
-
-
-@contextmanager
-def _notes_on_stderr() -> Iterator[None]:
-    """Inside, what is to be said about data is one line on stderr, each sentence one time; stdout stays clean."""
-    said: set[str] = set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", DataWarning)
-        shown = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if not issubclass(category, DataWarning):
-                shown(message, category, *place, **more)
-                return
-            text = " ".join(str(message).split())
-            if text not in said:
-                said.add(text)
-                print(f"treering: note: {text}", file=sys.stderr)
-
-        warnings.showwarning = show
-        yield
+    return code
 
 
 def _refused(message: str) -> int:
-    print(f"treering: {' '.join(message.split())}", file=sys.stderr)
+    _say(message)
     return EXIT_BAD_INPUT
+
+
+def _say(message: str) -> None:
+    print(f"treering: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _print_version(requested: bool) -> None:

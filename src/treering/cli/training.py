@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from treering.cli.progress import warnings_as_lines
+from treering.cli.signals import advising
+from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
+from treering.config.run import RunConfig
 
 
 def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -23,33 +26,39 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     config = load(SftConfig, config_path, overrides)
-    from treering.cli.sft.run import train
-    from treering.cli.sft.summary import as_table
+    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
+        from treering.cli.sft.run import train
+        from treering.cli.sft.summary import as_table
 
-    console = _stderr()
-    with warnings_as_lines(console):
-        summary = train(config, config_dir=config_path.parent, console=console)
-    _report(summary, as_table, json_output)
+        console = _stderr()
+        with warnings_as_lines(console):
+            summary = train(config, config_dir=config_path.parent, console=console)
+        _report(summary, as_table, json_output, results)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = load(RlConfig, config_path, overrides)
-    from treering.cli.train.run import train
-    from treering.cli.train.summary import as_table
+    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
+        from treering.cli.train.run import train
+        from treering.cli.train.summary import as_table
 
-    console = _stderr()
-    with warnings_as_lines(console):
-        summary = train(config, config_dir=config_path.parent, console=console)
-    _report(summary, as_table, json_output)
+        console = _stderr()
+        with warnings_as_lines(console):
+            summary = train(config, config_dir=config_path.parent, console=console)
+        _report(summary, as_table, json_output, results)
+
+
+def _how_to_resume(run: RunConfig) -> str:
+    return f"the same command resumes the run in {run.dir} from its last checkpoint"
 
 
 def _stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool) -> None:
+def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool, results: TextIO) -> None:
     if json_output:
-        print(json.dumps(asdict(summary), indent=2))
+        print(json.dumps(asdict(summary), indent=2), file=results, flush=True)
     else:
-        Console().print(as_table(summary))
+        Console(file=results).print(as_table(summary))

@@ -34,6 +34,11 @@ class RuntimeConfig(Config):
         default=60.0,
         description="With workers: seconds that a reward or an observation may take; else its rollout is left out.",
     )
+    worker_time_limit_s: Positive = Field(
+        default=3600.0,
+        description="With workers: seconds that a process may be silent while it has work, a training step at most; "
+        "then it is replaced.",
+    )
     rebalance: Rebalancing = Field(
         default="queued",
         description="With workers: what may move to another worker than planned. queued: rollouts that have not "

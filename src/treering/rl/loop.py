@@ -17,6 +17,7 @@ from treering.history.draft.drafter import Drafter
 from treering.model.positions import max_positions
 from treering.rl.collect import Collected, Order, collect
 from treering.rl.drafting import Drafting
+from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
 from treering.rl.step_report import Phases, RlStepReport, rollout_report
 from treering.rl.tasks.task import Prompt, Task
@@ -80,6 +81,7 @@ class RlLoop(Resumable[RlStepReport]):
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self._trainer = Trainer(model, optim, options)
+        self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._version = 0
         self._draws: dict[PromptId, int] = {}
@@ -115,12 +117,13 @@ class RlLoop(Resumable[RlStepReport]):
 
         Raises:
             InputError: a prompt does not fit into the engine; the weights are unchanged.
-            StateError: gradients are not finite; the weights are unchanged.
+            StateError: gradients are not finite, or every reward of several steps failed; the weights are unchanged.
         """
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
         prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
         collected = self._collect(engine, prompts)
+        self._failed_steps.note(step, collected)
         sampled = time.perf_counter()
         trained = self._trainer.train(step, collected.groups)
         handed = time.perf_counter()

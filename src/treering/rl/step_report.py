@@ -7,6 +7,7 @@ import numpy as np
 
 from treering import metrics
 from treering.engine.protocol import EngineStats
+from treering.rl.advantages import scaled
 from treering.rl.collect import Collected
 from treering.train.loop.update import Update
 
@@ -154,13 +155,13 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
 
     Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
     """
-    all_rewards = np.concatenate([np.zeros(0), *(group.rewards for group in collected.groups)])
+    all_rewards, exponent = scaled(np.concatenate([np.zeros(0), *(group.rewards for group in collected.groups)]))
     lengths: Sequence[int] = [rollout.num_tokens for group in collected.groups for rollout in group.rollouts]
     return RolloutReport(
         num_rollouts=len(lengths),
         num_tokens=sum(lengths),
-        reward_mean=float(all_rewards.mean()) if lengths else None,
-        reward_std=float(all_rewards.std()) if lengths else None,
+        reward_mean=float(np.ldexp(all_rewards.mean(), exponent)) if lengths else None,
+        reward_std=float(np.ldexp(all_rewards.std(), exponent)) if lengths else None,
         num_groups=len(collected.groups),
         num_zero_variance=num_zero_variance,
         num_empty_groups=num_empty_groups,

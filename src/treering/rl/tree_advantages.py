@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import Float64Array, Int64Array
 from treering.errors import ConfigError, InputError
-from treering.rl.advantages import group_advantages
+from treering.rl.advantages import group_advantages, scaled, unscaled
 from treering.tree.forest import Forest
 
 Baseline = Literal["parent", "siblings", "leave_one_out", "root", "tree_rl", "tree_grpo"]
@@ -76,7 +76,8 @@ def tree_advantages(
         have the same values at tokens that they share. O(N + F) time and memory.
 
     Raises:
-        InputError: rewards or ids that are not one per branch, or a reward that is not finite.
+        InputError: rewards or ids that are not one per branch, a reward that is not finite, or rewards whose
+            differences float64 cannot hold.
         ConfigError: an unknown option, `trees` missing or out of place, or scaled rewards with tree_grpo.
 
     Example: two answers leave a common step.
@@ -94,8 +95,10 @@ def tree_advantages(
         scores = group_advantages(rewards[branches], "dr_grpo" if scale_rewards == "none" else "grpo")
         if baseline == "tree_grpo":
             scores = _tree_grpo_scores(rewards[branches], [tree_ids[branch] for branch in branches])
+        # Every baseline is linear in the scores.
+        scores, exponent = scaled(scores)
         for branch, values in zip(branches.tolist(), _of_group(group, scores, baseline), strict=True):
-            advantages[branch] = values
+            advantages[branch] = unscaled(values, exponent)
     return advantages
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from treering.engine.rollout import Rollout
 from treering.rl.tasks.task import Prompt, Task, checked_observation, checked_reward
+from treering.rl.user_code import contained
 
 _MESSAGE_LENGTH = 300
 
@@ -33,14 +34,20 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
         is_last_turn: whether it ends here, without an observation.
         max_tokens: of a whole rollout; without room for another token, it ends before the observation.
 
+    Whatever the task raises, also `SystemExit`, leaves the rollout without a reward; see `contained`.
+
+    Raises:
+        KeyboardInterrupt, Interrupted: the user or the system interrupts the run.
+
     Example: a reward that raises ValueError("no number") gives the error "prompt 'q', sample 0: ValueError: no number".
     """
     try:
-        longer = None if is_last_turn else _observed(task, prompt, rollout)
-        if longer is not None and longer.num_tokens < max_tokens:
-            return RewardResult(rollout=longer, goes_on=True)
-        rollout = rollout if longer is None else replace(rollout, finish_reason="length")
-        return RewardResult(rollout=_rewarded(task, prompt, rollout))
+        with contained():
+            longer = None if is_last_turn else _observed(task, prompt, rollout)
+            if longer is not None and longer.num_tokens < max_tokens:
+                return RewardResult(rollout=longer, goes_on=True)
+            rollout = rollout if longer is None else replace(rollout, finish_reason="length")
+            return RewardResult(rollout=_rewarded(task, prompt, rollout))
     except Exception as error:
         return without_reward(rollout, error)
 
@@ -50,7 +57,7 @@ def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
 
     Example: a message of 500 characters is cut to 300, ending with "...".
     """
-    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {error}"
+    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {_text_of(error)}"
     short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
     return RewardResult(rollout=rollout, error=short)
 
@@ -67,3 +74,11 @@ def _rewarded(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout:
     if rollout.num_tokens == 0:
         return rollout
     return replace(rollout, reward=checked_reward(task.reward(prompt, rollout)))
+
+
+def _text_of(error: Exception) -> str:
+    """The error's text; a user's exception may fail to give one."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text raises {type(other).__name__}"

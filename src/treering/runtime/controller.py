@@ -80,6 +80,10 @@ class Controller:
     @property
     def children(self) -> list[ChildProcess]:
         """All child processes."""
+        return [*self._needed, self._reward_client.spare]
+
+    @property
+    def _needed(self) -> list[ChildProcess]:
         return [*self._rollout_pool.children, self._reward_client.child, self.trainer_client.child]
 
     @property
@@ -88,12 +92,12 @@ class Controller:
         return max(self._open_steps, default=0)
 
     def wait_until_ready(self) -> None:
-        """Waits until every process has built its model or task, and starts the clock.
+        """Waits until every process but the spare one has built its model or task, and starts the clock.
 
         Raises:
             StateError, Exception: see `finish`.
         """
-        while not all(child.is_ready for child in self.children):
+        while not all(child.is_ready for child in self._needed):
             self._receive()
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
@@ -114,7 +118,7 @@ class Controller:
             on_sampled: called with the step while it is trained, so that the trainer does not wait for it.
 
         Raises:
-            StateError: a process dies repeatedly.
+            StateError: a process dies repeatedly, or rewards end their process again and again.
             Exception: the error that a child process raised.
         """
         open_step, sent_s = self._open_steps[step], None

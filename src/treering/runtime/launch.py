@@ -39,6 +39,10 @@ class RunSpec:
     drafts: DraftOptions
     time_limit_s: float
     """Of one reward or observation."""
+    worker_time_limit_s: float
+    """Of the silence of a process that has work."""
+    reward_name: str
+    """See `Task.reward_name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,9 +94,24 @@ def start_controller(
     worker = WorkerSettings(recipe=spec.recipe, num_slots=num_slots, history=spec.history, drafts=spec.drafts)
     reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
-        RolloutPool(worker, ring.memory, context, num_workers=spec.cluster.num_workers, account=account),
-        RewardClient(reward, ring.memory, context, time_limit_s=spec.time_limit_s, account=account),
-        TrainerClient(trainer, ring, context, model=model, account=account),
+        RolloutPool(
+            worker,
+            ring.memory,
+            context,
+            num_workers=spec.cluster.num_workers,
+            time_limit_s=spec.worker_time_limit_s,
+            account=account,
+        ),
+        RewardClient(
+            reward,
+            ring.memory,
+            context,
+            reward_name=spec.reward_name,
+            time_limit_s=spec.time_limit_s,
+            worker_time_limit_s=spec.worker_time_limit_s,
+            account=account,
+        ),
+        TrainerClient(trainer, ring, context, model=model, time_limit_s=spec.worker_time_limit_s, account=account),
         ring,
         policy_versions={
             step: start_state.policy_version,

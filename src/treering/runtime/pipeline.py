@@ -63,6 +63,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         predictor: LengthPredictor,
         drafting: Drafting | None = None,
         reward_time_limit_s: float = 60.0,
+        worker_time_limit_s: float = 3600.0,
     ) -> None:
         """Starts nothing yet.
 
@@ -78,6 +79,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             predictor: an unused length predictor.
             drafting: history of earlier rollouts, in a folder that workers read; None disables speculation.
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
+            worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -88,6 +90,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise ConfigError("workers read the history in its folder, and this drafting has none; give it a folder")
         if not reward_time_limit_s > 0:
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
+        if not worker_time_limit_s > 0:
+            raise ConfigError(f"work takes time, got worker_time_limit_s={worker_time_limit_s}; raise it")
         check_contexts(task, options.sampling.max_tokens, model)
         check_routers(model, options.router_losses)
         self.model = model
@@ -104,6 +108,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             history=None if drafting is None else drafting.folder,
             drafts=DraftOptions() if drafting is None else drafting.options,
             time_limit_s=reward_time_limit_s,
+            worker_time_limit_s=worker_time_limit_s,
+            reward_name=task.reward_name,
         )
         self._latest: list[Trajectory] = []
         self._start_state = StartState()

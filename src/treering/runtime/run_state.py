@@ -5,6 +5,7 @@ from typing import Any
 
 from treering.data import Trajectory
 from treering.errors import StateError
+from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
 from treering.rl.tasks.task import Task
 from treering.rl.trajectories import as_trajectories
@@ -47,6 +48,7 @@ class RunState:
         self.account = Account()
         self.version = 0
         self._num_steps, self._cluster = num_steps, cluster
+        self._failed_steps = FailedSteps(task.reward_name)
         self._planner = Planner(
             policy,
             predictor,
@@ -119,14 +121,20 @@ class RunState:
             self._planner.plan(following)
 
     def complete_step(self, finished: FinishedStep) -> list[Trajectory]:
-        """Makes a trained step the latest one; returns its rollouts with advantages."""
+        """Makes a trained step the latest one; returns its rollouts with advantages.
+
+        Raises:
+            StateError: every reward of several steps failed.
+        """
         open_step, trained = finished.open_step, finished.done.trained
+        collected = open_step.collection.result()
+        self._failed_steps.note(open_step.step, collected)
         self.account.add(settle_account(finished))
         self._prompt_schedule.note_done(open_step.step)
         self._planner.note_times(finished.times)
         self.version += trained.update is not None
         return as_trajectories(
-            open_step.collection.result().groups,
+            collected.groups,
             epoch=self.epoch,
             step=open_step.step,
             advantages=trained.group_advantages,

@@ -381,6 +381,17 @@ def test_rewards_that_raise_are_counted_and_told(folder: Path, capsys: pytest.Ca
     assert "no judge today" in err
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_without_any_reward_ends_after_three_steps(folder: Path, workers: int) -> None:
+    with pytest.raises(StateError, match=r"test_command:broken failed for every rollout of 3 steps.*no judge today"):
+        run(
+            config_path=prompts(folder, "tests.cli.train.test_command:broken"),
+            overrides=["run.dir=out", f"runtime.workers={workers}"],
+            json_output=True,
+        )
+    assert len((folder / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_prompts_that_are_left_out_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prompts(folder)
     (folder / "p.jsonl").write_text('{"prompt": "q"}\n{"prompt": "q q q"}\n{"prompt": "q"}\n{"prompt": "no"}\n')

@@ -39,7 +39,7 @@ class QuietChild:
 
     is_ready = True
 
-    def __init__(self, name: str, *_: object) -> None:
+    def __init__(self, name: str, *_: object, time_limit_s: float) -> None:
         self.name = name
         self.sent: list[Any] = []
         self.says: list[Any] = []
@@ -56,6 +56,9 @@ class QuietChild:
         said, self.says = self.says, []
         return said, self.is_dead
 
+    def end_if_silent(self, *, is_busy: bool) -> None:
+        self.is_busy = is_busy
+
     def reap(self) -> None:
         self.sent.clear()
 
@@ -70,7 +73,7 @@ class QuietChild:
 def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
     monkeypatch.setattr(module, "ChildProcess", QuietChild)
     settings = WorkerSettings(recipe=TinyRecipe(), num_slots=3, history=None, drafts=DraftOptions())
-    return RolloutPool(settings, None, None, num_workers=2, account=Account())  # type: ignore[arg-type]
+    return RolloutPool(settings, None, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
 
 
 def children(rollout_pool: RolloutPool) -> list[QuietChild]:

@@ -14,6 +14,7 @@ from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
 from treering.cli.progress import StepProgress, note_compiling, warnings_as_lines
 from treering.cli.run_folder import LOCK_FILE, locked
+from treering.cli.signals import advising
 from treering.cli.train.summary import totals
 from treering.errors import InputError
 from treering.history.draft.kernel import propose
@@ -39,7 +40,8 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
     """
     out = _free_folder() if out is None else out
     console = Console(stderr=True, highlight=False)
-    with locked(out), warnings_as_lines(console):
+    advice = f"the demo starts anew in another folder; treering train {out}/treering.toml goes on with one run"
+    with advising(advice), locked(out), warnings_as_lines(console):
         _check_empty(out)
         report = measure(out, DemoSize(), seed=seed, console=console)
     if json_output:

@@ -104,6 +104,7 @@ def make_loop(
         predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
         drafting=make_drafting(config),
         reward_time_limit_s=config.runtime.reward_time_limit_s,
+        worker_time_limit_s=config.runtime.worker_time_limit_s,
     )
 
 

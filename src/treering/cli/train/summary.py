@@ -174,7 +174,8 @@ def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
 def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:
     parts = [report.rollouts for report in reports if report.epoch == epoch and report.rollouts.reward_mean is not None]
     count = sum(part.num_rollouts for part in parts)
-    return sum(part.num_rollouts * (part.reward_mean or 0.0) for part in parts) / count if count else None
+    # Shares, because a sum of very large rewards is infinite.
+    return sum(part.num_rollouts / count * (part.reward_mean or 0.0) for part in parts) if count else None
 
 
 def _steps_cell(summary: TrainSummary) -> str:

@@ -77,7 +77,7 @@ class PromptsFile(Task):
         for name, limit in (("max_prompts", max_prompts), ("max_prompt_tokens", max_prompt_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
-        self._reward = find_reward(reward)
+        self._reward, self._reward_name = find_reward(reward), reward
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
@@ -109,6 +109,11 @@ class PromptsFile(Task):
     def stop_strings(self) -> tuple[str, ...]:
         """<|im_end|> for the plain template if the tokenizer has no single token for it, else nothing."""
         return (TURN_END,) if self._template == "plain" and not self._tokens.has_turn_end else ()
+
+    @property
+    def reward_name(self) -> str:
+        """The reward as it was given, such as "package.module:function"."""
+        return self._reward_name
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         """The reward of the response's text, without special tokens, a final stop token and final stop strings."""

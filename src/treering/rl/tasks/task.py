@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 
 import numpy as np
@@ -66,9 +67,14 @@ class Task(ABC):
         """Strings that end a turn of the policy; the engine needs a tokenizer for them."""
         return ()
 
+    @property
+    def reward_name(self) -> str:
+        """The name of the reward function in errors."""
+        return f"{type(self).__module__}.{type(self).__qualname__}.reward"
+
     @abstractmethod
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """The reward of a finished rollout, a finite number."""
+        """The reward of a finished rollout, a finite number; see `checked_reward` for the types."""
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
         """The observation after the latest turn, before the policy continues; None ends the rollout.
@@ -94,13 +100,34 @@ def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
 
 
 def checked_reward(reward: object) -> float:
-    """Validates a reward and returns it as float.
+    """Validates a reward and returns it as float: a number of any type, or an array or tensor of one element.
 
     Raises:
-        InputError: not a finite number.
+        InputError: not one finite number.
 
-    Example: 1 and True give 1.0; "1", None and NaN are refused.
+    Example: 1, True, Decimal("0.5"), np.float32(0.5) and torch.tensor([0.5]) are numbers; "1", None, [1.0], NaN and
+    a tensor of two are refused.
     """
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise InputError(f"a reward is a finite number, got {reward!r}; correct the reward function")
-    return float(reward)
+    number = _item(reward)
+    try:
+        value = float(number) if isinstance(number, Real | Decimal) else math.nan
+    except (OverflowError, ValueError):
+        # An integer or a fraction that is too large, or a signalling NaN.
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(
+            f"a reward is one finite number, or an array or tensor that holds one, got {reward!r:.60} "
+            f"({type(reward).__name__}); return a float"
+        )
+    return value
+
+
+def _item(reward: object) -> object:
+    """The one element of an array or tensor of any library; other objects as they are."""
+    item = getattr(reward, "item", None)
+    if not callable(item):
+        return reward
+    try:
+        return item()
+    except (ValueError, RuntimeError, TypeError):
+        return None

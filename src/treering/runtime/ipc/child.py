@@ -4,6 +4,7 @@ Imports nothing heavy, so that a child reads its pipe before it imports torch.
 """
 
 import ctypes
+import io
 import multiprocessing
 import os
 import pickle
@@ -13,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -103,6 +105,7 @@ def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -
     # The controller starts this process as a daemon, so that it ends with it; but daemons may not start processes, and
     # rewards may.
     multiprocessing.current_process().daemon = False
+    _stdout_to_stderr()
     if dies_with_parent:
         _die_with_parent()
     port = Port(connection)
@@ -114,8 +117,6 @@ def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -
         start.role(port, memory, start.settings)
     except Exception as error:
         port.send(Failed(error=_picklable_error(error)))
-        # The reader thread exits without flushing buffered output.
-        sys.stdout.flush()
         threading.Event().wait()
 
 
@@ -123,6 +124,17 @@ def _die_with_parent() -> None:
     """Asks the kernel for SIGKILL at the parent's death: the reader thread starves while other code holds the GIL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stdout_to_stderr() -> None:
+    """Sends to stderr what this process writes to stdout, which holds nothing but the run's result.
+
+    Line by line, because a process that is killed does not flush.
+    """
+    with suppress(OSError):
+        os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _picklable_error(error: Exception) -> Exception:

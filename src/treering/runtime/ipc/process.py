@@ -6,6 +6,8 @@ import pickle
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -27,6 +29,7 @@ _PRELOADED = (
     "treering.runtime.workers.trainer_worker",
     "treering.runtime.workers.rollout_worker",
     "transformers.modeling_utils",
+    "treering.runtime.ipc.fork_server",
 )
 
 
@@ -66,9 +69,31 @@ class ChildProcess:
     Example: a child killed by SIGKILL yields its sent messages, then `has_died`; `start` starts the next one.
     """
 
-    def __init__(self, name: str, role: Role, memory: SharedMemory, context: Context) -> None:
-        """`name`: used in errors; `context`: from `start_method`."""
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        memory: SharedMemory,
+        context: Context,
+        *,
+        time_limit_s: float,
+        leads_group: bool = False,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: used in errors.
+            role: what it runs.
+            memory: of the weights.
+            context: from `start_method`.
+            time_limit_s: how long it may be silent while it has work; see `end_if_silent`.
+            leads_group: the role makes itself the leader of a process group, which `stop` kills as a whole.
+        """
         self.name = name
+        self._leads_group = leads_group
+        self._time_limit_s = time_limit_s
+        self._heard_s = time.monotonic()
+        self._was_silent = False
         self._context = context
         self._role = role
         self._memory = memory
@@ -101,7 +126,8 @@ class ChildProcess:
         self._process.start()
         theirs.close()
         self._connection = ours
-        self.is_ready = False
+        self.is_ready = self._was_silent = False
+        self._heard_s = time.monotonic()
         self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
 
     def send(self, message: object) -> None:
@@ -127,25 +153,43 @@ class ChildProcess:
             has_died = is_gone
         except (EOFError, OSError):
             has_died = True
+        if messages:
+            self._heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, Failed):
                 raise message.error
         self.is_ready = self.is_ready or any(isinstance(message, Ready) for message in messages)
         return [message for message in messages if not isinstance(message, Ready)], has_died
 
-    def reap(self) -> None:
-        """Cleans up a dead child.
+    def end_if_silent(self, *, is_busy: bool) -> None:
+        """Kills a child that has work, or is not ready, and has sent nothing within its time limit.
+
+        `receive` reports its death. Call it after every `receive`.
+        """
+        now_s = time.monotonic()
+        if self.is_ready and not is_busy:
+            self._heard_s = now_s
+        elif self._process is not None and now_s > self._heard_s + self._time_limit_s:
+            self._was_silent = True
+            self._process.kill()
+
+    def reap(self) -> int | None:
+        """Cleans up a dead child and returns its exit status.
 
         Raises:
             StateError: it is the `MAX_DEATHS`-th in a row.
         """
         status = self.stop()
         self.num_deaths += 1
-        if self.num_deaths >= MAX_DEATHS:
-            raise StateError(
-                f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times "
-                f"in a row without progress, last with {_describe_status(status)}; free memory, or read its output"
-            )
+        if self.num_deaths < MAX_DEATHS:
+            return status
+        cause = f"last with {describe_status(status)}; free memory, or read its output"
+        if self._was_silent:
+            cause = f"last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
+        raise StateError(
+            f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times in a row "
+            f"without progress, {cause}"
+        )
 
     def note_progress(self) -> None:
         """Resets the count of deaths."""
@@ -155,6 +199,10 @@ class ChildProcess:
         """Kills the child, if there is one, and returns its exit status."""
         if self._process is None:
             return None
+        if self._leads_group and self._process.pid is not None:
+            # Also after its death: what it started may live on.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         if self._process.is_alive():
             self._process.kill()
         self._process.join(_CLOSE_S)
@@ -166,7 +214,7 @@ class ChildProcess:
         return status
 
 
-def _describe_status(status: int | None) -> str:
+def describe_status(status: int | None) -> str:
     """An exit status in words: "signal SIGKILL", "exit status 1"."""
     if status is None or status >= 0:
         return f"exit status {status}"

@@ -8,7 +8,13 @@ import mmap
 import os
 import tempfile
 from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
+
+from treering.errors import StateError
+
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of this container, in versions 2 and 1 of control groups."""
 
 
 class SharedMemory:
@@ -20,7 +26,12 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserves `num_bytes`, at least 1; pages are allocated at their first write."""
+        """Reserves `num_bytes`, at least 1; pages are allocated at their first write.
+
+        Raises:
+            StateError: there is less free memory than that.
+        """
+        _check_room(num_bytes)
         self._fd = _unnamed_file()
         os.ftruncate(self._fd, num_bytes)
         self.view = mmap.mmap(self._fd, num_bytes)
@@ -37,6 +48,35 @@ class SharedMemory:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _check_room(num_bytes: int) -> None:
+    """Refuses what would end a process with a bus error, or another program, once its pages are written."""
+    is_file = not hasattr(os, "memfd_create")
+    free = _free_on_disk(tempfile.gettempdir()) if is_file else _free_memory()
+    if free is not None and num_bytes > free:
+        where = f"on {tempfile.gettempdir()}" if is_file else "of memory"
+        raise StateError(
+            f"workers share rl.staleness + 3 copies of the weights, {num_bytes:,} bytes, and {free:,} bytes {where} "
+            "are free; free some, lower rl.staleness, or train without workers"
+        )
+
+
+def _free_on_disk(folder: str) -> int:
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def _free_memory() -> int | None:
+    """Bytes that can be allocated without ending a program; None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        free = 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
+    except (OSError, ValueError, LookupError):
+        return None
+    limits = [file.read_text(encoding="ascii").strip() for file in _LIMITS if file.is_file()]
+    return min([free, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def _unnamed_file() -> int:

@@ -1,5 +1,6 @@
-"""The controller's client of the reward worker: queue, time limit, and restart after a crash."""
+"""The controller's client of the reward worker: queue, time limit, and a spare worker that takes over after a crash."""
 
+import signal
 import time
 from collections import Counter, deque
 from multiprocessing.connection import Connection
@@ -9,18 +10,25 @@ from treering.errors import StateError
 from treering.rl.turns import without_reward
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
-from treering.runtime.ipc.process import ChildProcess, Context
+from treering.runtime.ipc.process import ChildProcess, Context, describe_status
 from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.pools.ended_workers import EndedWorkers
 from treering.runtime.workers.reward_worker import run_reward_worker
 
 MAX_DEATHS_OF_ONE = 3
-"""Reward workers that one rollout may kill before it is left out."""
+"""Reward workers that may be killed during one rollout's reward before the rollout is left out."""
+
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
+_LOST_STATUS = 255
+"""What a fork server that has died reports for its processes."""
 
 
 class RewardClient:
-    """One reward worker. It gets new requests only after it has answered all earlier ones, so no pipe ever fills up.
+    """One reward worker and a spare, which has built its task and waits to take over when the worker ends.
 
-    Example: a request that exceeds the time limit leaves its rollout out; a new worker takes the remaining requests.
+    The worker gets new requests only after it has answered all earlier ones, so no pipe ever fills up.
+
+    Example: a request that exceeds the time limit leaves its rollout out; the spare takes the remaining requests.
     """
 
     def __init__(
@@ -29,23 +37,40 @@ class RewardClient:
         memory: SharedMemory,
         context: Context,
         *,
+        reward_name: str,
         time_limit_s: float,
+        worker_time_limit_s: float,
         account: Account,
     ) -> None:
-        """Starts the reward worker; `time_limit_s` is for one request."""
+        """Starts both workers.
+
+        Args:
+            settings: of the workers.
+            memory: of the weights.
+            context: how processes are started.
+            reward_name: see `Task.reward_name`.
+            time_limit_s: for one request.
+            worker_time_limit_s: to build the task.
+            account: counts deaths.
+        """
         self._settings = settings
         self._time_limit_s = time_limit_s
         self._account = account
+        self._ended_workers = EndedWorkers(reward_name)
         self._waiting: deque[RewardRequest] = deque()
         self._given: deque[RewardRequest] = deque()
         self._deaths: Counter[RolloutKey] = Counter()
         self._since_s = time.perf_counter()
-        self.child = ChildProcess("reward worker", run_reward_worker, memory, context)
+        self.child, self.spare = (
+            ChildProcess(name, run_reward_worker, memory, context, time_limit_s=worker_time_limit_s, leads_group=True)
+            for name in ("reward worker", "spare reward worker")
+        )
         self.child.start(settings)
+        self.spare.start(settings)
 
     def connections(self) -> list[Connection]:
         """Connections to wait for."""
-        return [self.child.connection]
+        return [self.child.connection, self.spare.connection]
 
     def add(self, request: RewardRequest) -> None:
         """Queues a request."""
@@ -66,67 +91,102 @@ class RewardClient:
         return max(0.0, self._since_s + self._time_limit_s - time.perf_counter())
 
     def receive(self) -> list[RewardReply]:
-        """Replies that have arrived, including those for rollouts that are left out. Replaces a dead worker.
+        """Replies that have arrived, including those for rollouts that are left out. Replaces dead workers.
 
         Raises:
-            StateError: reward workers die repeatedly, whatever the rollout.
-            Exception: the error that the worker raised.
+            StateError: reward workers die repeatedly before they are ready, or rewards end them again and again.
+            Exception: the error that a worker raised.
         """
         was_ready = self.child.is_ready
         found, has_died = self.child.receive()
         for reply in found:
             assert reply.key == self._given[0].rollout.key, "requests are answered in order"
             self._given.popleft()
+            self._ended_workers.note_answer()
         if found or self.child.is_ready != was_ready:
             self._since_s = time.perf_counter()
         if found:
             self.child.note_progress()
+        # Its requests have a time limit of their own.
+        self.child.end_if_silent(is_busy=False)
+        self._check_spare()
         if has_died:
             found += self._replace()
         return found
 
     def check_time(self) -> list[RewardReply]:
-        """Replaces a worker whose request timed out; returns the reply for that request, if any."""
+        """Replaces a worker whose request timed out; returns the reply for that request, if any.
+
+        Raises:
+            StateError: too many rewards have ended or stopped their worker.
+        """
         if self.seconds_left() != 0.0:
             return []
-        error = TimeoutError(
-            f"a reward may take runtime.reward_time_limit_s = {self._time_limit_s:g} s, and this one took longer; "
-            "raise the limit, or speed the reward up"
-        )
         self._account.reward_workers_stopped += 1
         self.child.stop()
-        result = self._give_up(error)
-        self._restart()
+        result = self._leave_out(
+            TimeoutError(
+                f"a reward may take runtime.reward_time_limit_s = {self._time_limit_s:g} s, and this one took longer; "
+                "raise the limit, or speed the reward up"
+            )
+        )
+        self._take_over()
         return [result]
 
     def close(self) -> None:
-        """Stops the reward worker."""
+        """Stops both workers."""
         self.child.stop()
+        self.spare.stop()
+
+    def _check_spare(self) -> None:
+        _, has_died = self.spare.receive()
+        self.spare.end_if_silent(is_busy=False)
+        if self.spare.is_ready:
+            self.spare.note_progress()
+        if has_died:
+            self._account.reward_worker_deaths += 1
+            self.spare.reap()
+            self.spare.start(self._settings)
 
     def _replace(self) -> list[RewardReply]:
         was_ready = self.child.is_ready
         self._account.reward_worker_deaths += 1
-        self.child.reap()
+        status = self.child.reap()
         found = []
-        # A worker that died before it was ready was not killed by a request.
+        # A worker that died before it was ready was not ended by a request.
         if self._given and was_ready:
-            found = self._count_death(self._given[0])
-        self._restart()
+            found = self._count_death(self._given[0].rollout.key, status)
+        self._take_over()
         return found
 
-    def _count_death(self, request: RewardRequest) -> list[RewardReply]:
-        self._deaths[request.rollout.key] += 1
-        if self._deaths[request.rollout.key] < MAX_DEATHS_OF_ONE:
+    def _count_death(self, key: RolloutKey, status: int | None) -> list[RewardReply]:
+        """Leaves out a rollout that ended its worker, or during which workers were killed several times."""
+        self._deaths[key] += 1
+        if not _is_own_doing(status) and self._deaths[key] < MAX_DEATHS_OF_ONE:
             return []
         self.child.note_progress()
-        return [self._give_up(StateError(f"its reward ended the reward worker {MAX_DEATHS_OF_ONE} times"))]
+        again = f", {self._deaths[key]} times" if self._deaths[key] > 1 else ""
+        return [self._leave_out(StateError(f"its reward ended the reward worker ({describe_status(status)}){again}"))]
 
-    def _give_up(self, error: Exception) -> RewardReply:
+    def _leave_out(self, error: Exception) -> RewardReply:
         rollout = self._given.popleft().rollout
-        return RewardReply(key=rollout.key, result=without_reward(rollout, error))
+        reply = RewardReply(key=rollout.key, result=without_reward(rollout, error))
+        self._ended_workers.note_end(reply.result.error or "")
+        return reply
 
-    def _restart(self) -> None:
+    def _take_over(self) -> None:
+        """Makes the spare the worker, sends it the open requests again, and starts a new spare."""
         self._account.evaluated_again += len(self._given)
         self._waiting.extendleft(reversed(self._given))
         self._given.clear()
-        self.child.start(self._settings)
+        self.child, self.spare = self.spare, self.child
+        self.child.name, self.spare.name = self.spare.name, self.child.name
+        self.child.num_deaths = self.spare.num_deaths
+        self.spare.start(self._settings)
+
+
+def _is_own_doing(status: int | None) -> bool:
+    """Whether a worker has exited or crashed, rather than been killed from outside, by memory limits for example."""
+    if status is None or status == _LOST_STATUS:
+        return False
+    return status >= 0 or -status in _CRASHES

@@ -68,14 +68,19 @@ class RolloutPool:
         context: Context,
         *,
         num_workers: int,
+        time_limit_s: float,
         account: Account,
     ) -> None:
-        """Starts the workers."""
+        """Starts the workers; each may be silent for `time_limit_s` while it has rollouts."""
         self._settings = settings
         self._max_batch = settings.recipe.max_batch
         self._account = account
         self._workers = [
-            _WorkerState(child=ChildProcess(f"rollout worker {number}", run_rollout_worker, memory, context))
+            _WorkerState(
+                child=ChildProcess(
+                    f"rollout worker {number}", run_rollout_worker, memory, context, time_limit_s=time_limit_s
+                )
+            )
             for number in range(num_workers)
         ]
         self.busy_s = 0.0
@@ -143,6 +148,7 @@ class RolloutPool:
             messages, has_died = worker.child.receive()
             for message in messages:
                 found += self._take(worker, message, open_steps)
+            worker.child.end_if_silent(is_busy=bool(worker.running))
             if has_died:
                 self._replace(number, worker, open_steps)
         return found

@@ -37,7 +37,14 @@ class TrainerClient:
     """
 
     def __init__(
-        self, settings: TrainerSettings, ring: WeightRing, context: Context, *, model: nn.Module, account: Account
+        self,
+        settings: TrainerSettings,
+        ring: WeightRing,
+        context: Context,
+        *,
+        model: nn.Module,
+        time_limit_s: float,
+        account: Account,
     ) -> None:
         """Starts the trainer.
 
@@ -46,6 +53,7 @@ class TrainerClient:
             ring: the weights.
             context: how processes are started.
             model: the caller's; at every call it has the weights of the latest finished step.
+            time_limit_s: for one step.
             account: counts deaths.
         """
         self._settings = settings
@@ -56,7 +64,8 @@ class TrainerClient:
         self._expected: list[int] = []
         self._pending: int | None = None
         self._saved: list[bytes] = []
-        self.child = ChildProcess("trainer", run_trainer, ring.memory, context)
+        self._is_fetching = False
+        self.child = ChildProcess("trainer", run_trainer, ring.memory, context, time_limit_s=time_limit_s)
         self._start_child()
 
     def connections(self) -> list[Connection]:
@@ -88,6 +97,7 @@ class TrainerClient:
             assert message.step == self._expected.pop(0), "steps are trained in order"
             if message.step == self._pending:
                 done, self._pending = message, None
+        self.child.end_if_silent(is_busy=bool(self._expected) or self._is_fetching)
         if has_died:
             self._account.trainer_deaths += 1
             self.child.reap()
@@ -121,6 +131,7 @@ class TrainerClient:
     def _fetch_state(self) -> bytes:
         """The trainer's state; the request is sent again if the trainer is replaced."""
         asked_pid: int | None = None
+        self._is_fetching = True
         self._saved.clear()
         while not self._saved:
             if asked_pid != self.child.pid:
@@ -128,6 +139,7 @@ class TrainerClient:
                 asked_pid = self.child.pid
             wait(self.connections(), timeout=1.0)
             self.receive()
+        self._is_fetching = False
         return self._saved.pop()
 
     def _start_child(self) -> None:

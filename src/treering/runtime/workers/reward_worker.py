@@ -3,7 +3,7 @@
 It has no time limit of its own: the controller kills it.
 """
 
-import sys
+import os
 
 from treering.rl.turns import evaluate_turn
 from treering.runtime.ipc.child import Port, Ready
@@ -13,6 +13,8 @@ from treering.runtime.ipc.shared_memory import SharedMemory
 
 def run_reward_worker(port: Port, _: SharedMemory, settings: RewardSettings) -> None:
     """The role of the reward worker."""
+    # With its process group end the processes that rewards have started.
+    os.setpgid(0, 0)
     task = settings.recipe.make_task()
     prompts = {prompt.prompt_id: prompt for prompt in task.prompts}
     port.send(Ready())
@@ -23,6 +25,4 @@ def run_reward_worker(port: Port, _: SharedMemory, settings: RewardSettings) -> 
             result = evaluate_turn(
                 task, prompt, rollout, is_last_turn=request.is_last_turn, max_tokens=settings.max_tokens
             )
-            # Buffered output of rewards would be lost if this process is killed.
-            sys.stdout.flush()
             port.send(RewardReply(key=rollout.key, result=result))

@@ -30,6 +30,9 @@ from treering.runtime.workers.pass_timer import PassTimer
 _REPORT_S = 0.2
 """Least seconds between progress reports."""
 
+_ALIVE_S = 10.0
+"""Most seconds without a message while it samples, except during one pass."""
+
 
 def run_rollout_worker(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
     """The role of a rollout worker."""
@@ -73,7 +76,7 @@ class _Worker:
         self._before = EngineStats()
         self._busy_s = 0.0
         self._reports = False
-        self._reported_s = 0.0
+        self._reported_s = self._sent_s = 0.0
         self._is_report_received = True
         self._ended: list[Rollout] = []
         self._given: list[Rollout] | None = None
@@ -102,7 +105,8 @@ class _Worker:
         """Runs one engine pass; returns a message if rollouts ended or were given up, or a report is due."""
         if self.is_busy:
             self._ended += self._pass()
-        return self._message() if self._ended or self._given is not None or self._is_report_due else None
+        is_due = self._is_report_due or (self.is_busy and time.perf_counter() >= self._sent_s + _ALIVE_S)
+        return self._message() if self._ended or self._given is not None or is_due else None
 
     @property
     def _is_report_due(self) -> bool:
@@ -122,6 +126,7 @@ class _Worker:
     def _message(self) -> SampledRollouts:
         """The results since the previous message."""
         assert self._engine is not None, "a message comes after the first step has begun"
+        self._sent_s = time.perf_counter()
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
         before, self._before = self._before, self._engine.stats
@@ -148,6 +153,7 @@ class _Worker:
 
     def _begin(self, message: BeginStep) -> None:
         started, is_first = time.perf_counter(), self._engine is None
+        self._sent_s = started
         self._step, self._reports = message.step, message.reports
         if self._history is not None:
             self._history.begin()

@@ -1,0 +1,165 @@
+"""How a signal ends a command: with one line, the exit code of the signal, and no process left behind.
+
+The main thread raises `Interrupted` as soon as it runs Python code, so that `with` statements stop processes and close
+files. A second thread watches that it does. Ending at any moment is safe: what is half written is ignored or cut off by
+the next start, as after a kill.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from treering.errors import Interrupted
+
+GRACE_S = 5.0
+"""Seconds that a command has to end by itself after a signal; then its process ends at once."""
+
+_SAME_S = 0.5
+"""Signals this soon after the first are the same request, which several processes have passed on."""
+
+_LATE = 0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raises `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
+
+    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first. Outside the
+    main thread the block runs as it is.
+
+    Raises:
+        Interrupted: the first signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    # `nohup` and shells that start background jobs ignore some.
+    handled = [number for number in _SIGNALS if handlers[number] not in (signal.SIG_IGN, None)]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def restore() -> None:
+        signal.set_wakeup_fd(-1)
+        for number in handled:
+            # Handlers of the block's own code stay.
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, handlers[number])
+
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in handled:
+        signal.signal(number, _interrupt)
+    _leave_out_forks(handled, restore)
+    threading.Thread(target=_watch, args=(reader, handled), name="treering-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        restore()
+        os.close(writer)
+
+
+def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> None:
+    """Gives processes that user code forks their usual handlers: else their signals would be written into our pipe.
+
+    Signals are blocked meanwhile, so that none finds the handlers of the parent in the child.
+    """
+    forking = threading.local()
+
+    def before() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def in_child() -> None:
+        restore()
+        in_parent()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+@contextmanager
+def advising(advice: str) -> Iterator[None]:
+    """Adds to an `Interrupted` that passes what the user can do next."""
+    try:
+        yield
+    except Interrupted as error:
+        error.add_note(advice)
+        raise
+
+
+def exit_code(signal_number: int) -> int:
+    """The exit code of a command that a signal has ended.
+
+    Example: 130 for SIGINT, 143 for SIGTERM.
+    """
+    return 128 + signal_number
+
+
+def describe(error: Interrupted) -> str:
+    """One line for the user.
+
+    Example: "interrupted by SIGTERM; the same command resumes the run in runs/try".
+    """
+    advice = getattr(error, "__notes__", ["start the same command again"])
+    return "; ".join([f"interrupted by {signal.Signals(error.signal_number).name}", *advice])
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """Exits without tearing down the interpreter, which takes more than a second once torch is loaded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
+    """Exits, `GRACE_S` later at most if user code has left threads that never end; `known` threads are ignored."""
+    deadline = time.monotonic() + GRACE_S
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in left):
+        leave_at_once(code)
+    sys.exit(code)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def _watch(reader: int, handled: Sequence[int]) -> None:
+    """Ends the process if the block does not end in time after a signal."""
+    first = _next_signal(reader, handled, None)
+    began_s = time.monotonic()
+    following = first
+    while following:
+        following = _next_signal(reader, handled, began_s + _SAME_S)
+    if following == _LATE:
+        following = _next_signal(reader, handled, began_s + GRACE_S)
+    os.close(reader)
+    if first is None or following is None:
+        return
+    print(f"treering: {describe(Interrupted(first))}", file=sys.stderr, flush=True)
+    os._exit(exit_code(first))
+
+
+def _next_signal(reader: int, handled: Sequence[int], until_s: float | None) -> int | None:
+    """The number of the next signal, `_LATE` if there is none until then, or None once the block has ended."""
+    while True:
+        left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        if not select.select([reader], [], [], left_s)[0]:
+            return _LATE
+        number = os.read(reader, 1)
+        if not number:
+            return None
+        if number[0] in handled:
+            return number[0]

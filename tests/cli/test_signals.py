@@ -1,0 +1,132 @@
+"""How signals end a command: with real processes, each a small program around a block that the signal meets."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.killing import ROOT
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from treering.cli import main, signals
+from treering.errors import Interrupted
+
+def command():
+{command}
+
+def ready():
+    print("ready", flush=True)
+
+main._run = command
+main.main()
+"""
+CLEANS_UP = """
+    try:
+        ready()
+        time.sleep(600)
+    finally:
+        print("cleaned up", flush=True)
+"""
+ADVISES = """
+    with signals.advising("the same command goes on"):
+        ready()
+        time.sleep(600)
+"""
+SWALLOWS = """
+    ready()
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            print("swallowed", flush=True)
+"""
+HANGS_IN_C = """
+    import ctypes
+    ready()
+    # Never runs Python code again, and does not hold the interpreter's lock.
+    lock = ctypes.create_string_buffer(64)
+    while True:
+        ctypes.CDLL(None).sem_wait(lock)
+"""
+SENDS_BOTH = """
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(600)
+    finally:
+        print("cleaned up", flush=True)
+"""
+LEAVES_A_THREAD = """
+    threading.Thread(target=threading.Event().wait).start()
+    ready()
+    return 0
+"""
+FORKS = """
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    time.sleep(signals._SAME_S)
+    return 0
+"""
+
+
+def started(command: str, *, before: str = "") -> subprocess.Popen[str]:
+    program = before + PROGRAM.format(command=command)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str], *signals: signal.Signals) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a program that is sent signals once it is ready, each after a line."""
+    assert process.stdout is not None
+    for number in signals:
+        assert process.stdout.readline()
+        process.send_signal(number)
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_one_line_after_its_cleanup(number: signal.Signals, code: int) -> None:
+    done = ended(started(CLEANS_UP), number)
+    assert done == (code, "cleaned up\n", f"treering: interrupted by {number.name}; start the same command again\n")
+
+
+def test_the_line_says_how_to_go_on() -> None:
+    _, _, err = ended(started(ADVISES), signal.SIGTERM)
+    assert err == "treering: interrupted by SIGTERM; the same command goes on\n"
+
+
+@pytest.mark.parametrize("command", [SWALLOWS, HANGS_IN_C])
+def test_a_command_that_takes_no_notice_ends_all_the_same(command: str) -> None:
+    code, _, err = ended(started(command), signal.SIGTERM)
+    assert (code, err) == (143, "treering: interrupted by SIGTERM; start the same command again\n")
+
+
+def test_a_second_signal_ends_a_command_at_once() -> None:
+    # Without the second one it would take longer than the test may.
+    patient = "import treering.cli.signals as s; s.GRACE_S, s._SAME_S = 1e6, 0.0\n"
+    code, _, err = ended(started(SWALLOWS, before=patient), signal.SIGINT, signal.SIGINT)
+    assert (code, err.count("\n")) == (130, 1)
+
+
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored() -> None:
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code, out, err = ended(started(SENDS_BOTH, before=ignored))
+    assert (code, out) == (143, "cleaned up\n")
+    assert "interrupted by SIGTERM" in err
+
+
+def test_a_thread_that_never_ends_does_not_keep_a_command() -> None:
+    assert ended(started(LEAVES_A_THREAD)) == (0, "ready\n", "")
+
+
+def test_a_forked_process_has_no_part_in_its_parents_signals() -> None:
+    assert ended(started(FORKS)) == (0, f"{-signal.SIGTERM}\n", "")

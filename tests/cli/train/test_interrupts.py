@@ -1,0 +1,87 @@
+"""A run that signals end at any moment resumes to bitwise the same weights, and leaves no process behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.train.test_command import folder, prompts
+from tests.killing import ROOT
+
+__all__ = ["folder"]
+
+MARK = "TREERING_TEST_OF_SIGNALS"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NUM_STEPS = 6
+
+
+def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
+    """`treering train` with no clock in its decisions."""
+    overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1"]
+    free_of_clocks = ["runtime.rebalance=none", "history.drafts=off"]
+    command = [sys.executable, "-c", "from treering.cli.main import main; main()", "train", str(path), "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, *overrides, *free_of_clocks], env=environment, text=True, **pipes)
+
+
+def marked(run_dir: str) -> list[int]:
+    """The processes of a run, by the environment that they have inherited."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if f"{MARK}={run_dir}".encode() in environment:
+            found.append(int(entry.name))
+    return found
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: Path, workers: int) -> None:
+    path, generator = prompts(folder, "tests.cli.train.test_command:length_of"), random.Random(workers)
+    began_s = time.monotonic()
+    whole = start(path, "whole", workers)
+    _, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    length_s = time.monotonic() - began_s
+    num_interrupted = 0
+    for number in [*(generator.choice(SIGNALS) for _ in range(4)), None]:
+        process = start(path, "often", workers)
+        if number is not None:
+            time.sleep(generator.uniform(0.1, 0.9) * length_s)
+            process.send_signal(number)
+        _, err = process.communicate(timeout=300)
+        assert "Traceback" not in err
+        if number is not None and process.returncode == 128 + number:
+            num_interrupted += 1
+            assert err.splitlines()[-1] == (
+                f"treering: interrupted by {number.name}; the same command resumes the run in often from its last "
+                "checkpoint"
+            )
+        elif process.returncode:
+            # Before the program, or after its result, the signal has its usual effect.
+            assert (process.returncode, "interrupted" in err) == (-(number or 0), False)
+            assert err == "" or weights_of(folder / "often")
+        deadline = time.monotonic() + 60
+        while marked("often") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked("often") == []
+    assert process.returncode == 0, err
+    assert num_interrupted > 0
+    expected, actual = weights_of(folder / "whole"), weights_of(folder / "often")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)

@@ -1,0 +1,128 @@
+"""What rewards do to their process costs their rollout at most; one that ends its process for ever ends the run."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import tasks
+from tests.runtime.runs import TinyRecipe, pipeline
+from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
+from tests.runtime.test_pipeline import Result, assert_same, run
+from treering.errors import StateError
+from treering.runtime.pipeline import PipelineLoop
+from treering.runtime.pools.ended_workers import MAX_IN_A_ROW, NUM_RECENT, EndedWorkers
+
+NUM_STEPS = 3
+NUM_ROLLOUTS = 8 + 8 + 4
+
+
+def doing(name: str, *, always: bool = False, num_steps: int = NUM_STEPS, time_limit_s: float = 60.0) -> PipelineLoop:
+    recipe = TinyRecipe(task=partial(tasks.Doing, name, always=always))
+    return pipeline(recipe, num_steps=num_steps, reward_time_limit_s=time_limit_s)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Result:
+    with pipeline(num_steps=NUM_STEPS) as loop:
+        return run(loop, NUM_STEPS)
+
+
+@pytest.mark.parametrize("name", tasks.HARMLESS)
+def test_what_stays_inside_its_process_changes_nothing(name: str, undisturbed: Result) -> None:
+    with doing(name) as loop:
+        result = run(loop, NUM_STEPS)
+        account, pids = loop.account, loop.pids
+    assert_same(result, undisturbed)
+    assert is_complete(account, NUM_ROLLOUTS)
+    assert (account.reward_errors, account.reward_worker_deaths) == (0, 0)
+    wait_for_the_end_of([*pids.values(), *members_of(pids["reward worker"])])
+
+
+def members_of(group: int) -> list[int]:
+    """The processes of a process group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split() if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[2]) == group:
+            members.append(int(entry.name))
+    return members
+
+
+def test_what_a_reward_starts_ends_with_the_run() -> None:
+    with doing("leaves a process") as loop:
+        run(loop, NUM_STEPS)
+        started = members_of(loop.pids["reward worker"])
+    assert len(started) > 1
+    wait_for_the_end_of(started)
+
+
+@pytest.mark.parametrize("name", tasks.RAISING)
+def test_an_exception_that_ends_programs_costs_a_rollout_and_no_process(name: str) -> None:
+    with doing(name, num_steps=1) as loop:
+        report, account = loop.step().rollouts, loop.account
+    assert (report.num_reward_errors, account.reward_errors, account.reward_worker_deaths) == (2, 2, 0)
+    assert f"it raised {name}: bye" in report.reward_errors[0]
+    assert is_complete(account, 8)
+
+
+@pytest.mark.parametrize("name", tasks.ENDING)
+def test_a_rollout_that_ends_its_worker_is_left_out_and_counted(name: str) -> None:
+    with doing(name, num_steps=1) as loop:
+        report, account = loop.step().rollouts, loop.account
+    assert (report.num_reward_errors, account.reward_errors) == (2, 2)
+    # A signal may have come from outside, so such a rollout gets two more attempts.
+    assert account.reward_worker_deaths == 2 * (3 if name == "ends itself" else 1)
+    assert all("its reward ended the reward worker" in message for message in report.reward_errors)
+    assert is_complete(account, 8)
+
+
+@pytest.mark.parametrize("name", ["crashes", "ends itself"])
+def test_a_reward_that_always_ends_its_worker_ends_the_run_in_one_line(name: str) -> None:
+    with doing(name, always=True) as loop:
+        with pytest.raises(StateError) as caught:
+            run(loop, NUM_STEPS)
+        assert loop.account.reward_worker_deaths == MAX_IN_A_ROW * (3 if name == "ends itself" else 1)
+        assert loop.pids == {}
+    text = str(caught.value)
+    assert "tests.runtime.tasks.Doing.reward ended or stopped its process for 10 of the last 10 rollouts" in text
+    assert "\n" not in text
+
+
+def test_a_spare_worker_takes_over_with_its_task_built() -> None:
+    with doing("crashes", num_steps=1) as loop:
+        loop._started()
+        spare = loop.pids["spare reward worker"]
+        loop.step()
+        assert loop.account.reward_worker_deaths == 2
+        assert spare not in (loop.pids["spare reward worker"], os.getpid())
+        assert {"reward worker", "spare reward worker"} <= loop.pids.keys()
+
+
+@pytest.mark.parametrize(
+    ("is_end", "num_noted"),
+    [
+        (lambda n: True, MAX_IN_A_ROW),
+        (lambda n: n % 2 == 0, NUM_RECENT - 1),
+        # Three of four, in groups that are too short to count by themselves.
+        (lambda n: n % 8 < 6, 33),
+        (lambda n: n % 5 == 0, None),
+    ],
+)
+def test_ten_in_a_row_or_half_of_the_last_fifty_end_a_run(is_end: Callable[[int], bool], num_noted: int | None) -> None:
+    ended_workers = EndedWorkers("judge")
+    for n in range(1000):
+        if not is_end(n):
+            ended_workers.note_answer()
+        elif n + 1 != num_noted:
+            ended_workers.note_end("x")
+        else:
+            with pytest.raises(StateError, match="judge ended or stopped its process for"):
+                ended_workers.note_end("x")
+            return
+    assert num_noted is None
