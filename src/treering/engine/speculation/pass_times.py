@@ -1,7 +1,4 @@
-"""Seconds by size, learnt from what runs anyway: recent averages, without outliers, and a curve between them.
-
-K sizes with times
-"""
+"""Seconds by size, learnt from what runs anyway: recent averages, without outliers, and a curve between them."""
 
 import math
 
