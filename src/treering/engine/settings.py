@@ -7,6 +7,7 @@ import numpy as np
 from treering.engine.batch.duplicate_rows import DuplicateRows
 from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import WhenRunning
+from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -40,8 +41,8 @@ def check_settings(
         _check_integer("num_threads", num_threads, least=1)
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
-    if not isinstance(costs, VerifyCosts) and costs not in ("measured", "none"):
-        raise ConfigError(f'costs are "measured", "none" or a VerifyCosts, got {costs!r}; choose one')
+    if not isinstance(costs, VerifyCosts | ObservedCosts) and costs not in ("measured", "none"):
+        raise ConfigError(f'costs are "measured", "none", a VerifyCosts or an ObservedCosts, got {costs!r}; choose one')
     check_duplicate_rows(duplicate_rows)
     if continuation not in get_args(Continuation):
         raise ConfigError(

@@ -24,6 +24,7 @@ from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.settings import check_duplicate_rows, check_settings, check_update
 from treering.engine.speculation.draft_prices import measure_with_prices
+from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
@@ -61,7 +62,7 @@ class TorchEngine(Engine):
         decode: Decode | None = None,
         num_threads: int | None = None,
         backend: Backend = "auto",
-        costs: Costs = "measured",
+        costs: Costs | ObservedCosts = "measured",
         duplicate_rows: DuplicateRows = "auto",
         continuation: Continuation = "copy",
     ) -> None:
@@ -79,7 +80,7 @@ class TorchEngine(Engine):
             decode: tokens to text, for stop strings.
             num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
             backend: see `Backend`.
-            costs: see `Costs`; not used without a drafter.
+            costs: see `Costs` and `ObservedCosts`; not used without a drafter.
             duplicate_rows: see `DuplicateRows`.
             continuation: see `Continuation`.
 
@@ -105,7 +106,7 @@ class TorchEngine(Engine):
         vocab_size = self._parts.vocab_size
         max_context = min(max_positions(model) or max_tokens, max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
-        timing: Timing = "allowed" if costs == "measured" else "never"
+        timing: Timing = "allowed" if costs == "measured" or isinstance(costs, ObservedCosts) else "never"
         backend_parts = make_backend(self._weights, max_tokens, backend, timing)
         self._decoder, self._sampler, self._backend = backend_parts.decoder, backend_parts.sampler, backend_parts.name
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
@@ -122,6 +123,9 @@ class TorchEngine(Engine):
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
         self._vocab_size, self._costs = vocab_size, costs
+        # Single steps of a small model are shorter than the turns that other processes take on its processor.
+        is_cpu_time = isinstance(costs, ObservedCosts) and self._weights.device.type == "cpu"
+        self._clock = time.process_time if is_cpu_time else time.perf_counter
         self.use_duplicate_rows(duplicate_rows)
         self.use_drafter(drafter)
         self._decode = decode
@@ -250,6 +254,7 @@ class TorchEngine(Engine):
 
     def _advance(self) -> list[Rollout]:
         """Runs one pass over the running rows."""
+        begun = self._clock()
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
@@ -259,19 +264,24 @@ class TorchEngine(Engine):
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
         leaders = leaders_of(table.columns, table.num_rows, self._duplicate_rows)
-        drafts = self._speculation.propose(table, leaders, num_waiting=len(self._waiting))
+        drafts = self._speculation.propose(
+            table, leaders, num_waiting=len(self._waiting), has_prefill=bool(chunks) or table.has_missing()
+        )
         inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
-        start = time.perf_counter()
+        start = self._clock()
         logits = self._decoder.run(join(inputs, chunks))
         verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
-            self._speculation.note_pass(inputs.tokens.size, time.perf_counter() - start)
+            self._speculation.note_pass(inputs.tokens.size, self._clock() - start)
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
         if committed.sources.size:
             self._decoder.move(committed.sources, committed.targets)
         self._speculation.give_feedback(committed)
-        for name, count in counts_of(inputs, committed, drafts, num_prefilled).items():
+        counts = counts_of(inputs, committed, drafts, num_prefilled)
+        for name, count in counts.items():
             self._counts[name] += count
+        if counts["num_prefilled"] == 0:
+            self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - begun)
         return self._collect(inputs, committed)
 
     def _collect(self, inputs: StepInputs, committed: CommittedTokens) -> list[Rollout]:

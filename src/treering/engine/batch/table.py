@@ -69,6 +69,11 @@ class Table:
         self.num_changes += 1
         return True
 
+    def has_missing(self) -> bool:
+        """Whether some running row has more than its last token to compute."""
+        c, rows = self.columns, slice(self.num_rows)
+        return bool((c.num_tokens[rows] - c.num_computed[rows] > 1).any())
+
     def typical_context(self) -> int:
         """Mean context length of the running rollouts at half of their limit; 256 if none runs."""
         c, num_rows = self.columns, self.num_rows

@@ -8,11 +8,12 @@ It also weights rows by their expected remaining tokens.
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.engine.batch.commit import CommittedTokens
+from treering.engine.batch.commit import NOT_FINISHED, CommittedTokens
 from treering.engine.batch.draft_tree import DraftTrees, clip_drafts, count_accepted, no_drafts
 from treering.engine.batch.state import fill_max_drafts
 from treering.engine.batch.table import Table
 from treering.engine.speculation.drift import CostDrift
+from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.verify_costs import Costs
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -27,12 +28,14 @@ _LEAST_REMAINING = 0.25
 class Speculation:
     """Runs an engine's drafter, if it has one."""
 
-    def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs) -> None:
+    def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs | ObservedCosts) -> None:
         """Without a drafter nothing is drafted; `vocab_size` is the model's."""
         self._drafter = drafter
         self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
         """Whether to measure the costs before the next pass."""
         self._watch = CostDrift() if costs == "measured" else None
+        self._observed = costs if isinstance(costs, ObservedCosts) else None
+        self._has_looked = False
         if isinstance(costs, VerifyCosts):
             self.use_costs(costs)
         self._vocab_size = vocab_size
@@ -54,12 +57,26 @@ class Speculation:
         """Records the time of a pass without prefill; may set `wants_costs` if the measured costs no longer hold."""
         if self._watch is not None and self._watch.note(num_tokens, seconds):
             self.wants_costs = True
+        if self._observed is not None:
+            self._observed.note_pass(num_tokens, seconds)
 
-    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int) -> DraftTrees:
-        """Drafts for all decoding rows that are not duplicates; weighted towards long rows once nothing is waiting."""
-        self._latest = None
-        if self._drafter is None or self._drafter.is_backing_off():
+    def note_step(self, committed: CommittedTokens, *, num_waiting: int, seconds: float) -> None:
+        """Records a whole step without prefill."""
+        if self._observed is not None and committed.num_new.size > 0:
+            is_finished = committed.finish != NOT_FINISHED
+            self._observed.note_step(
+                committed.num_new, is_finished, num_waiting=num_waiting, drafted=self._has_looked, seconds=seconds
+            )
+
+    def propose(self, table: Table, leaders: Int64Array, *, num_waiting: int, has_prefill: bool = False) -> DraftTrees:
+        """Drafts for all decoding rows that are not duplicates; weighted towards long rows once nothing is waiting.
+
+        With `ObservedCosts`, steps with prefill make none: their times would tell nothing.
+        """
+        self._latest, self._has_looked = None, False
+        if self._drafter is None or not self._may_draft(self._drafter, table.num_rows, has_prefill):
             return no_drafts(table.num_rows)
+        self._has_looked = True
         state = (table.num_changes, num_waiting == 0)
         if self._rows is None or self._state != state:
             self._state = state
@@ -88,6 +105,16 @@ class Speculation:
             *self._latest, rows.leaders, rows.tokens, rows.num_tokens, committed.num_accepted, committed.leaves
         )
         self._drafter.observe(rows, accepted, leaves=leaves)
+
+    def _may_draft(self, drafter: Drafter, num_rows: int, has_prefill: bool) -> bool:
+        if self._observed is None:
+            return not drafter.is_backing_off()
+        if has_prefill or not self._observed.may_draft(num_rows):
+            return False
+        costs = self._observed.new_costs()
+        if costs is not None:
+            drafter.use_costs(costs)
+        return not drafter.is_backing_off()
 
     def _row_weights(self, table: Table, drafter: Drafter, num_waiting: int) -> Float64Array | None:
         """Row weights; None while requests wait, because then each finished row is replaced and none is the last."""

@@ -7,12 +7,14 @@
     trainer.train()
 
 `TreeGRPOTrainer`, `TreeRLOOTrainer`, `TreeSFTTrainer` and `TreeDPOTrainer` are TRL's trainers with that line in them.
+`HistoryRollouts` samples a trainer's rollouts with the embedded engine.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treering.integrations.trl.rollouts import HistoryRollouts as HistoryRollouts
     from treering.integrations.trl.share import SharedPrefixes as SharedPrefixes
     from treering.integrations.trl.share import share_prefixes as share_prefixes
     from treering.integrations.trl.trainers import TreeDPOTrainer as TreeDPOTrainer
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from treering.integrations.trl.trainers import TreeSFTTrainer as TreeSFTTrainer
 
 _HOMES = {
+    "HistoryRollouts": "rollouts",
     "SharedPrefixes": "share",
     "TreeDPOTrainer": "trainers",
     "TreeGRPOTrainer": "trainers",
@@ -29,6 +32,7 @@ _HOMES = {
     "share_prefixes": "share",
 }
 __all__ = [
+    "HistoryRollouts",
     "SharedPrefixes",
     "TreeDPOTrainer",
     "TreeGRPOTrainer",
