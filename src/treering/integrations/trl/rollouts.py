@@ -215,7 +215,7 @@ class HistoryRollouts:
         self._costs.horizon_s = self._costs.total_s * (1 + num_left / num_done)
 
 
-class _SaveState(TrainerCallback):
+class _SaveState(TrainerCallback):  # type: ignore[misc]
     """Saves the state of rollouts with a trainer's checkpoints."""
 
     def __init__(self, rollouts: HistoryRollouts) -> None:
