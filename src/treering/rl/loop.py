@@ -207,6 +207,9 @@ class RlLoop(Resumable[RlStepReport]):
         if has_moved:
             self._version += 1
             engine.update_weights(self._version)
+        else:
+            # Its cached keys and values would round otherwise than a resumed run, which has none (law 8).
+            self._engine = None
 
 
 def with_stops(sampling: Sampling, task: Task) -> Sampling:
