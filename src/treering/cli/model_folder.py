@@ -18,8 +18,7 @@ _POINTER = b"version https://git-lfs"
 def check_model_folder(folder: Path, setting: str = "model.path") -> None:
     """Checks that a folder holds config.json and whole files of weights; reads headers only.
 
-    `setting` is what errors call the folder. Weights that are pickles (.bin) are opened with `weights_only`, so that they
-    run no code.
+    `setting` is what errors call the folder. Pickled weights (.bin) are opened with `weights_only` and run no code.
 
     Raises:
         InputError: names the file that is missing, cut, a Git LFS pointer or in another format.
