@@ -18,6 +18,7 @@ from treering.errors import InputError, TreeringError
 
 SUBJECTS = {
     "tree": "the tree step against separate flat sequences: time, memory, gradients",
+    "distill": "distilling a teacher on trees against flat sequences: time, memory, gradients",
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
@@ -73,13 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "engine", "pipe", "loop"):
+    for name in ("tree", "distill", "engine", "pipe", "loop"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
     faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
     faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
+    parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
     )

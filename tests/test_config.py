@@ -152,6 +152,10 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (['run.log=["jsonl", "jsonl"]'], "repeats one"),
         (["model.path=m"], "is a pre-trained model"),
         (["model.path=m", "data.source=files", 'data.files=["a"]', "data.vocab=folded"], "renumbers token ids"),
+        (["train.objective=distill"], "teacher.path is not set"),
+        (["teacher.path=m"], 'train.objective = "sft" has no teacher'),
+        (["train.objective=distill", "teacher.path=m"], "ids of its own tokenizer"),
+        (["train.objective=distill", "teacher.path=m", "teacher.beta=0.5"], 'beta belongs to divergence = "jsd"'),
     ],
 )
 def test_settings_that_contradict_are_refused(minimal: Path, overrides: list[str], rule: str) -> None:

@@ -50,8 +50,8 @@ def test_the_examples_of_a_document_print_what_it_says(
     text = (ROOT / document).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
     assert len(examples) == text.count("```python\n") > 0
-    # One after another, as they are read; a model of the reader's own is any supported one.
-    names: dict[str, object] = {"model": build()}
+    # One after another, as they are read; models of the reader's own are any supported ones.
+    names: dict[str, object] = {"model": build(), "teacher": build(seed=1)}
     for example, output in examples:
         exec(compile(example, document, "exec"), names)
         assert capsys.readouterr().out == output

@@ -13,6 +13,7 @@ HOMES = {
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
     "patch": "treering.model.patch",
+    "score": "treering.model.teacher",
     "backward": "treering.train.gradient.backward",
     "tree_advantages": "treering.rl.tree_advantages",
     "HistoryReader": "treering.history.store.reader",
@@ -40,7 +41,7 @@ SCHEDULE = {
     "simulate": "simulator.run",
     "synthetic_trace": "traces.synthetic",
 }
-OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo"}
+OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", "dpo", "distill"}
 
 
 def test_the_public_names_are_exactly_these() -> None:

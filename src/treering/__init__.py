@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from treering.model.context import tree_attention as tree_attention
     from treering.model.forward import forward as forward
     from treering.model.patch import patch as patch
+    from treering.model.teacher import score as score
     from treering.rl.tree_advantages import tree_advantages as tree_advantages
     from treering.train.gradient.backward import backward as backward
     from treering.train.gradient.router_losses import RouterLosses as RouterLosses
@@ -44,11 +45,12 @@ _HOMES = {
     "backward": "treering.train.gradient.backward",
     "forward": "treering.model.forward",
     "patch": "treering.model.patch",
+    "score": "treering.model.teacher",
     "tree_advantages": "treering.rl.tree_advantages",
     "tree_attention": "treering.model.context",
 }
 _MODULES = frozenset({"errors", "objectives", "schedule"})
-_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "patch", "tree_attention"})
+_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "patch", "score", "tree_attention"})
 """Names that need the packages of `treering[train]`."""
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "objectives",
     "patch",
     "schedule",
+    "score",
     "tree_advantages",
     "tree_attention",
 ]

@@ -12,6 +12,7 @@ from treering.extras import require
 if TYPE_CHECKING:
     from treering.train.objectives import cispo as cispo
     from treering.train.objectives import dapo as dapo
+    from treering.train.objectives import distill as distill
     from treering.train.objectives import dpo as dpo
     from treering.train.objectives import dr_grpo as dr_grpo
     from treering.train.objectives import grpo as grpo
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from treering.train.objectives import rloo as rloo
     from treering.train.objectives import sft as sft
 
-__all__ = ["cispo", "dapo", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "rloo", "sft"]
+__all__ = ["cispo", "dapo", "distill", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "rloo", "sft"]
 
 
 def __getattr__(name: str) -> Any:

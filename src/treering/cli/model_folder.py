@@ -15,10 +15,10 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _POINTER = b"version https://git-lfs"
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, setting: str = "model.path") -> None:
     """Checks that a folder holds config.json and whole files of weights; reads headers only.
 
-    Files of weights that are pickles (.bin) are opened with `weights_only`, so that they run no code.
+    `setting` is what errors call the folder. Pickled weights (.bin) are opened with `weights_only` and run no code.
 
     Raises:
         InputError: names the file that is missing, cut, a Git LFS pointer or in another format.
@@ -26,12 +26,12 @@ def check_model_folder(folder: Path) -> None:
     Example: a model.safetensors of half its size is refused with "fetch it again".
     """
     if not folder.is_dir():
-        raise InputError(f"model.path names the folder of a Hugging Face model, and {folder} is no folder; correct it")
+        raise InputError(f"{setting} names the folder of a Hugging Face model, and {folder} is no folder; correct it")
     config = folder / "config.json"
     if not config.is_file() and (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} holds an adapter and no config.json; merge it into its model, and name that folder")
     if not config.is_file():
-        raise InputError(f"a model folder holds config.json, and {folder} has none; correct model.path")
+        raise InputError(f"a model folder holds config.json, and {folder} has none; correct {setting}")
     if "model_type" not in _read_object(config):
         raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
     for file in _weight_files(folder):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -39,6 +40,41 @@ def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | 
     return model.to(device)
 
 
+def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -> PreTrainedModel:
+    """The teacher of a folder: in the type that the student computes in, on its device, without gradients.
+
+    Args:
+        folder: of the teacher.
+        config: the [model] section, of the student.
+        tokenizer: folder of the tokenizer that made the data's ids; None if the data is of ids.
+
+    Raises:
+        InputError: the folder holds no model, or a tokenizer with other tokens than the data's.
+
+    Example: the teacher of a student in bfloat16 has bfloat16 weights.
+    """
+    if tokenizer is not None:
+        _check_same_tokenizer(folder, tokenizer)
+    model = _load(folder, setting="teacher.path").eval().requires_grad_(False)
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return model.to(choose_device(config.device), dtype)
+
+
+def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """Compares the tokens where both folders have the file that fast tokenizers are read from."""
+    files = [place / "tokenizer.json" for place in (folder, tokenizer)]
+    if not all(file.is_file() for file in files):
+        return
+    own, given = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    different = sorted(token for token in own.keys() | given.keys() if own.get(token) != given.get(token))
+    if different:
+        raise InputError(
+            f"a teacher reads the ids of data.tokenizer, and token {different[0]!r} is {own.get(different[0])} in "
+            f"{files[0]} and {given.get(different[0])} in {files[1]} ({len(different)} differ); take a teacher of the "
+            "same tokenizer"
+        )
+
+
 def choose_device(requested: str) -> torch.device:
     """The device for "auto" (cuda if there is one), "cpu" or "cuda".
 
@@ -70,8 +106,8 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
     )
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    check_model_folder(folder)
+def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
+    check_model_folder(folder, setting)
     try:
         with _quiet_transformers():
             # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
@@ -90,7 +126,7 @@ def _load(folder: Path) -> PreTrainedModel:
         ) from error
     except Exception as error:  # a configuration may be wrong in many ways
         raise InputError(
-            f"model.path needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
+            f"{setting} needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
             f"({error}); correct the path, or fetch the folder again"
         ) from error
     _check_loaded(folder, type(model).__name__, loaded)

@@ -13,6 +13,7 @@ from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
+from treering.config.teacher import TeacherConfig
 from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.errors import ConfigError
@@ -94,6 +95,10 @@ class TrainConfig(OptimConfig):
     parents: Parents = "auto"
     max_bytes: MaxBytes = None
     sharing: Sharing = "always"
+    objective: Literal["sft", "distill"] = Field(
+        default="sft",
+        description="sft: the negative log-probability of each trained token. distill: the divergence from [teacher].",
+    )
     normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] = Field(
         default="token_mean", description="What the summed loss of a step is divided by."
     )
@@ -138,6 +143,9 @@ class SftConfig(Config):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description='The teacher of train.objective = "distill".'
+    )
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
@@ -152,5 +160,27 @@ class SftConfig(Config):
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
                 f"{str(self.model.path)!r} is a pre-trained model; name real files, or remove model.path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if self.train.objective == "sft" and self.teacher.is_set:
+            raise ConfigError(
+                'train.objective = "sft" has no teacher, and [teacher] is set; set train.objective = "distill", or '
+                "remove [teacher]"
+            )
+        if self.train.objective == "sft":
+            return self
+        if self.teacher.path is None:
+            raise ConfigError(
+                'train.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face '
+                "model folder"
+            )
+        if self.data.vocab == "folded" or self.data.source == "generated":
+            raise ConfigError(
+                f"a teacher knows the token ids of its own tokenizer, and data.source = "
+                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; name files, with vocab = '
+                '"full"'
             )
         return self

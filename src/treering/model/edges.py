@@ -35,6 +35,12 @@ class EdgeTable:
     edges: NDArray[np.int64]
     edge_row: NDArray[np.int64]
 
+    def places(self, forest: Forest) -> NDArray[np.int64]:
+        """Index of each token's edge in the table: int64 [N], -1 if it is not in it."""
+        places = np.full(forest.num_tokens, -1, np.int64)
+        places[self.edges] = np.arange(self.edges.size)
+        return places
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EdgeScores:
@@ -44,11 +50,13 @@ class EdgeScores:
         logprobs: [E] log-probability of each edge's token given its path.
         entropy: [E] entropy in nats of the distribution that the token was scored with.
         values: [E] the value head's output at the state before the token; None without a value head.
+        divergence: [E] divergence from a teacher at the state before the token; None without a teacher.
     """
 
     logprobs: Float[Tensor, " E"]
     entropy: Float[Tensor, " E"]
     values: Float[Tensor, " E"] | None = None
+    divergence: Float[Tensor, " E"] | None = None
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:

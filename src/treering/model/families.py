@@ -52,6 +52,7 @@ class ModelParts:
         softcap: bound that the model applies to its head's logits; None without one.
         config: the configuration object that the attention modules read their implementation from.
         vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
+        num_logits: rows of the head, unused ones at its end included.
     """
 
     decoder: nn.Module
@@ -63,6 +64,7 @@ class ModelParts:
     softcap: float | None
     config: PreTrainedConfig
     vocab_size: int
+    num_logits: int
 
 
 def find_parts(model: nn.Module) -> ModelParts:
@@ -92,6 +94,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         softcap=getattr(config, "final_logit_softcapping", None),
         config=config,
         vocab_size=min(_num_rows(embedding), _num_rows(head)),
+        num_logits=_num_rows(head),
     )
 
 

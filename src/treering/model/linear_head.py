@@ -52,7 +52,7 @@ class LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.max_rows = temperature, max_rows
-        head = _BufferedHead(weight, bias, temperature=temperature, max_rows=max_rows)
+        head = BufferedHead(weight, bias, temperature=temperature, max_rows=max_rows)
         logprobs, lses, entropies = [], [], []
         for chunk in chunks(rows.shape[0], target_row, max_rows):
             logits = head.logits(rows[chunk.rows])
@@ -70,7 +70,7 @@ class LinearScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102 - torch calls it
         rows, weight, bias, targets, target_row, lse, entropy = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head = _BufferedHead(weight, bias, temperature=ctx.temperature, max_rows=ctx.max_rows)
+        head = BufferedHead(weight, bias, temperature=ctx.temperature, max_rows=ctx.max_rows)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
@@ -82,14 +82,14 @@ class LinearScores(torch.autograd.Function):
             if grad_rows is not None:
                 grad_rows[chunk.rows] = upstream @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, upstream.mT, rows[chunk.rows])
+                add_product(grad_weight, upstream.mT, rows[chunk.rows])
             if grad_bias is not None:
                 grad_bias += upstream.sum(0)
         in_dtype = [None if grad is None else grad.to(rows.dtype) for grad in (grad_rows, grad_weight, grad_bias)]
         return (*in_dtype, None, None, None, None, None)
 
 
-class _BufferedHead:
+class BufferedHead:
     """A linear head that reuses one logits buffer: page faults of a new array per chunk cost as much as the product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, temperature: float, max_rows: int) -> None:
@@ -114,7 +114,7 @@ class _BufferedHead:
         return grad.to(self._weight.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds `left @ right` to `total`, in place where the dtypes allow it; `total` may be wider than the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)

@@ -3,6 +3,7 @@
 R rows   E scored tokens (each names its row)   V vocabulary
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,21 @@ from torch.autograd.function import once_differentiable
 
 EntropyOf = Literal["all", "none"]
 """Whether entropies are computed; "none" returns zeros and saves two passes over the logits."""
+
+
+def scaled_logits(
+    head: Callable[[Tensor], Tensor], rows: Float[Tensor, "R C"], *, softcap: float | None, temperature: float
+) -> Float[Tensor, "R V"]:
+    """Logits of hidden rows, bounded as the model does and divided by the temperature; float32 or wider.
+
+    Example: a logit of 4 with softcap 2 and temperature 0.5 is 2 tanh(4 / 2) / 0.5 = 3.86.
+    """
+    logits = head(rows)
+    if softcap is not None:
+        # In the head's own dtype, as the models do.
+        logits = softcap * torch.tanh(logits / softcap)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide / temperature
 
 
 class LogitScores(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from treering.model.linear_head import LinearScores, chunks
-from treering.model.logits import EntropyOf, LogitScores
+from treering.model.logits import EntropyOf, LogitScores, scaled_logits
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
 """Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because
@@ -55,11 +55,11 @@ def score_rows(
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
-    max_rows = max(1, MAX_LOGIT_ENTRIES.get(rows.device.type, MAX_LOGIT_ENTRIES["cpu"]) // vocab_size)
+    max_rows = max_logit_rows(rows.device, vocab_size)
     if rows.shape[0] <= max_rows:
         return _score_chunk(rows, head, targets, target_row, temperature, entropy_of, softcap)
-    if _is_plain_linear(head) and softcap is None:
-        dtype = _compute_dtype(rows)
+    if is_plain_linear(head) and softcap is None:
+        dtype = compute_dtype(rows)
         bias: Tensor | None = head.bias
         bias = None if bias is None else bias.to(dtype)
         return Scores(
@@ -84,12 +84,20 @@ def score_rows(
     return Scores(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
 
 
-def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+def max_logit_rows(device: torch.device, vocab_size: int) -> int:
+    """Rows whose logits are held at once, at least 1.
+
+    Example: with 151,936 tokens 110 rows on CPU, where 2^24 logits are held at most.
+    """
+    return max(1, MAX_LOGIT_ENTRIES.get(device.type, MAX_LOGIT_ENTRIES["cpu"]) // vocab_size)
+
+
+def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the module is exactly one matrix product: no subclass and no hooks."""
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
-def _compute_dtype(rows: Tensor) -> torch.dtype:
+def compute_dtype(rows: Tensor) -> torch.dtype:
     """The dtype that a linear layer would compute in here."""
     device = rows.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
@@ -104,14 +112,5 @@ def _score_chunk(
     entropy_of: EntropyOf,
     softcap: float | None,
 ) -> Scores:
-    logits = head(rows)
-    if softcap is not None:
-        # In the head's own dtype, as the models do.
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = _scaled(logits, temperature)
+    logits = scaled_logits(head, rows, softcap=softcap, temperature=temperature)
     return Scores(*LogitScores.apply(logits, targets, target_row, entropy_of))  # type: ignore[no-untyped-call]
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide if temperature == 1.0 else wide / temperature

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.train.branch_values import BranchValues, as_masks, flatten
+from treering.train.distillation import Distillation
 from treering.train.loss_weights import Weighting
 
 Scope = Literal["entry", "branch", "pair"]
@@ -39,6 +40,8 @@ class Entries:
             objective needs "entropy".
         state_values: the value head's output at the state before each token, [F], differentiable; given iff the
             objective needs "value".
+        divergence: from the teacher, at the state before each token, [F], differentiable; given iff the objective has a
+            `distillation`.
         pairs: local branch numbers [P, 2]; given iff the scope is "pair".
     """
 
@@ -48,6 +51,7 @@ class Entries:
     num_branches: int
     entropy: Float[Tensor, " F"] | None = None
     state_values: Float[Tensor, " F"] | None = None
+    divergence: Float[Tensor, " F"] | None = None
     pairs: Int[Tensor, "P 2"] | None = None
 
 
@@ -78,6 +82,8 @@ class Objective:
         needs: what `terms` reads in addition to log-probs.
         pairs: branch numbers, int64 [P, 2], if the scope is "pair", else None.
         per_token: names in `values` that need one number per token, not one per branch.
+        distillation: the teacher whose divergence the terms read.
+        reads_logprobs: False if they read nothing else, which saves a pass through the head.
     """
 
     name: str
@@ -89,6 +95,8 @@ class Objective:
     needs: frozenset[Need] = frozenset()
     pairs: NDArray[np.int64] | None = None
     per_token: frozenset[str] = frozenset()
+    distillation: Distillation | None = None
+    reads_logprobs: bool = True
 
     def __post_init__(self) -> None:
         assert (self.scope == "pair") == (self.pairs is not None)

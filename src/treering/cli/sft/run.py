@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
-from treering.cli.models import build_model
+from treering.cli.models import build_model, load_teacher
 from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
@@ -44,7 +44,12 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     options = loop_options(config, compute)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
-    loop = SftLoop(model, corpus.tasks, optim=optim_options(config.train, num_steps), options=options)
+    teacher = None
+    if config.teacher.path is not None:
+        folder = locate(config.teacher.path, search_places(config_dir))
+        teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
+    optim = optim_options(config.train, num_steps)
+    loop = SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, corpus, model),

@@ -6,7 +6,7 @@ from treering.cli.corpus import Corpus
 from treering.cli.settings import Scalar, model_identity, router_identity, router_losses, section_identity
 from treering.config import SftConfig
 from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.sft import LoopOptions
+from treering.train.loop.sft import DistillOptions, LoopOptions
 
 # Settings that change rounding at most.
 _FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
@@ -23,7 +23,21 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         shared=config.train.shared,
         divisor=config.train.divisor,
         router_losses=router_losses(config.router),
+        distill=_distill_options(config),
         seed=config.train.seed,
+    )
+
+
+def _distill_options(config: SftConfig) -> DistillOptions | None:
+    if config.train.objective == "sft":
+        return None
+    teacher = config.teacher
+    return DistillOptions(
+        divergence=teacher.divergence,
+        beta=teacher.beta,
+        top_k=teacher.top_k,
+        temperature=teacher.temperature,
+        weight=teacher.weight,
     )
 
 
@@ -33,10 +47,13 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
     With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.train.schedule == "constant" else frozenset())
+    # A run without a teacher is that of a release that knew none.
+    free |= frozenset({"objective"} if config.train.objective == "sft" else ())
     train = section_identity("train", config.train, free=free)
     return {
         **model_identity(config.model, model),
         "data": corpus.digest,
         **train,
+        **(section_identity("teacher", config.teacher) if config.teacher.is_set else {}),
         **router_identity(config.router),
     }

@@ -8,7 +8,7 @@ every log-prob, and the model's own backward takes these vectors.
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -25,6 +25,7 @@ from treering.train.gradient.flat_batch import flatten_batch
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
 from treering.train.gradient.scoring import Scorer
+from treering.train.gradient.teacher import StepTeacher, teacher_parts, teaching
 from treering.train.loss_weights import SumOverRanks
 from treering.train.objectives import Objective
 from treering.tree.forest import Forest
@@ -96,8 +97,8 @@ def backward(
 ) -> BackwardResult:
     """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
-    Enters `tree_attention` unless the caller is already inside it. Denominators cover the whole batch, so `max_tokens`
-    changes memory and rounding, never the gradient. A tree over the budget runs in partitions.
+    Enters `tree_attention`, also of a teacher, unless the caller is already inside it. Denominators cover the whole
+    batch, so `max_tokens` changes memory and rounding, never the gradient. A tree over the budget runs in partitions.
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
@@ -119,7 +120,8 @@ def backward(
 
     Raises:
         InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
-            the objective trains none, or none where it does. No gradient has been added then.
+            the objective trains none, or none where it does; a teacher of another vocabulary, or scores of one that do
+            not fit the branches. No gradient has been added then.
         ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter requires one.
         UnsupportedError: a model that would not be exact; router losses of a model without routers, or under
@@ -144,7 +146,9 @@ def backward(
         temperature=temperature,
         entropy_of="all" if "entropy" in objective.needs else "none",
         value_head=value_head,
+        reads_logprobs=objective.reads_logprobs,
     )
+    of_teacher = teacher_parts(objective.distillation, student=parts, forests=forests)
     check_parents(parents, scorer.device, max_bytes)
     routers = routers_of(router_losses, parts)
     plan = plan_step(
@@ -157,11 +161,18 @@ def backward(
         router_losses=router_losses,
     )
     sum_over_ranks = sum_over_ranks or _on_one_rank
-    with nullcontext() if is_active(parts) else tree_attention(model, backend), router_hooks(routers):
+    inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
+    with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers):
         batch = flatten_batch(forests, objective, sum_over_ranks)
         routing = None
         if router_losses is not None and routers is not None:
             routing = Routing(router_losses, routers, plan.num_branch_tokens, sum_over_ranks)
+        teacher = None
+        if objective.distillation is not None:
+            teacher = StepTeacher(
+                objective.distillation, of_teacher, student=parts, forests=forests, temperature=temperature
+            )
+            scorer = replace(scorer, divergence=teacher.divergence)
         run = StepRun(
             plan,
             objective,
@@ -171,6 +182,7 @@ def backward(
             max_bytes=max_bytes,
             min_micro_batches=min_micro_batches,
             routing=routing,
+            teacher=teacher,
         )
         run.backward()
     num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))

@@ -6,7 +6,8 @@ with it. This file holds the tensors in between.
     N tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -17,49 +18,45 @@ from treering.model.edges import EdgeScores, EdgeTable
 def put_scores(everywhere: EdgeScores, scores: EdgeScores, table: EdgeTable) -> None:
     """Writes the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
     at = torch.from_numpy(table.edges).to(everywhere.logprobs.device)
-    for target, part in (
-        (everywhere.logprobs, scores.logprobs),
-        (everywhere.entropy, scores.entropy),
-        (everywhere.values, scores.values),
-    ):
-        if target is not None and part is not None:
-            target.index_copy_(0, at, part.detach().to(target.dtype))
+    for target, part in _pairs(everywhere, scores):
+        target.index_copy_(0, at, part.detach().to(target.dtype))
 
 
 def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
     """Scores of several forests one after another, as leaves that take gradients."""
-
-    def leaf(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors).requires_grad_()
-
-    values = [part.values for part in scores if part.values is not None]
-    return EdgeScores(
-        logprobs=leaf([part.logprobs for part in scores]),
-        entropy=leaf([part.entropy for part in scores]),
-        values=leaf(values) if values else None,
-    )
+    return _by_field(scores, lambda tensors: torch.cat(tensors).requires_grad_())
 
 
 def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
     """The leaves' gradients split into forests of these sizes; zeros if a leaf has no gradient."""
+    ends = torch.tensor(sizes).cumsum(0).tolist()
 
-    def parts(leaf: Tensor) -> tuple[Tensor, ...]:
+    def part(leaf: Tensor, number: int) -> Tensor:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        return torch.split(gradient, list(sizes))
+        return gradient[ends[number] - sizes[number] : ends[number]]
 
-    values = [None] * len(sizes) if leaves.values is None else parts(leaves.values)
     return [
-        EdgeScores(logprobs=logprobs, entropy=entropy, values=value)
-        for logprobs, entropy, value in zip(parts(leaves.logprobs), parts(leaves.entropy), values, strict=True)
+        _by_field([leaves], lambda tensors, number=number: part(tensors[0], number))  # type: ignore[misc]
+        for number in range(len(sizes))
     ]
 
 
 def vector_product(scores: EdgeScores, vectors: EdgeScores, table: EdgeTable) -> Tensor:
     """A scalar whose gradient with respect to the scores is the vectors at the table's edges."""
     at = torch.from_numpy(table.edges).to(scores.logprobs.device)
-    product = (scores.logprobs * vectors.logprobs[at]).sum()
-    if scores.entropy.requires_grad:
-        product = product + (scores.entropy * vectors.entropy[at]).sum()
-    if scores.values is not None and vectors.values is not None:
-        product = product + (scores.values * vectors.values[at]).sum()
-    return product
+    products = [(score * vector[at]).sum() for score, vector in _pairs(scores, vectors) if score.requires_grad]
+    return sum(products, start=scores.logprobs.new_zeros(()))
+
+
+def _pairs(left: EdgeScores, right: EdgeScores) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of each kind of score that both hold."""
+    for field in fields(EdgeScores):
+        both = getattr(left, field.name), getattr(right, field.name)
+        if both[0] is not None and both[1] is not None:
+            yield both
+
+
+def _by_field(scores: Sequence[EdgeScores], combine: Callable[[list[Tensor]], Tensor]) -> EdgeScores:
+    """Combines the tensors of each kind of score; a kind that none has stays None."""
+    tensors = {field.name: [getattr(one, field.name) for one in scores] for field in fields(EdgeScores)}
+    return EdgeScores(**{name: None if parts[0] is None else combine(parts) for name, parts in tensors.items()})  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ def evaluate(
             num_branches=selected.branches.size,
             entropy=scores.entropy[at] if "entropy" in objective.needs else None,
             state_values=values if "value" in objective.needs else None,
+            divergence=None if scores.divergence is None else scores.divergence[at].to(logprobs.dtype),
             pairs=_local_pairs(batch, selected.branches, logprobs.device),
         )
     )

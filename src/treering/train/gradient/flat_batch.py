@@ -70,6 +70,12 @@ class Selection:
     entries: Int64Array
     branch: Int64Array
 
+    def wanted(self, forest: Forest) -> BoolArray:
+        """Which tokens of the branches' forest some entry trains: bool [N]."""
+        wanted = np.zeros(forest.num_tokens, bool)
+        wanted[self.edges] = True
+        return wanted
+
     def only(self, chosen: BoolArray | Int64Array) -> "Selection":
         """Some of the entries, of the same branches."""
         return Selection(

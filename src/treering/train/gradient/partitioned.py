@@ -104,20 +104,26 @@ class PartitionedStep:
         The routing counts all tokens' routes in the same pass.
         """
         everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
+
+        def put(number: int, table: EdgeTable, hidden: Tensor) -> None:
+            put_scores(everywhere, self._scorer.scores(hidden, self._tree.forest, table), table)
+
+        self.sweep(put)
+        return everywhere
+
+    def sweep(self, visit: Callable[[int, EdgeTable, Tensor], None]) -> None:
+        """Runs every partition without gradients; `visit` gets its number, its edges and its hidden states."""
         with torch.no_grad():
             for event, number in self._events():
                 if event == "leave":
                     del self._live[number]
                     continue
                 live = self._live[number] = self._open(number)
-                table = self.tables[number]
                 with recorded_by(self._routing) as routes:
                     hidden = self._hidden(live)
                 if self._routing is not None:
                     self._routing.count(routes, live.branches)
-                scores = self._scorer.scores(hidden, self._tree.forest, table)
-                put_scores(everywhere, scores, table)
-        return everywhere
+                visit(number, self.tables[number], hidden)
 
     def _enter(self, number: int) -> None:
         live = self._live[number] = self._open(number)

@@ -6,12 +6,13 @@ must be known before a backward. The loss and metric sums of the step are collec
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treering.arrays import BoolArray, Int64Array
+from treering.arrays import Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
 from treering.model.forward import hidden_states
 from treering.model.routers import Routes
@@ -29,12 +30,11 @@ from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.saved_tensors import bytes_per_token
 from treering.train.gradient.scoring import Scorer
+from treering.train.gradient.teacher import StepTeacher, Unit
 from treering.train.objectives import Objective
 from treering.tree.forest import Forest
 from treering.tree.plan.partition import PartitionedTree
 from treering.tree.plan.plan import MicroBatch, Plan
-
-Unit = MicroBatch | PartitionedTree
 
 
 class StepRun:
@@ -59,8 +59,14 @@ class StepRun:
         max_bytes: int | None,
         min_micro_batches: int,
         routing: Routing | None = None,
+        teacher: StepTeacher | None = None,
     ) -> None:
-        """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`."""
+        """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
+
+        Raises:
+            InputError: given scores of a teacher that are not those of the branches.
+        """
+        self._teacher = teacher
         self._min_passes = min_micro_batches
         self._routing = routing
         self._num_passes = 0
@@ -73,6 +79,8 @@ class StepRun:
         self._scorer = scorer
         self._units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
         self._selected = [batch.select(unit.forest, unit.branches) for unit in self._units]
+        if teacher is not None:
+            teacher.check(self._units, self._selected)
         self.parents = self._choose(plan, parents, max_bytes) if plan.partitioned else None
 
     def backward(self) -> None:
@@ -98,9 +106,10 @@ class StepRun:
         if unit.forest.num_tokens == 0 or (selected.entries.size == 0 and self._routing is None):
             return
         self._num_passes += 1
+        scorer = self._scorer_of(unit, selected)
         with recorded_by(self._routing) as routes:
-            hidden = hidden_states(self._scorer.parts, unit.forest)
-        losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors)] if selected.entries.size else []
+            hidden = hidden_states(scorer.parts, unit.forest)
+        losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors, scorer)] if selected.entries.size else []
         if self._routing is not None:
             losses.append(_router_loss(self._routing, routes, unit.forest).to(hidden.device))
         loss = sum(losses[1:], start=losses[0])
@@ -108,14 +117,20 @@ class StepRun:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def _loss_of_hidden(
-        self, hidden: Tensor, forest: Forest, selected: Selection, vectors: EdgeScores | None
+        self, hidden: Tensor, forest: Forest, selected: Selection, vectors: EdgeScores | None, scorer: Scorer
     ) -> Tensor:
-        table = edge_table(forest, _wanted(forest, selected))
-        scores = self._scorer.scores(hidden, forest, table)
+        table = edge_table(forest, selected.wanted(forest))
+        scores = scorer.scores(hidden, forest, table)
         if vectors is not None:
             return vector_product(scores, vectors, table)
-        places = _places(table, forest.num_tokens)[selected.edges]
+        places = table.places(forest)[selected.edges]
         return self._loss(scores, places, selected)
+
+    def _scorer_of(self, unit: Unit, selected: Selection) -> Scorer:
+        """The scorer with the teacher's distributions of a unit, which live as long as the unit runs."""
+        if self._teacher is None or selected.entries.size == 0:
+            return self._scorer
+        return replace(self._scorer, targets=self._teacher.targets(unit, selected))
 
     def _evaluate_nothing(self, selected: Selection, vectors: EdgeScores | None) -> None:
         """Pairs of branches without a trained token have a loss, but no gradient."""
@@ -131,8 +146,9 @@ class StepRun:
 
     def _run_partitioned(self, unit: PartitionedTree, selected: Selection, vectors: EdgeScores | None) -> None:
         assert self.parents is not None
-        wanted = _wanted(unit.forest, selected)
-        step = PartitionedStep(unit, wanted, self._scorer, self.parents.parents, self._routing)
+        wanted = selected.wanted(unit.forest)
+        scorer = self._scorer_of(unit, selected)
+        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing)
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
@@ -208,17 +224,18 @@ class StepRun:
 
     def _score(self, unit: Unit, selected: Selection, routing: Routing | None) -> EdgeScores:
         self.num_scoring_tokens += unit.forest.num_tokens
-        wanted = _wanted(unit.forest, selected)
+        wanted = selected.wanted(unit.forest)
+        scorer = self._scorer_of(unit, selected)
         if isinstance(unit, PartitionedTree):
-            return PartitionedStep(unit, wanted, self._scorer, "keep", routing).score()
+            return PartitionedStep(unit, wanted, scorer, "keep", routing).score()
         table = edge_table(unit.forest, wanted)
         with torch.no_grad():
             with recorded_by(routing) as routes:
-                hidden = hidden_states(self._scorer.parts, unit.forest)
-            scores = self._scorer.scores(hidden, unit.forest, table)
+                hidden = hidden_states(scorer.parts, unit.forest)
+            scores = scorer.scores(hidden, unit.forest, table)
         if routing is not None:
             routing.count(routes, branches_through(unit.forest))
-        everywhere = self._scorer.no_scores(unit.forest.num_tokens)
+        everywhere = scorer.no_scores(unit.forest.num_tokens)
         put_scores(everywhere, scores, table)
         return everywhere
 
@@ -246,16 +263,3 @@ def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> 
 
 def _num_forwards(unit: Unit) -> int:
     return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)
-
-
-def _wanted(forest: Forest, selected: Selection) -> BoolArray:
-    wanted = np.zeros(forest.num_tokens, bool)
-    wanted[selected.edges] = True
-    return wanted
-
-
-def _places(table: EdgeTable, num_tokens: int) -> Int64Array:
-    """Index of each edge in the table: int64 [N], -1 if not in it."""
-    places = np.full(num_tokens, -1, np.int64)
-    places[table.edges] = np.arange(table.edges.size)
-    return places

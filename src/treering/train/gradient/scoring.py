@@ -1,13 +1,17 @@
 """Score hidden states: the model parts and options that every forward of a step shares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from treering.arrays import Int64Array
+from treering.model.divergence import Divergence
+from treering.model.divergence_rows import divergence_rows
 from treering.model.edges import EdgeScores, EdgeTable, score_edges
 from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf
+from treering.train.gradient.targets import TargetRows
 from treering.tree.forest import Forest
 
 
@@ -20,12 +24,18 @@ class Scorer:
         temperature: divides the logits.
         entropy_of: "all" if the objective reads entropies.
         value_head: hidden state to value, if the objective reads values.
+        reads_logprobs: False leaves log-probs and entropies at 0.
+        divergence: from the teacher, if the objective reads it.
+        targets: the teacher's distributions of the unit that is scored; None where no edge of it is.
     """
 
     parts: ModelParts
     temperature: float
     entropy_of: EntropyOf
     value_head: nn.Module | None
+    reads_logprobs: bool = True
+    divergence: Divergence | None = None
+    targets: TargetRows | None = None
 
     @property
     def device(self) -> torch.device:
@@ -36,11 +46,30 @@ class Scorer:
         """Zeros in the format of `scores`."""
         weight = next(self.parts.embedding.parameters())
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        logprobs, entropy, values = torch.zeros(3, num_edges, dtype=dtype, device=self.device)
-        return EdgeScores(logprobs=logprobs, entropy=entropy, values=None if self.value_head is None else values)
+        logprobs, entropy, values, divergence = torch.zeros(4, num_edges, dtype=dtype, device=self.device)
+        return EdgeScores(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=None if self.value_head is None else values,
+            divergence=None if self.divergence is None else divergence,
+        )
 
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         """Scores of the table's edges, whose tokens are those of `forest`."""
+        scores = self._own_scores(hidden, forest, table) if self.reads_logprobs else self.no_scores(table.edges.size)
+        if self.divergence is None or self.targets is None or table.edges.size == 0:
+            return scores
+        by_row = divergence_rows(
+            hidden[_on(hidden.device, table.rows)],
+            self.parts.head,
+            self.targets.of(forest, table),
+            self.divergence,
+            vocab_size=self.parts.num_logits,
+            softcap=self.parts.softcap,
+        )
+        return replace(scores, divergence=by_row[_on(hidden.device, table.edge_row)])
+
+    def _own_scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         return score_edges(
             hidden,
             self.parts.head,
@@ -52,3 +81,7 @@ class Scorer:
             value_head=self.value_head,
             softcap=self.parts.softcap,
         )
+
+
+def _on(device: torch.device, array: Int64Array) -> Tensor:
+    return torch.from_numpy(array).to(device)

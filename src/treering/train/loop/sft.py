@@ -3,13 +3,18 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
+from treering.model.divergence import DivergenceKind
+from treering.model.families import find_parts
 from treering.model.positions import check_positions, max_positions
+from treering.train.branch_values import BranchValues
 from treering.train.gradient.router_losses import RouterLosses, check_routers
+from treering.train.gradient.teacher import teacher_parts
 from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
@@ -17,7 +22,26 @@ from treering.train.loop.resumable import Resumable
 from treering.train.loop.step_report import StepReport
 from treering.train.loop.update import Updater
 from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objectives import sft
+from treering.train.objectives import Objective, distill, sft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions:
+    """How the student is compared with its teacher; see `treering.objectives.distill`.
+
+    Attributes:
+        divergence: its kind.
+        beta: of jsd.
+        top_k: tokens of the teacher per state; None compares the whole vocabulary.
+        temperature: of both models.
+        weight: factor of the divergence beside the loss of sft; None trains the divergence alone.
+    """
+
+    divergence: DivergenceKind = "forward_kl"
+    beta: float | None = None
+    top_k: int | None = None
+    temperature: float = 1.0
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +56,7 @@ class LoopOptions:
         shared: the sharing convention, see `Weighting`.
         divisor: for normalizer="constant".
         router_losses: for a mixture of experts; None adds none.
+        distill: of a loop with a teacher; None trains sft alone.
         seed: of the order of the tasks.
     """
 
@@ -42,6 +67,7 @@ class LoopOptions:
     shared: Shared = "sum"
     divisor: float | None = None
     router_losses: RouterLosses | None = None
+    distill: DistillOptions | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +76,7 @@ class LoopOptions:
 
 
 class SftLoop(Resumable[StepReport]):
-    """Supervised fine-tuning of a model on tasks.
+    """Supervised fine-tuning of a model on tasks, or distillation of a teacher on them.
 
     Example:
         >>> options = LoopOptions(trees_per_step=8, compute=ComputeOptions(max_tokens=16384))
@@ -60,12 +86,20 @@ class SftLoop(Resumable[StepReport]):
     """
 
     def __init__(
-        self, model: nn.Module, tasks: Sequence[TrainingTask], *, optim: OptimOptions, options: LoopOptions
+        self,
+        model: nn.Module,
+        tasks: Sequence[TrainingTask],
+        *,
+        optim: OptimOptions,
+        options: LoopOptions,
+        teacher: nn.Module | None = None,
     ) -> None:
-        """Sets training mode, and gradient checkpointing as the options say.
+        """Sets training mode, and gradient checkpointing as the options say; the teacher is left as it is.
 
         Raises:
-            InputError: no task, no trained token, or a sequence with more tokens than the model reads positions.
+            InputError: no task, no trained token, a sequence with more tokens than a model reads positions, or a
+                teacher of another vocabulary.
+            ConfigError: a teacher without `options.distill`, or the other way round.
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
@@ -75,7 +109,14 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
-        _check_lengths(model, tasks)
+        if (teacher is None) != (options.distill is None):
+            raise ConfigError(
+                "a loop distills with a teacher and options.distill, and one of them is None: give both, or neither"
+            )
+        self._teacher = teacher
+        for one in (model, teacher):
+            _check_lengths(one, tasks)
+        teacher_parts(self._objective(None).distillation, student=find_parts(model), forests=())
         check_routers(model, options.router_losses)
         self._updater = Updater(model, optim, options.compute)
 
@@ -93,11 +134,25 @@ class SftLoop(Resumable[StepReport]):
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
         batch = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
-        objective = sft(batch.loss_masks, options.normalizer, options.shared, divisor=options.divisor)
+        objective = self._objective(batch.loss_masks)
         update = self._updater.update(step, batch, objective, router_losses=options.router_losses)
         self._num_steps_done = step
         return StepReport(
             step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update
+        )
+
+    def _objective(self, loss_masks: BranchValues | None) -> Objective:
+        options, how = self._options, self._options.distill
+        plain = sft(loss_masks, options.normalizer, options.shared, divisor=options.divisor)
+        if how is None or self._teacher is None:
+            return plain
+        divergence = partial(
+            distill, self._teacher, how.divergence, beta=how.beta, top_k=how.top_k, temperature=how.temperature
+        )
+        if how.weight is not None:
+            return divergence(added_to=plain, weight=how.weight)
+        return divergence(
+            loss_masks=loss_masks, normalizer=options.normalizer, shared=options.shared, divisor=options.divisor
         )
 
     def state(self) -> dict[str, Any]:
@@ -114,8 +169,8 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = state["num_steps_done"]
 
 
-def _check_lengths(model: nn.Module, tasks: Sequence[TrainingTask]) -> None:
-    limit = max_positions(model)
+def _check_lengths(model: nn.Module | None, tasks: Sequence[TrainingTask]) -> None:
+    limit = None if model is None else max_positions(model)
     lengths = [(sequence.size, task.task_id) for task in tasks for sequence in task.sequences]
     num_long = sum(limit is not None and length > limit for length, _ in lengths)
     for length, task_id in lengths:

@@ -9,6 +9,7 @@ from treering.train.objective import Objective as Objective
 from treering.train.objective import Scope as Scope
 from treering.train.objective import Terms as Terms
 from treering.train.objectives.cispo import cispo as cispo
+from treering.train.objectives.distill import distill as distill
 from treering.train.objectives.dpo import dpo as dpo
 from treering.train.objectives.grpo import dapo as dapo
 from treering.train.objectives.grpo import dr_grpo as dr_grpo

@@ -1,0 +1,1 @@
+"""Distillation on trees against distillation on flat sequences."""

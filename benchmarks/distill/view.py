@@ -1,0 +1,46 @@
+"""Tables of the distillation benchmark's report."""
+
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common.tables import table
+
+NOTE = "a star and three samples of real trajectories in about five minutes; --only NAMES measures some"
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """A table of the batches against the fastest flat way, and one of every way."""
+    facts = report["environment"]
+    console.print(
+        table(
+            f"a teacher's forward and a student's step on {facts['cpu']}, {facts['threads']} thread, median of "
+            f"{facts['runs']}",
+            ("batch", "flat tokens", "unique", "FLOP bound", "baseline", "s", "tree s", "speedup", "of bound"),
+            [
+                (
+                    batch["name"],
+                    f"{batch['flat_tokens']:,}",
+                    f"{batch['unique_tokens']:,}",
+                    f"{batch['flop_bound']:.2f}x",
+                    batch["baseline"],
+                    f"{batch['baseline_s']:.2f}",
+                    f"{batch['tree_s']:.2f}",
+                    f"{batch['speedup']:.2f}x",
+                    f"{batch['speedup'] / batch['flop_bound']:.0%}",
+                )
+                for batch in report["batches"]
+            ],
+        )
+    )
+    console.print(
+        table(
+            "every way",
+            ("batch", "way", "s", "saved MB", "grad error"),
+            [
+                (batch["name"], way, f"{seconds:.2f}", f"{batch['saved_bytes'][way] / 1e6:.0f}", f"{error:.0e}")
+                for batch in report["batches"]
+                for (way, seconds), error in zip(batch["seconds"].items(), batch["grad_errors"].values(), strict=True)
+            ],
+        )
+    )

@@ -1,0 +1,55 @@
+"""`treering sft` with a teacher from a folder: trains, resumes, and refuses a teacher of another tokenizer."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from tests.cli.sft.test_command import config, folder, metrics_of, sft, weights_of, write_set
+from tests.models import build
+from treering.cli.models import load_teacher
+from treering.config.model import ModelConfig
+from treering.errors import InputError, StateError
+
+__all__ = ["folder"]
+FILES = 'files = ["set.jsonl"]'
+DISTILL = ("train.objective=distill", "teacher.path=teacher", "model.vocab_size=32")
+
+
+def write_tokenizer(place: Path, *words: str) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    vocab = {word: number for number, word in enumerate(words)}
+    Tokenizer(models.WordLevel(vocab, unk_token=words[0])).save(str(place / "tokenizer.json"))
+    return place
+
+
+def test_a_run_with_a_teacher_trains_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build("llama", seed=2).save_pretrained(folder / "teacher")
+    write_set(folder / "set.jsonl", *([1, 2, 3, 4, i] for i in range(8)))
+    path = config(folder, FILES)
+    whole, _ = sft(capsys, path, *DISTILL, "run.dir=whole")
+    assert [step["train/divergence"] > 0 for step in metrics_of(folder / "whole")] == [True] * 4
+    assert whole["last_loss"] < whole["first_loss"]
+    sft(capsys, path, *DISTILL, "run.dir=cut", "train.num_steps=2")
+    cut, _ = sft(capsys, path, *DISTILL, "run.dir=cut")
+    expected = weights_of(whole["checkpoint"])
+    assert all(weight.equal(expected[name]) for name, weight in weights_of(cut["checkpoint"]).items())
+    with pytest.raises(StateError, match=r"teacher\.divergence"):
+        sft(capsys, path, *DISTILL, "run.dir=cut", "teacher.divergence=jsd", "train.num_steps=6")
+
+
+def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = write_tokenizer(folder / "teacher", "a", "b", "c")
+    build("llama").save_pretrained(place)
+    model = ModelConfig(device="cpu", dtype="bfloat16")
+    assert load_teacher(place, model, tokenizer=write_tokenizer(folder / "same", "a", "b", "c")).dtype.itemsize == 2
+    with pytest.raises(InputError, match=r"token 'b' is 1 in .* and 2 in .*2 differ"):
+        load_teacher(place, model, tokenizer=write_tokenizer(folder / "other", "a", "c", "b"))
+    with pytest.raises(InputError, match=r"^teacher\.path names the folder"):
+        load_teacher(folder / "none", model, tokenizer=None)
+    write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
+    with pytest.raises(InputError, match="shares the student's tokenizer"):
+        sft(capsys, config(folder, FILES), *DISTILL[:2], "model.vocab_size=33")

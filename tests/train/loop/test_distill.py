@@ -1,0 +1,55 @@
+"""The SFT loop with a teacher: both layouts give the same losses, and the student comes closer to the teacher."""
+
+import pytest
+import torch
+
+from tests.models import build
+from tests.train.loop.runs import tiny_tasks
+from treering.errors import ConfigError, InputError
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.sft import DistillOptions, LoopOptions, SftLoop
+
+TEACHER = build("llama", seed=3).eval()
+OPTIM = OptimOptions(learning_rate=1e-2)
+
+
+def loop_of(how: DistillOptions | None, teacher: torch.nn.Module | None = TEACHER, **options: object) -> SftLoop:
+    compute = ComputeOptions(max_tokens=100)
+    chosen = LoopOptions(trees_per_step=5, compute=compute, distill=how, **options)  # type: ignore[arg-type]
+    return SftLoop(build(), tiny_tasks(), optim=OPTIM, options=chosen, teacher=teacher)
+
+
+@pytest.mark.parametrize("weight", [None, 0.5])
+def test_both_layouts_distill_alike(weight: float | None) -> None:
+    how = DistillOptions(divergence="jsd", beta=0.3, top_k=8, temperature=1.5, weight=weight)
+    loops = [loop_of(how, layout=layout) for layout in ("tree", "packed")]
+    reports = [[loop.step() for _ in range(3)] for loop in loops]
+    for tree, packed in zip(*reports, strict=True):
+        assert tree.update.loss == pytest.approx(packed.update.loss, rel=1e-3)
+        assert tree.update.num_tokens < packed.update.num_tokens
+    first = reports[0][0].update
+    assert (first.loss == pytest.approx(first.metrics["divergence"], rel=1e-5)) == (weight is None)
+
+
+def test_a_student_comes_closer_to_its_teacher() -> None:
+    loop = loop_of(DistillOptions(divergence="reverse_kl"))
+    divergences = [loop.step().update.loss for _ in range(8)]
+    assert divergences[-1] < 0.7 * divergences[0]
+
+
+def test_the_teacher_is_left_as_it_is() -> None:
+    before = {name: weight.clone() for name, weight in TEACHER.state_dict().items()}
+    loop_of(DistillOptions()).step()
+    assert not TEACHER.training
+    assert all(torch.equal(weight, before[name]) for name, weight in TEACHER.state_dict().items())
+    assert all(weight.grad is None for weight in TEACHER.parameters())
+
+
+def test_what_fits_no_loop_is_refused_at_its_start() -> None:
+    with pytest.raises(ConfigError, match="give both, or neither"):
+        loop_of(None)
+    with pytest.raises(ConfigError, match="give both, or neither"):
+        loop_of(DistillOptions(), None)
+    with pytest.raises(InputError, match="shares the student's tokenizer"):
+        loop_of(DistillOptions(), build(vocab_size=40))

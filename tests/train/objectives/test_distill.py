@@ -1,0 +1,379 @@
+"""Law 2 for distillation: loss and gradients equal those of flat sequences, however computed, from any teacher."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from tests.forests import SHAPES
+from tests.models import assert_gradients_equal, build, build_float64, global_norm, take_gradients
+from tests.partitions import random_partitions
+from tests.train.gradient.test_partitioned import cut_by
+from tests.train.objectives.flat_distill import KINDS, Setting, flat_divergences, flat_loss
+from tests.train.objectives.flat_objectives import Data, Flat, data_of, datas, over_tokens, run_flat
+from tests.train.objectives.objective_cases import CASES
+from treering.errors import ConfigError, InputError
+from treering.model import divergence_rows, scoring
+from treering.model.teacher import TeacherStates, TeacherTopK, score
+from treering.train.gradient.backward import BackwardResult, backward
+from treering.train.gradient.run import StepRun
+from treering.train.gradient.targets import TargetRows
+from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.train.objectives import distill, dpo, grpo, gspo, sft
+from treering.tree.forest import Forest
+
+EXACT = 1e-10
+STUDENT = build_float64()
+TEACHER = build_float64("llama", seed=5, hidden_size=48, num_hidden_layers=1)
+SHAPED = [SHAPES["bushy"][:6], SHAPES["prefixes of each other"], SHAPES["duplicates"], [[3]]]
+SETTINGS = {
+    "forward_kl": Setting(),
+    "reverse_kl once": Setting(kind="reverse_kl", shared="once"),
+    "jsd": Setting(kind="jsd", normalizer="sequence_mean"),
+    "jsd 0.1 once, 0.6": Setting(kind="jsd", beta=0.1, shared="once", temperature=0.6),
+    "forward_kl top 3": Setting(top_k=3),
+    "reverse_kl top 1, 1.5": Setting(kind="reverse_kl", top_k=1, temperature=1.5),
+    "jsd top 31 once": Setting(kind="jsd", beta=0.8, top_k=31, shared="once", normalizer="sum"),
+}
+
+
+def forests_of(data: Data) -> list[Forest]:
+    return [Forest.from_sequences(group) for group in data.groups]
+
+
+def assert_distills_exactly(
+    data: Data,
+    setting: Setting,
+    max_tokens: int | None = None,
+    *,
+    student: nn.Module = STUDENT,
+    teacher: nn.Module = TEACHER,
+) -> BackwardResult:
+    expected = flat_loss(student, teacher, data, setting)
+    if expected.requires_grad:
+        expected.backward()  # type: ignore[no-untyped-call]
+    gradients = take_gradients(student)
+    result = backward(student, forests_of(data), setting.objective(teacher, data), max_tokens)
+    assert result.loss == pytest.approx(expected.item(), rel=EXACT, abs=EXACT)
+    assert_gradients_equal(take_gradients(student), gradients, EXACT)
+    assert all(weight.grad is None for weight in teacher.parameters())
+    return result
+
+
+@pytest.fixture(autouse=True)
+def clean_gradients() -> Iterator[None]:
+    yield
+    STUDENT.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@given(data=datas(STUDENT))
+@settings(max_examples=4)
+def test_distillation_equals_its_flat_version(name: str, data: Data) -> None:
+    assert_distills_exactly(data, SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_it_does_so_in_partitions_and_micro_batches(name: str, is_cut: bool) -> None:
+    data = data_of(SHAPED, STUDENT, seed=8)
+    max_tokens = 12 if is_cut else max(forest.num_tokens for forest in forests_of(data))
+    result = assert_distills_exactly(data, SETTINGS[name], max_tokens)
+    assert result.plan.num_micro_batches > 1
+    assert bool(result.plan.partitioned) == is_cut
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_partition_gives_the_same(seed: int) -> None:
+    data = data_of([SHAPES["bushy"][:5]], STUDENT, seed=seed)
+    with cut_by(lambda tree: random_partitions(tree, seed, 9)):
+        assert_distills_exactly(data, list(SETTINGS.values())[seed])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", ["forward_kl", "jsd 0.1 once, 0.6", "reverse_kl top 1, 1.5"])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_chunks_of_rows_change_nothing(name: str, rows: int, softcap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    student = build_float64("gemma2") if softcap else STUDENT
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 2 * rows * 32})
+    data = data_of(SHAPED[:2], student, seed=3)
+    assert_distills_exactly(data, SETTINGS[name], student=student, teacher=build_float64("gemma2", seed=2))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_heads_softcaps_and_experts_are_exact(family: str, tied: bool) -> None:
+    student, teacher = (build_float64(family, seed, tie_word_embeddings=tied) for seed in (0, 1))
+    data = data_of([SHAPES["long segments"]], student, seed=2)
+    assert_distills_exactly(data, Setting(kind="reverse_kl"), 40, student=student, teacher=teacher)
+
+
+@pytest.mark.parametrize("rows", [1, 10**6])
+@pytest.mark.parametrize("max_tokens", [None, 12])
+def test_lora_is_exact_with_an_adapted_head_too(
+    max_tokens: int | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": rows * 64})
+    config = LoraConfig(r=3, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    student = get_peft_model(build_float64(seed=4), config).double()
+    assert_distills_exactly(data_of(SHAPED[:2], student, seed=4), Setting(kind="jsd"), max_tokens, student=student)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_activation_checkpointing_changes_nothing(mode: Any) -> None:
+    student, data = build_float64(seed=6), data_of(SHAPED[:2], STUDENT, seed=5)
+    backward(student, forests_of(data), Setting().objective(TEACHER, data))
+    expected = take_gradients(student)
+    enable_gradient_checkpointing(student, mode)
+    backward(student, forests_of(data), Setting().objective(TEACHER, data), 12)
+    assert_gradients_equal(take_gradients(student), expected, EXACT)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 12])
+def test_given_scores_are_those_of_the_model(max_tokens: int | None) -> None:
+    data = data_of(SHAPED, STUDENT, seed=9)
+    given = []
+    for forest in forests_of(data):
+        scores = score(TEACHER, forest, top_k=4, temperature=0.8)
+        assert isinstance(scores, TeacherTopK)
+        given += scores.of_branches(forest)
+    objective = distill(given, "jsd", temperature=0.8, loss_masks=data.masks)
+    expected = flat_loss(STUDENT, TEACHER, data, Setting(kind="jsd", top_k=4, temperature=0.8))
+    expected.backward()  # type: ignore[no-untyped-call]
+    gradients = take_gradients(STUDENT)
+    result = backward(STUDENT, forests_of(data), objective, max_tokens)
+    assert result.loss == pytest.approx(expected.item(), rel=EXACT)
+    assert_gradients_equal(take_gradients(STUDENT), gradients, EXACT)
+
+
+def test_a_teacher_that_is_the_student_has_no_divergence_and_no_gradient() -> None:
+    data = data_of(SHAPED, STUDENT, seed=1)
+    result = backward(STUDENT, forests_of(data), Setting(kind="reverse_kl").objective(STUDENT, data), 12)
+    assert abs(result.loss) < 1e-12
+    assert global_norm(take_gradients(STUDENT)) < 1e-12
+
+
+ADDED: dict[str, tuple[str, Callable[[Data], Any]]] = {
+    "sft": ("sft once", lambda d: sft(d.masks, shared="once")),
+    "grpo": ("grpo sum", lambda d: grpo(d.advantages, d.masks, d.old)),
+    "gspo": ("gspo clip (0.15, 0.25)", lambda d: gspo(d.advantages, d.masks, d.old, (0.15, 0.25))),
+}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize("name", ADDED)
+def test_a_divergence_is_added_to_another_loss_by_weight(name: str, max_tokens: int | None) -> None:
+    data = data_of(SHAPED, STUDENT, seed=7)
+    case, make = ADDED[name]
+    base = make(data)
+    flat: Flat = run_flat(STUDENT, data, value_head=nn.Linear(32, 1).double(), temperature=0.7)
+    rows = flat_divergences(STUDENT, TEACHER, data, Setting(kind="reverse_kl", temperature=0.7))
+    weighting = base.weighting
+    divergence = over_tokens(
+        data, lambda i, t: rows[i][t - 1], normalizer=weighting.normalizer, shared=weighting.shared
+    )
+    expected = CASES[case].loss(data, flat) + 0.3 * divergence
+    expected.backward()  # type: ignore[no-untyped-call]
+    gradients = take_gradients(STUDENT)
+    objective = distill(TEACHER, "reverse_kl", added_to=base, weight=0.3)
+    result = backward(STUDENT, forests_of(data), objective, max_tokens, temperature=0.7)
+    assert result.loss == pytest.approx(expected.item(), rel=EXACT)
+    assert_gradients_equal(take_gradients(STUDENT), gradients, EXACT)
+    assert result.averages["divergence"] > 0
+
+
+def test_chunks_hold_no_logits_of_either_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, num_rows = 1000, 200
+    monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 8 * vocab})
+    head, teacher_head = nn.Linear(6, vocab, bias=False), nn.Linear(5, vocab, bias=True)
+    rows = torch.randn(num_rows, 6, requires_grad=True)
+    teacher = TeacherStates(hidden=torch.randn(num_rows, 5), head=teacher_head, softcap=None, num_logits=vocab)
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    divergence = divergence_rows.Divergence(kind="jsd")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = divergence_rows.divergence_rows(rows, head, teacher, divergence, vocab_size=vocab)
+    assert out.shape == (num_rows,)
+    assert sum(saved.values()) / 4 <= rows.numel() + head.weight.numel() < num_rows * vocab
+
+
+def test_a_score_is_of_what_follows_each_token() -> None:
+    sequences = SHAPES["prefixes of each other"]
+    forest = Forest.from_sequences(sequences)
+    top = score(TEACHER, forest, top_k=3)
+    states = score(TEACHER, forest)
+    assert isinstance(top, TeacherTopK)
+    assert isinstance(states, TeacherStates)
+    for branch, sequence in enumerate(sequences):
+        logprobs = TEACHER(input_ids=torch.tensor([sequence])).logits[0].log_softmax(-1)
+        path = torch.from_numpy(forest.path(branch)).long()
+        torch.testing.assert_close(top.logprobs[path], logprobs.sort(-1, descending=True).values[:, :3])
+        torch.testing.assert_close(top.ids[path], logprobs.argsort(-1, descending=True)[:, :3])
+        full = states.take(path).target(slice(None), 1.0, like=logprobs).logprobs
+        torch.testing.assert_close(full, logprobs)
+        ids, _ = top.of_branches(forest)[branch]
+        assert ids[1:].tolist() == top.ids[path][:-1].tolist()
+
+
+def distance(seed: int, kind: str, path: str) -> float:
+    """Distance of the whole bfloat16 gradient from float32's, tree or flat."""
+    student, teacher = build(seed=seed), build("llama", seed=seed + 100)
+    data = data_of([SHAPES["long segments"]], student, seed=seed)
+    setting = Setting(kind=kind)
+    flat_loss(student, teacher, data, setting).backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(student)
+    student, teacher = student.bfloat16(), teacher.bfloat16()
+    if path == "tree":
+        backward(student, forests_of(data), setting.objective(teacher, data))
+    else:
+        rows = []
+        for sequence in data.sequences:
+            ids = torch.tensor([sequence])
+            q = student(input_ids=ids).logits[0, :-1].float().softmax(-1)
+            with torch.no_grad():
+                p = teacher(input_ids=ids).logits[0, :-1].float().softmax(-1)
+            rows.append(q * (q / p).log() if kind == "reverse_kl" else p * (p / q).log())
+        sums = [row.sum(-1) for row in rows]
+        over_tokens(data, lambda i, t: sums[i][t - 1], normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    actual = take_gradients(student)
+    return global_norm({n: actual[n].float() - expected[n] for n in expected}) / global_norm(expected)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(kind: str) -> None:
+    ratios = [distance(seed, kind, "tree") / distance(seed, kind, "flat") for seed in range(9)]
+    assert sorted(ratios)[4] <= 1.1
+
+
+def shift_the_teacher_by_one(patch: pytest.MonkeyPatch) -> None:
+    honest = TargetRows.of
+
+    def shifted(self: TargetRows, *args: Any) -> Any:
+        return honest(replace(self, rows=self.rows.take(torch.arange(self.states.size).roll(1))), *args)
+
+    patch.setattr(TargetRows, "of", shifted)
+
+
+def leak_a_sibling_to_the_teacher(patch: pytest.MonkeyPatch) -> None:
+    from treering.train.gradient import teacher
+
+    honest = teacher.hidden_states
+
+    def leaky(parts: Any, forest: Forest) -> torch.Tensor:
+        names = ("tokens", "parent", "position", "branch_end", "segment_start", "segment_parent")
+        end = np.full_like(forest.subtree_end, forest.num_tokens)
+        return honest(parts, Forest(**{name: getattr(forest, name) for name in names}, subtree_end=end))
+
+    patch.setattr(teacher, "hidden_states", leaky)
+
+
+def forget_the_teachers_temperature(patch: pytest.MonkeyPatch) -> None:
+    honest = TeacherStates.target
+    patch.setattr(TeacherStates, "target", lambda self, rows, temperature, *, like: honest(self, rows, 1.0, like=like))
+
+
+def forget_the_step_temperature(patch: pytest.MonkeyPatch) -> None:
+    honest = StepRun._scorer_of
+
+    def cold(self: StepRun, *args: Any) -> Any:
+        scorer = honest(self, *args)
+        assert scorer.divergence is not None
+        return replace(scorer, divergence=replace(scorer.divergence, temperature=1.0))
+
+    patch.setattr(StepRun, "_scorer_of", cold)
+
+
+def swap_teacher_and_student(patch: pytest.MonkeyPatch) -> None:
+    honest = divergence_rows.row_divergence
+    reverse = divergence_rows.Divergence(kind="forward_kl", temperature=0.7)
+    patch.setattr(divergence_rows, "row_divergence", lambda logits, target, _: honest(logits, target, reverse))
+
+
+def test_the_honest_step_passes() -> None:
+    assert_distills_exactly(data_of(SHAPED[:1], STUDENT, seed=2), Setting(kind="reverse_kl", temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        shift_the_teacher_by_one,
+        leak_a_sibling_to_the_teacher,
+        forget_the_teachers_temperature,
+        forget_the_step_temperature,
+        swap_teacher_and_student,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_each_trap_breaks_law_2(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_distills_exactly(data_of(SHAPED[:1], STUDENT, seed=2), Setting(kind="reverse_kl", temperature=0.7))
+
+
+PAIR = (np.tile([1, 2], (3, 1)), np.log(np.full((3, 2), 0.4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"divergence": "kl"}, ConfigError, "one of forward_kl, reverse_kl, jsd"),
+        ({"beta": 0.5}, ConfigError, "beta belongs to"),
+        ({"divergence": "jsd", "beta": 1.0}, ConfigError, "between 0 and 1"),
+        ({"top_k": 0}, ConfigError, "at least 1"),
+        ({"temperature": 0.0}, InputError, "positive"),
+        ({"weight": 0.0}, ConfigError, "positive"),
+        ({"teacher": "model"}, InputError, "pair"),
+        ({"teacher": TEACHER.config}, InputError, "is a model"),
+        ({"teacher": [PAIR], "top_k": 2}, ConfigError, "their own k"),
+        ({"teacher": [([[1, 2]], [[0.1]])]}, InputError, "one shape"),
+        ({"added_to": dpo([(0, 1)], [[1], [1]])}, ConfigError, "one per pair"),
+        ({"added_to": sft(), "shared": "once"}, ConfigError, "brings its own shared"),
+        ({"added_to": distill(TEACHER)}, ConfigError, "has a teacher already"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        distill(**{"teacher": TEACHER, **options})
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ([PAIR], "every branch"),
+        ([PAIR, (PAIR[0][:2], PAIR[1][:2])], "one row per token"),
+        ([PAIR, (PAIR[0], PAIR[1] - 0.1)], "different scores"),
+        ([(PAIR[0] * 0 + 1, PAIR[1])] * 2, "occurs once"),
+        ([(PAIR[0] + 40, PAIR[1])] * 2, "vocabulary of 32"),
+        ([(PAIR[0], PAIR[1] * 0)] * 2, "sum to 1"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_given_scores_that_fit_nothing_are_refused_before_any_gradient(teacher: Any, message: str) -> None:
+    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
+    with pytest.raises(InputError, match=message):
+        backward(STUDENT, forest, distill(teacher))
+    assert all(weight.grad is None for weight in STUDENT.parameters())
+
+
+def test_a_teacher_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(InputError, match="shares the student's tokenizer, and its head has 40"):
+        backward(STUDENT, Forest.from_sequences([[1, 2]]), distill(build_float64(vocab_size=40)))
+    with pytest.raises(ConfigError, match="below the vocabulary of 32"):
+        backward(STUDENT, Forest.from_sequences([[1, 2]]), distill(TEACHER, top_k=32))
+    with pytest.raises(ConfigError, match="only with top_k"):
+        score(TEACHER, Forest.from_sequences([[1, 2]]), temperature=0.5)
+
+
+def test_kinds_are_named_once() -> None:
+    assert set(KINDS) == {setting.kind for setting in SETTINGS.values()}
