@@ -20,6 +20,7 @@ SUBJECTS = {
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
+    "trl": "TRL's trainers with shared prefixes against the stock ones, and its own prefix sharing",
     "loop": "the plain RL loop, each part of Treering alone, and all together",
 }
 EXIT_BAD_INPUT = 2
@@ -69,9 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "engine", "pipe", "loop"):
+    for name in ("tree", "engine", "pipe", "trl", "loop"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft = parsers["tree"], parsers["draft"]
+    parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
