@@ -22,6 +22,7 @@ SUBJECTS = {
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
+    "trl": "TRL's trainers with shared prefixes against the stock ones, and its own prefix sharing",
     "loop": "the plain RL loop, each part of Treering alone, and all together",
     "faults": "kills, damaged files and full disks: each run ends right or says why",
 }
@@ -80,6 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
     faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
     faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
+    for name in ("tree", "engine", "pipe", "trl", "loop"):
+        parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
+    tree, draft = parsers["tree"], parsers["draft"]
+    parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")
     tree.add_argument(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import treering
-from tests.models import assert_gradients_equal, build_float64, take_gradients
+from tests.models import VOCAB, assert_gradients_equal, build_float64, take_gradients
 from treering.errors import StateError, UnsupportedError
+from treering.model import fused_head
 
 PAD, IGNORED = 0, -100
 PROMPT, ANSWERS = [5, 6, 7, 8], [[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 3]]
@@ -87,8 +88,11 @@ def test_logits_and_gradients_of_a_padded_batch_are_the_stock_models(family, sid
     assert patched.take_counts().token_ratio == 1.0
 
 
-@pytest.mark.parametrize("num_items", [None, 7])
-def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_values(num_items):
+@pytest.mark.parametrize(("num_items", "num_logits"), [(None, 2**23), (7, 2**23), (None, 2 * VOCAB), (7, VOCAB)])
+def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_values(
+    num_items, num_logits, monkeypatch
+):
+    monkeypatch.setattr(fused_head, "MAX_CPU_LOGITS", num_logits)
     model = build_float64("qwen3").train()
     add_fused_head(model)
     ids, mask = padded([PROMPT + answer for answer in ANSWERS], "left")
@@ -108,7 +112,7 @@ def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_va
     loss = (output.log_probs * weights).sum() + output.entropy.sum() + output.loss
     assert_gradients_equal(gradients(model, loss), wanted, 1e-10)
     # Edges: the prompt's end to 1 and 9, then 1 to 2, 2 to 3 and 4, 4 to 5.
-    assert scored == [6]
+    assert scored == [min(6, num_logits // VOCAB)] * (6 * VOCAB // min(6 * VOCAB, num_logits))
 
 
 @pytest.mark.parametrize("factor", [None, 2.0])

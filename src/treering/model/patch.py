@@ -9,7 +9,8 @@ metrics and every wrapper outside (DDP, autocast, PEFT) see what they saw before
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
 from treering.model.families import check_no_dropout, find_parts
-from treering.model.fused_head import as_batch, label_pairs
+from treering.model.fused_head import as_batch, label_pairs, parts_of
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
@@ -54,8 +55,17 @@ class _Batch:
     forest: Forest
     places: NDArray[np.int64]
     """int64 [B, T], packed index of each token, -1 at padding."""
-    rows: Tensor | None = None
-    """int64 [E], the states that a fused head scores; None gives all states back in the shape of the batch."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Scoring:
+    """A batch whose states a fused head scores, in one or several calls."""
+
+    batch: _Batch
+    rows: Tensor
+    """int64, the states that the next call of the decoder gives."""
+    output: Any = None
+    """The decoder's, states [N, C]; None before it has run."""
 
 
 class TreePatch:
@@ -69,6 +79,7 @@ class TreePatch:
         check_no_dropout(model)
         self._causal_lm: Any = unwrap(model).model
         self._decoder: Any = parts.decoder
+        self._vocab_size = parts.vocab_size
         for module in (self._causal_lm, self._decoder):
             if is_replaced(module):
                 raise StateError("the model runs on trees already; undo that patch before making another one")
@@ -76,7 +87,7 @@ class TreePatch:
         self._when = when
         self._mode_of: nn.Module = self._decoder if mode_of is None else mode_of
         self._is_flat = False
-        self._scored: _Batch | None = None
+        self._scored: _Scoring | None = None
         self._counts = TreeCounts()
         self._undo = [
             replace_forward(self._decoder, self._run_decoder),
@@ -112,10 +123,25 @@ class TreePatch:
             self._counts = before
 
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = self._scored or self._batch(args, kwargs)
-        if batch is None:
-            return original(*args, **kwargs)
-        forest, places = batch.forest, batch.places
+        scored = self._scored
+        if scored is None:
+            batch = self._batch(args, kwargs)
+            return original(*args, **kwargs) if batch is None else self._run_batch(original, batch, kwargs)
+        if scored.output is None:
+            scored.output = self._on_forest(original, scored.batch, kwargs)
+        output = copy(scored.output)
+        output["last_hidden_state"] = output.last_hidden_state[0].index_select(0, scored.rows)[None]
+        return output
+
+    def _run_batch(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
+        """The decoder's output in the shape of the batch."""
+        output = self._on_forest(original, batch, kwargs)
+        output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.places)
+        return output
+
+    def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
+        """The decoder's output with states [1, N, C], and router logits in the shape of the batch."""
+        forest = batch.forest
         device = next(self._decoder.parameters()).device
         tokens, positions = (torch.tensor(a, device=device)[None].long() for a in (forest.tokens, forest.position))
         options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
@@ -128,12 +154,9 @@ class TreePatch:
                 return_dict=True,
                 **options,
             )
-        hidden = output.last_hidden_state[0]
-        output["last_hidden_state"] = (
-            _spread(hidden, places) if batch.rows is None else hidden.index_select(0, batch.rows)[None]
-        )
         if getattr(output, "router_logits", None) is not None:
-            output["router_logits"] = tuple(_spread(layer, places).flatten(0, 1) for layer in output.router_logits)
+            layers: Any = output.router_logits
+            output["router_logits"] = tuple(_spread(layer, batch.places).flatten(0, 1) for layer in layers)
         self._counts = self._counts.with_call(forest)
         return output
 
@@ -147,12 +170,19 @@ class TreePatch:
         pairs = label_pairs(batch.places, labels, mask)
         if pairs.rows.numel() == 0:
             return original(*args, **kwargs)
-        self._scored = replace(batch, rows=pairs.rows)
+        num_items = kwargs.get("num_items_in_batch")
+        given = {**kwargs, "labels": None, "num_items_in_batch": mask.sum() if num_items is None else num_items}
+        outputs = []
+        self._scored = _Scoring(batch=batch, rows=pairs.rows)
         try:
-            output = original(*args, **{**kwargs, "labels": None, "shift_labels": pairs.labels[None]})
+            for part in parts_of(pairs, self._vocab_size):
+                self._scored.rows = pairs.rows[part]
+                outputs.append(original(*args, **given, shift_labels=pairs.labels[None, part]))
+                # A router's loss is of the whole batch, and the first part has it.
+                given["output_router_logits"] = False
         finally:
             self._scored = None
-        return as_batch(output, pairs, mask, kwargs.get("num_items_in_batch"))
+        return as_batch(outputs, pairs, mask, given["num_items_in_batch"])
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "_Batch | None":
         """The forest of a call; None for a call that stays flat."""

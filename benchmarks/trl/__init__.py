@@ -1,0 +1,1 @@
+"""TRL's trainers with shared prefixes against the stock ones."""
