@@ -21,6 +21,7 @@ SUBJECTS = {
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
     "loop": "the plain RL loop, each part of Treering alone, and all together",
+    "trl_rollouts": "rollouts of TRL's trainer: drafts where they pay against none, by batch and epoch",
 }
 EXIT_BAD_INPUT = 2
 
@@ -71,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
     for name in ("tree", "engine", "pipe", "loop"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
+    parsers["trl_rollouts"].add_argument(
+        "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
+    )
     tree, draft = parsers["tree"], parsers["draft"]
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     tree.add_argument(
