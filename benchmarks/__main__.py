@@ -24,6 +24,7 @@ SUBJECTS = {
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
     "trl": "TRL's trainers with shared prefixes against the stock ones, and its own prefix sharing",
     "loop": "the plain RL loop, each part of Treering alone, and all together",
+    "trl_rollouts": "rollouts of TRL's trainer: drafts where they pay against none, by batch and epoch",
     "faults": "kills, damaged files and full disks: each run ends right or says why",
 }
 EXIT_FAILED = 1
@@ -75,15 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "distill", "engine", "pipe", "loop"):
+    for name in ("tree", "distill", "engine", "pipe", "trl", "loop"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
     faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
     faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
-    for name in ("tree", "engine", "pipe", "trl", "loop"):
-        parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
-    tree, draft = parsers["tree"], parsers["draft"]
+    parsers["trl_rollouts"].add_argument(
+        "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
+    )
     parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")

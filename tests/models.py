@@ -12,14 +12,22 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,6 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.masking_utils import eager_mask
 
@@ -65,6 +75,8 @@ _CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
     ),
     "gemma3": (
         Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
         Gemma3ForCausalLM,
         {
             "head_dim": 8,
@@ -96,6 +108,30 @@ _CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"partial_rotary_factor": 0.5, "sliding_window": 6, "pad_token_id": None}),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"pad_token_id": None}),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": None,
+        },
+    ),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
 }
 FAMILIES = tuple(_CLASSES)
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")

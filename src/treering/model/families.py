@@ -25,6 +25,7 @@ _MIXERS = {
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe"),
+    *("phi3", "granite", "olmo2", "smollm3", "glm4"),
     *_MIXERS,
 )
 """`config.model_type` of the supported families: full and sliding attention, Gated DeltaNet and Mamba-2 layers, RoPE, a
@@ -50,6 +51,7 @@ class ModelParts:
         embedding: token embedding.
         head: hidden state to logits.
         softcap: bound that the model applies to its head's logits; None without one.
+        logit_divisor: number that the model divides its head's logits by (Granite); 1 elsewhere.
         config: the configuration object that the attention modules read their implementation from.
         vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
         num_logits: rows of the head, unused ones at its end included.
@@ -62,6 +64,7 @@ class ModelParts:
     embedding: nn.Module
     head: nn.Module
     softcap: float | None
+    logit_divisor: float
     config: PreTrainedConfig
     vocab_size: int
     num_logits: int
@@ -92,6 +95,7 @@ def find_parts(model: nn.Module) -> ModelParts:
         embedding=embedding,
         head=head,
         softcap=getattr(config, "final_logit_softcapping", None),
+        logit_divisor=float(getattr(config, "logits_scaling", 1.0)),
         config=config,
         vocab_size=min(_num_rows(embedding), _num_rows(head)),
         num_logits=_num_rows(head),

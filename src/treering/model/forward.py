@@ -85,7 +85,7 @@ def forward(
         hidden,
         parts.head,
         forest,
-        temperature=temperature,
+        temperature=temperature * parts.logit_divisor,
         vocab_size=parts.vocab_size,
         table=table,
         entropy_of=entropy_of,

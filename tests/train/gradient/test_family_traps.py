@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.forests import SHAPES
@@ -16,6 +17,7 @@ from tests.train.gradient.test_backward import assert_step_is_exact, batch_of
 from tests.train.gradient.test_partitioned import cut_by
 from treering.attention import Form, api, layout, segments
 from treering.model import context
+from treering.model.families import ModelParts, find_parts
 from treering.train.gradient import partitioned, scoring
 from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
@@ -69,6 +71,37 @@ def forget_the_softcap_of_logits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scoring, "score_edges", lambda *args, **given: honest(*args, **{**given, "softcap": None}))
 
 
+def forget_the_scale_of_logits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scoring.Scorer, "scores", _without_divisor(scoring.Scorer.scores))
+
+
+def _without_divisor(honest: Callable[..., Any]) -> Callable[..., Any]:
+    def scores(scorer: Any, *args: Any) -> Any:
+        return honest(replace(scorer, parts=replace(scorer.parts, logit_divisor=1.0)), *args)
+
+    return scores
+
+
+def forget_the_scale_of_scores(patch: pytest.MonkeyPatch) -> None:
+    """Scores over the root of the head size, as in most families."""
+    change_the_form(patch, scale=8**-0.5)
+
+
+def rotate_by_packed_index(patch: pytest.MonkeyPatch) -> None:
+    """Positions count packed tokens, siblings' included; layers without rotations do not notice."""
+    honest = find_parts
+
+    def packed(model: Any) -> ModelParts:
+        parts = honest(model)
+
+        def run(**given: Any) -> Any:
+            return parts.run(**given | {"position_ids": torch.arange(given["position_ids"].shape[1])[None]})
+
+        return replace(parts, run=run)
+
+    patch.setattr("treering.train.gradient.backward.find_parts", packed)
+
+
 def forget_the_sinks(patch: pytest.MonkeyPatch) -> None:
     honest = api.segment_attention
     patch.setattr(api, "segment_attention", lambda *args, **given: honest(*args, **{**given, "sinks": None}))
@@ -92,6 +125,11 @@ TRAPS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("gpt_oss", forget_the_sinks),
     ("gpt_oss", lose_the_gradient_of_sinks),
     ("gpt_oss", count_a_window_in_packed_order),
+    ("phi3", count_a_window_in_packed_order),
+    ("granite", forget_the_scale_of_logits),
+    ("granite", forget_the_scale_of_scores),
+    ("smollm3", count_a_window_in_packed_order),
+    *((family, rotate_by_packed_index) for family in ("phi3", "olmo2", "smollm3", "glm4")),
 ]
 
 

@@ -13,7 +13,7 @@ from treering.engine.speculation.pass_times import PassTimes
 from treering.errors import ConfigError
 from treering.history.budget.costs import VerifyCosts
 
-_LOAD_S = 0.4
+_LOAD_S = 0.3
 """Seconds that the first drafts of a process take beyond their own: the compiled drafter is loaded. 0.26 were measured
 on two slow cores."""
 _NUM_TRIED = 4
@@ -59,10 +59,10 @@ class ObservedCosts:
     load the drafter and try a few steps. If these are slower, the next 32 such steps make none, then 128, 512, ...
     """
 
-    def __init__(self, *, max_loss: float = 0.02) -> None:
+    def __init__(self, *, max_loss: float = 0.025) -> None:
         """Starts without times; the first steps make no drafts."""
         if not isinstance(max_loss, int | float) or not 0 <= max_loss <= 1:
-            raise ConfigError(f"max_loss is a share of the time in [0, 1], got {max_loss!r}; 0.02 allows 2 %")
+            raise ConfigError(f"max_loss is a share of the time in [0, 1], got {max_loss!r}; 0.025 allows 2.5 %")
         self.horizon_s = 0.0
         """Seconds that all steps of the run will take as far as known; a budget is a share of the larger of this and
         of what they took."""

@@ -59,7 +59,7 @@ class HistoryRollouts:
         *,
         id_column: str | None = None,
         drafts: Drafts = "auto",
-        max_loss: float = 0.02,
+        max_loss: float = 0.025,
         max_batch: int = 64,
         max_bytes: int = 1 << 30,
         max_epochs: int = 2,
@@ -113,6 +113,7 @@ class HistoryRollouts:
             raise StateError("a trainer with a rollout_func samples with that; leave it out, or do not attach another")
         check_trainer(trainer)
         turns = OpenTurns()
+        self._engine.has_turns = True
 
         def generate(
             prompt_ids: list[list[int]], images: Any, fields: Any, num_generations: int, has_tool_images: bool = False

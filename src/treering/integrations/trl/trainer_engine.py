@@ -10,8 +10,9 @@ from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 
-_SPARE = 1.25
-"""Slots of a new engine, over those that the present requests need."""
+_SPARE, _SPARE_FOR_TURNS = 1.25, 3.0
+"""Slots of a new engine, over those that the present requests need; later turns find what earlier ones computed in spare
+slots."""
 
 
 class TrainerEngine:
@@ -23,6 +24,8 @@ class TrainerEngine:
         self._engine: TorchEngine | None = None
         self._drafter: Drafter | None = None
         self._num_slots = 0
+        self.has_turns = False
+        """Whether rollouts are continued, so that the keys and values of finished ones are worth their slots."""
         self.version = 0
         """Policy version of the latest weights; 0 before the first."""
 
@@ -33,7 +36,7 @@ class TrainerEngine:
         """
         num_slots = _num_slots(requests, self._max_batch)
         if self._engine is None or num_slots > self._num_slots:
-            self._num_slots = int(_SPARE * num_slots) + 1
+            self._num_slots = int((_SPARE_FOR_TURNS if self.has_turns else _SPARE) * num_slots) + 1
             self._engine, self._drafter = self._make(trainer), None
         else:
             _update(self._engine)

@@ -74,7 +74,7 @@ class Scorer:
             hidden,
             self.parts.head,
             forest,
-            temperature=self.temperature,
+            temperature=self.temperature * self.parts.logit_divisor,
             vocab_size=self.parts.vocab_size,
             table=table,
             entropy_of=self.entropy_of,

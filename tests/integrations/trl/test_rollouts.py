@@ -1,0 +1,270 @@
+"""TRL's rollouts from the embedded engine: the trainer's own log-probs, and tokens that drafts do not change."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+
+from tests.integrations.trl.rollout_runs import (  # noqa: E402
+    GROUP_SIZE,
+    NUM_PROMPTS,
+    PROMPTS,
+    dataset,
+    model,
+    tokenizer,
+    trainer_of,
+)
+from treering.engine.torch_engine import TorchEngine  # noqa: E402
+from treering.errors import ConfigError, StateError, UnsupportedError  # noqa: E402
+from treering.integrations.trl import HistoryRollouts  # noqa: E402
+from treering.integrations.trl.open_turns import OpenTurns  # noqa: E402
+from treering.integrations.trl.prompt_ids import PromptIds, hash_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Recording(HistoryRollouts):
+    """Keeps what it returned, with the trainer's own log-probs of it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: list[dict[str, Any]] = []
+        self.errors: list[float] = []
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        self.calls.append(output)
+        self.errors.append(_largest_error(output, trainer))
+        return output
+
+
+def _largest_error(output: dict[str, Any], trainer: Any) -> float:
+    errors = []
+    for prompt, tokens, logprobs in zip(
+        output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True
+    ):
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            logps, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), len(tokens)
+            )
+        errors.append(float((logps[0] - torch.tensor(logprobs)).abs().max()))
+    return max(errors)
+
+
+def eager(rollouts: HistoryRollouts) -> HistoryRollouts:
+    """With a budget that lets drafts begin at once, as in a long run."""
+    rollouts._costs._max_loss = 1.0
+    rollouts._note_call = lambda tokens_per_forward, note=rollouts._note_call: (
+        note(tokens_per_forward),
+        setattr(rollouts._costs, "horizon_s", 1e6),
+    )
+    return rollouts
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+
+def train(folder: Path, rollouts: HistoryRollouts, **options: Any) -> Any:
+    trainer = trainer_of(folder, rollouts, **options)
+    trainer.train()
+    return trainer
+
+
+def test_logprobs_are_the_trainers_and_weights_are_those_of_the_step(tmp_path: Path) -> None:
+    rollouts = Recording()
+    train(tmp_path, rollouts)
+    assert len(rollouts.calls) == 3 * NUM_PROMPTS // 2
+    assert max(rollouts.errors) <= 2.5e-5
+
+
+def test_logprobs_of_a_lora_policy_are_the_trainers(tmp_path: Path) -> None:
+    rollouts = Recording()
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    train(tmp_path, rollouts, peft_config=config, num_train_epochs=1, beta=0.1)
+    assert max(rollouts.errors) <= 2.5e-5
+
+
+def test_drafts_change_no_token_and_no_weight(tmp_path: Path) -> None:
+    plain, drafted = Recording(drafts="off"), eager(Recording(max_batch=5))
+    # In float64: in float32 a near-tie may flip with the shape of a batch.
+    expected = weights_of(train(tmp_path / "plain", plain, policy=model().double()))
+    trainer = train(tmp_path / "drafted", drafted, policy=model().double())
+    assert [call["completion_ids"] for call in drafted.calls] == [call["completion_ids"] for call in plain.calls]
+    assert drafted._engine._engine.stats.num_accepted > 0
+    for name, weight in weights_of(trainer).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+
+
+def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    # TRL shuffles a resumed epoch anew.
+    options = {"save_strategy": "steps", "save_steps": 4, "shuffle_dataset": False}
+    whole, resumed = Recording(), Recording()
+    expected = weights_of(train(tmp_path / "whole", whole, **options))
+    train(tmp_path / "parts", Recording(), max_steps=4, **options)
+    trainer = trainer_of(tmp_path / "parts", resumed, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
+    assert [call["completion_ids"] for call in resumed.calls] == [call["completion_ids"] for call in whole.calls[4:]]
+    for name, weight in weights_of(trainer).items():
+        assert torch.equal(weight, expected[name]), name
+    assert resumed._ids.state() == whole._ids.state()
+    # Rollouts from before the checkpoint, for drafts.
+    assert resumed._history.latest().keys() == whole._history.latest().keys()
+
+
+def test_every_epoch_draws_each_prompt_afresh_by_its_id(tmp_path: Path) -> None:
+    rollouts = Recording(id_column="name")
+    train(tmp_path, rollouts, data=dataset(name=[f"n{i}" for i in range(NUM_PROMPTS)]), learning_rate=0.0)
+    assert dict(rollouts._ids.state()) == {f"n{i}": 3 for i in range(NUM_PROMPTS)}
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for call in rollouts.calls:
+        for prompt, tokens in zip(call["prompt_ids"], call["completion_ids"], strict=True):
+            found.setdefault(tuple(prompt), []).append(tokens)
+    for group in found.values():
+        assert len(group) == 3 * GROUP_SIZE
+        # The weights never change, so repeated noise would repeat rollouts of 12 tokens.
+        assert Counter(map(tuple, group)).most_common(1)[0][1] < 3
+
+
+def test_the_trainers_log_has_tokens_per_forward(tmp_path: Path) -> None:
+    trainer = train(tmp_path, eager(HistoryRollouts()))
+    logged = [row["rollout/tokens_per_forward"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 9
+    assert logged[0] == 1.0
+    assert max(logged) > 1.0
+
+
+def test_trls_sampling_parameters_reach_the_engine(tmp_path: Path) -> None:
+    options = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "max_steps": 1}
+    rollouts = Recording()
+    trainer = train(tmp_path, rollouts, **options)
+    sampling = rollouts._engine._engine._table  # noqa: F841
+    for tokens, logprobs in zip(rollouts.calls[0]["completion_ids"], rollouts.calls[0]["logprobs"], strict=True):
+        # Of at most five tokens, none is likelier than 1.
+        assert len(tokens) == len(logprobs)
+    assert trainer.generation_config.top_k == 5
+    # The cut distribution is another one than the trainer's log-probs.
+    assert rollouts.errors[0] > 1e-2
+
+
+def greet(name: str) -> str:
+    """Greets.
+
+    Args:
+        name: who.
+    """
+    return name
+
+
+def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, None, policy=model().double())
+    rollouts = HistoryRollouts()
+    undo = rollouts.attach(trainer)
+    prompt = [3, 4, 5]
+    first, logprobs = trainer._generate_single_turn([prompt] * 4, None, {}, 4)
+    assert [len(tokens) for tokens in first] == [len(values) for values in logprobs]
+    contexts = [prompt + tokens + [9, 8] for tokens in (first[2], first[0])]
+    before = rollouts._engine._engine.stats
+    second, logprobs = trainer._generate_single_turn(contexts, None, {}, 1)
+    # Keys and values of the first turns are there; of each row the last token and two observed ones are computed, the
+    # last of which is no prefill.
+    assert rollouts._engine._engine.stats.since(before).num_prefilled == 2 * 2
+    for context, tokens, values in zip(contexts, second, logprobs, strict=True):
+        ids = torch.tensor([context + tokens])
+        with torch.no_grad():
+            logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1] / 0.9
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
+        np.testing.assert_allclose(values, expected.numpy(), atol=2.5e-5)
+    undo()
+    assert "_generate_single_turn" not in vars(trainer)
+
+
+def test_attached_rollouts_train_like_those_of_a_rollout_func(tmp_path: Path) -> None:
+    expected = weights_of(train(tmp_path / "func", HistoryRollouts(), data=Dataset.from_dict({"prompt": PROMPTS})))
+    trainer = trainer_of(tmp_path / "attached", None, data=Dataset.from_dict({"prompt": PROMPTS}))
+    HistoryRollouts().attach(trainer)
+    trainer.train()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(trainer).items())
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="drafts are one of auto, off"):
+        HistoryRollouts(drafts="sometimes")
+    with pytest.raises(ConfigError, match=r"id_column='nme' is no column.*'prompt', 'id'"):
+        train(tmp_path, HistoryRollouts(id_column="nme"))
+    with pytest.raises(ConfigError, match="generation_kwargs.*num_beams.*remove it"):
+        train(tmp_path, HistoryRollouts(), generation_kwargs={"num_beams": 2})
+    used = HistoryRollouts()
+    train(tmp_path, used, max_steps=1)
+    with pytest.raises(StateError, match="for one trainer"):
+        train(tmp_path, used, max_steps=1)
+    with pytest.raises(StateError, match="no trainer before"):
+        HistoryRollouts().save(tmp_path)
+    trainer = trainer_of(tmp_path, HistoryRollouts())
+    with pytest.raises(StateError, match="rollout_func"):
+        HistoryRollouts().attach(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("_is_vlm", True, "takes images"),
+        ("use_vllm", True, "set use_vllm=False"),
+        ("is_fsdp_enabled", True, "shards them; use DDP"),
+        ("is_deepspeed_enabled", True, "shards them; use DDP"),
+        ("tools", [greet], r"attach\(trainer\)"),
+    ],
+)
+def test_a_trainer_that_the_engine_cannot_serve_is_refused_by_name(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    trainer = trainer_of(tmp_path, None)
+    setattr(trainer, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        HistoryRollouts()(PROMPTS[:1], trainer)
+
+
+def test_processes_of_ddp_sample_with_noise_of_their_own(tmp_path: Path) -> None:
+    found = []
+    for rank in (0, 1):
+        trainer = trainer_of(tmp_path, None)
+        trainer.accelerator.state.process_index = rank
+        found.append(HistoryRollouts()(PROMPTS[:1] * 4, trainer)["completion_ids"])
+        trainer.accelerator.state.process_index = 0
+    assert not any(tokens in found[0] for tokens in found[1])
+
+
+def test_a_prompt_without_an_id_is_known_by_its_tokens() -> None:
+    ids = PromptIds(Dataset.from_dict({"prompt": ["a", "b"]}), None)
+    assert ids.of("a", [5, 6]) == hash_of([5, 6]) != hash_of([6, 5])
+    named = PromptIds(Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]], "index": [7]}), None)
+    assert named.of([{"content": "a", "role": "user"}], [5]) == 7
+    assert named.of([{"content": "b", "role": "user"}], [5]) == hash_of([5])
+    assert [named.draw([7, "x"]), named.draw([7])] == [{7: 0, "x": 0}, {7: 1}]
+    with pytest.raises(ConfigError, match=r"'id' holds 1\.5"):
+        PromptIds(Dataset.from_dict({"prompt": ["a"], "id": [1.5]}), None)
+
+
+def test_a_context_continues_the_longest_rollout_that_begins_it_once() -> None:
+    from tests.engine.protocol_laws import request_of
+
+    turns, engine = OpenTurns(), TorchEngine(model())
+    request = request_of(0)
+    (rollout,) = engine.generate([request])
+    turns.put([request], [rollout])
+    whole = [*request.prompt.tolist(), *rollout.tokens.tolist()]
+    found = turns.take([[*whole, 9], [*whole, 9], [9, 9]])
+    assert [turn is None for turn in found] == [False, True, True]
+    assert found[0] is not None
+    assert found[0].so_far.tokens.tolist() == [*rollout.tokens.tolist(), 9]
+    assert tokenizer().pad_token_id == 0
+
