@@ -124,6 +124,15 @@ def test_a_second_process_in_a_run_folder_is_refused_until_the_first_is_dead(com
     commands.done("sft")
 
 
+def test_drafts_of_a_killed_process_are_removed(commands: Commands) -> None:
+    drafts = [commands.folder / "out" / name for name in (".run.json.1", "rollouts/.epoch-000.jsonl.unfinished")]
+    for draft in drafts:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+    commands.done("train")
+    assert [draft for draft in drafts if draft.exists()] == []
+
+
 def test_a_second_demo_in_a_folder_is_refused(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     from treering.cli.demo import command as demo
     from treering.cli.run_folder import locked

@@ -55,9 +55,19 @@ def locked(folder: Path) -> Iterator[None]:
             ),
         )
     try:
+        with writing(folder):
+            _clear_drafts(folder)
         yield
     finally:
         lock.release()
+
+
+def _clear_drafts(folder: Path) -> None:
+    """Removes what a killed process left of files that it was writing."""
+    for name in (*_FILES, f"{ROLLOUTS_FOLDER}/epoch-*"):
+        place = folder / name
+        for draft in place.parent.glob(f".{place.name}.*"):
+            draft.unlink()
 
 
 def _check_names(folder: Path) -> None:
