@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.faults.bench import _ROWS, NUM_CASES, chosen, measure
-from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS
+from benchmarks.faults.cases import DAMAGED
 from benchmarks.faults.damage import DAMAGES, LINE_DAMAGES, MARKER
 from benchmarks.faults.judge import TOLERANCE, judge
 from benchmarks.faults.runs import Ended
