@@ -18,14 +18,20 @@ from typing import Any
 
 from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS, Case, Kind, can_mount
 from benchmarks.faults.judge import ENDINGS, Verdict, failure
+from benchmarks.faults.processes import IN_ONE_PROCESS, SIGNALLED, WITH_WORKERS
 from benchmarks.faults.runs import Server
 from benchmarks.faults.task import Task, arguments, make_task
 from treering.errors import InputError
 
 NUM_STEPS = 6
 NUM_CASES = 240
-_SHARES: Sequence[tuple[Sequence[Kind], float]] = ((KILLS, 0.2), (LIMITS, 0.06), (DISKS, 0.12), (OTHERS, 0.03))
+_SHARES: Sequence[tuple[Sequence[Kind], float]] = (
+    *((KILLS, 0.15), (SIGNALLED, 0.1), (IN_ONE_PROCESS, 0.05), (WITH_WORKERS, 0.075)),
+    *((LIMITS, 0.05), (DISKS, 0.1), (OTHERS, 0.03)),
+)
 """Share of the cases that each list has; the rest are damaged files."""
+_ROWS = (KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, DAMAGED, LIMITS, DISKS, OTHERS)
+"""The order of the report."""
 
 
 def measure(
@@ -67,11 +73,11 @@ def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: boo
     if only is not None:
         return [_named(only)] * num_cases
     found: list[Kind] = []
+    random = Random(seed)
     for kinds, share in _SHARES:
         if kinds is not DISKS or has_disks:
-            number = max(1, round(share * num_cases))
-            found += [kinds[i % len(kinds)] for i in range(number)]
-    random = Random(seed)
+            number, mixed = max(1, round(share * num_cases)), random.sample(kinds, len(kinds))
+            found += [mixed[i % len(mixed)] for i in range(number)]
     while len(found) < num_cases:
         found += random.sample(DAMAGED, len(DAMAGED))
     found = found[:num_cases]
@@ -109,7 +115,7 @@ def _seconds(server: Server, task: Task, folder: Path) -> float:
 def _report(
     verdicts: Sequence[tuple[Kind, int, Verdict]], num_cases: int, seed: int, seconds: float, *, has_disks: bool
 ) -> dict[str, Any]:
-    names = list(dict.fromkeys(kind.name for kinds in (KILLS, DAMAGED, LIMITS, DISKS, OTHERS) for kind in kinds))
+    names = list(dict.fromkeys(kind.name for kinds in _ROWS for kind in kinds))
     rows = []
     for name in names:
         own = [verdict for kind, _, verdict in verdicts if kind.name == name]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.faults.bench import NUM_CASES, chosen, measure
-from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS
+from benchmarks.faults.bench import _ROWS, NUM_CASES, chosen, measure
+from benchmarks.faults.cases import DAMAGED
 from benchmarks.faults.damage import DAMAGES, LINE_DAMAGES, MARKER
 from benchmarks.faults.judge import TOLERANCE, judge
 from benchmarks.faults.runs import Ended
@@ -79,7 +79,7 @@ def test_an_executed_pickle_is_a_failure(tmp_path: Path) -> None:
 def test_the_full_form_has_every_kind_and_the_same_seed_the_same_cases() -> None:
     cases = chosen(NUM_CASES, 0)
     assert len(cases) == NUM_CASES > 200
-    assert set(cases) == {*KILLS, *DAMAGED, *LIMITS, *DISKS, *OTHERS}
+    assert set(cases) == {kind for kinds in _ROWS for kind in kinds}
     assert {kind.detail for kind in DAMAGED} == {*DAMAGES, *LINE_DAMAGES}
     assert chosen(NUM_CASES, 0) == cases != chosen(NUM_CASES, 1)
     assert set(chosen(3, 5, only=str(DAMAGED[7]))) == {DAMAGED[7]}

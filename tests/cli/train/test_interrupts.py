@@ -49,6 +49,13 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model.safetensors")
 
 
+def wait_for_lines(file: Path, num_lines: int, process: subprocess.Popen[str]) -> None:
+    while num_lines and process.poll() is None:
+        if file.is_file() and file.read_bytes().count(b"\n") >= num_lines:
+            return
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: Path, workers: int) -> None:
@@ -59,10 +66,11 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
     assert whole.returncode == 0, err
     length_s = time.monotonic() - began_s
     num_interrupted = 0
-    for number in [*(generator.choice(SIGNALS) for _ in range(4)), None]:
+    for num_lines, number in [*enumerate(generator.choice(SIGNALS) for _ in range(4)), (NUM_STEPS, None)]:
         process = start(path, "often", workers)
         if number is not None:
-            time.sleep(generator.uniform(0.1, 0.9) * length_s)
+            wait_for_lines(folder / "often" / "metrics.jsonl", num_lines, process)
+            time.sleep(generator.uniform(0.0, 0.3) * (length_s if num_lines == 0 else 1.0))
             process.send_signal(number)
         _, err = process.communicate(timeout=300)
         assert "Traceback" not in err

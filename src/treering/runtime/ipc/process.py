@@ -23,6 +23,7 @@ MAX_DEATHS = 5
 """Deaths in a row, without progress in between, that end the run."""
 
 _CLOSE_S = 5.0
+_RETRY_S = 0.1
 _PRELOADED = (
     "treering.engine.torch_engine",
     "treering.runtime.workers.reward_worker",
@@ -115,20 +116,43 @@ class ChildProcess:
         return None if self._process is None else self._process.pid
 
     def start(self, settings: object) -> None:
-        """Starts the child with the settings of its role."""
+        """Starts the child with the settings of its role.
+
+        Raises:
+            StateError: the fork server dies again and again.
+        """
+        for _ in range(MAX_DEATHS):
+            try:
+                self._process, self._connection = self._started()
+                break
+            except (EOFError, OSError) as error:
+                # The fork server has died meanwhile; the next attempt starts another one.
+                cause = error
+                time.sleep(_RETRY_S)
+        else:
+            raise StateError(
+                f"a process starts within {MAX_DEATHS} attempts, and the {self.name} did not, last with "
+                f"{type(cause).__name__}: {cause}; free memory, or allow more processes and open files"
+            )
+        self.is_ready = self._was_silent = False
+        self._heard_s = time.monotonic()
+        self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
+
+    def _started(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
         # The kernel watches the thread that started the process: the server's, or this one, which may end early.
         is_forked = isinstance(self._context, ForkServerContext)
         dies_with_parent = is_forked or threading.current_thread() is threading.main_thread()
-        self._process = self._context.Process(
+        process = self._context.Process(
             target=main, args=(theirs, self._memory, dies_with_parent), name=f"treering {self.name}", daemon=True
         )
-        self._process.start()
-        theirs.close()
-        self._connection = ours
-        self.is_ready = self._was_silent = False
-        self._heard_s = time.monotonic()
-        self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
+        with theirs:
+            try:
+                process.start()
+            except BaseException:
+                ours.close()
+                raise
+        return process, ours
 
     def send(self, message: object) -> None:
         """Sends a message. One to a dead child is dropped; `receive` reports the death."""

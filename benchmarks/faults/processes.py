@@ -1,0 +1,142 @@
+"""Faults of processes: signals, kills of every kind of process, and rewards that attack the process they run in."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.faults.cases import Case, Kind
+from benchmarks.faults.judge import Verdict, failure, judge, judge_stop
+from benchmarks.faults.rewards import ALWAYS, ENDING, HARMLESS, RAISING, write_task
+from benchmarks.faults.runs import Ended
+from benchmarks.faults.task import Task, arguments
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FREE_OF_CLOCKS = "runtime.rebalance=none", "history.drafts=off"
+"""Without them the rounding of a run with workers depends on which rollouts share a batch."""
+_POLL_S = 0.02
+_WITH_WORKERS_S = 12.0
+"""About the time of a run with workers on two cores."""
+
+
+def _signalled(case: Case, number: signal.Signals, overrides: Sequence[str]) -> Verdict:
+    """Ended by a signal at a random moment, and resumed."""
+    task, run_s = case.task, case.run_s
+    if overrides:
+        task, run_s = _undisturbed(case, task, "workers", overrides), _WITH_WORKERS_S
+    command = [*arguments(task, case.run), *overrides]
+    run = case.server.start(command)
+    time.sleep(case.random.uniform(0.0, run_s))
+    run.send(number)
+    wrong = _judge_end(case.run, run.end(), number)
+    return wrong or judge(task, case.run, case.server.start(command).end(), may_round=bool(overrides))
+
+
+def _judge_end(folder: Path, ended: Ended, number: signal.Signals) -> Verdict | None:
+    if ended.code not in (0, -number, 128 + number):
+        return failure(f"{number.name} ended it with exit code {ended.code}: {ended.stderr[-200:]!r}")
+    # Before the program has begun, and after its result, a signal has its usual effect, without a line.
+    return None if ended.code == -number else judge_stop(folder, ended)
+
+
+def _child_killed(case: Case, role: str) -> Verdict:
+    """A process of a run with workers is killed at a random moment, again and again; the run ends by itself."""
+    overrides = ("runtime.workers=2", *FREE_OF_CLOCKS)
+    task = _undisturbed(case, case.task, "workers", overrides)
+    run = case.server.start([*arguments(task, case.run), *overrides])
+    deadline, num_kills = time.monotonic() + 60.0, case.random.randrange(1, 4)
+    while num_kills and time.monotonic() < deadline and Path(f"/proc/{run.pid}").exists():
+        time.sleep(_POLL_S)
+        victims = _children_of(run.pid, role)
+        if victims and case.random.random() < 0.2:
+            os.kill(case.random.choice(victims), signal.SIGKILL)
+            num_kills -= 1
+    return judge(task, case.run, run.end(), may_round=True)
+
+
+def _children_of(pid: int, role: str) -> list[int]:
+    """The fork server of a run, or the processes that it has forked."""
+    servers = [child for child in _children(pid) if "forkserver" in _command(child)]
+    return servers if role == "fork server" else [child for server in servers for child in _children(server)]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def _rewarded(case: Case, name: str, workers: int) -> Verdict:
+    """A reward does something to its process for some rollouts, or for all."""
+    task = replace(case.task, config=write_task(case.folder.parent))
+    overrides = [f"runtime.workers={workers}", *FREE_OF_CLOCKS]
+    if name not in ALWAYS:
+        like = "honest" if name in HARMLESS else "raises"
+        task = _undisturbed(case, task, f"{like}-{workers}", [_by(like), *overrides])
+    ended = case.server.start([*arguments(task, case.run), _by(name), *overrides]).end()
+    if name not in ALWAYS:
+        return judge(task, case.run, replace(ended, stderr=_without_reward_warnings(ended.stderr)))
+    if ended.code == 0 or f"benchmarks.faults.rewards:{name}" not in ended.stderr:
+        return failure(f"a reward that never works ended with {ended.code}: {ended.stderr[-200:]!r}")
+    return judge(task, case.run, ended)
+
+
+def _by(name: str) -> str:
+    return f"task.reward=benchmarks.faults.rewards:{name}"
+
+
+def _undisturbed(case: Case, task: Task, name: str, overrides: Sequence[str]) -> Task:
+    """The task with a run of these settings as its undisturbed one, made by the first case that needs it."""
+    whole = case.folder.parent / f"whole-{name}"
+    if not whole.exists():
+        ended = case.server.start([*arguments(task, whole), *overrides]).end()
+        if ended.code != 0:
+            raise ValueError(f"an undisturbed run ended with {ended.code}: {ended.stderr[-200:]!r}")
+    return replace(task, whole=whole)
+
+
+def _without_reward_warnings(stderr: str) -> str:
+    """These count rewards that raised, which the undisturbed run has too."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if "rewards raised; prompt" not in line)
+
+
+SIGNALLED = tuple(
+    Kind(
+        name="a signal at a random moment", detail=number.name, happen=partial(_signalled, number=number, overrides=())
+    )
+    for number in SIGNALS
+)
+IN_ONE_PROCESS = tuple(
+    Kind(name="a hostile reward, in one process", detail=name, happen=partial(_rewarded, name=name, workers=0))
+    for name in (*HARMLESS[:-2], *RAISING, ALWAYS[0])
+)
+WITH_WORKERS = (
+    *(
+        Kind(name="a hostile reward, with workers", detail=name, happen=partial(_rewarded, name=name, workers=1))
+        for name in (*HARMLESS, *RAISING, *ENDING, *ALWAYS)
+    ),
+    *(
+        Kind(name="SIGKILL of processes of a run", detail=role, happen=partial(_child_killed, role=role))
+        for role in ("rollout worker, reward worker, spare or trainer", "fork server")
+    ),
+    *(
+        Kind(
+            name="a signal at a random moment, with workers",
+            detail=number.name,
+            happen=partial(_signalled, number=number, overrides=("runtime.workers=2", *FREE_OF_CLOCKS)),
+        )
+        for number in SIGNALS
+    ),
+)
+"""Each takes several seconds, because a run with workers imports torch anew."""
