@@ -29,6 +29,7 @@ def published(name: str) -> dict[str, Any]:
         ("pipe", "pipe.json", "histopipe"),
         ("loop", "loop.json", "on top"),
         ("faults", "faults.json", "SIGKILL at a random moment"),
+        ("trl", "trl.json", "nothing_shared_260"),
     ],
 )
 def test_the_tables_of_published_results_can_be_shown(name: str, file: str, words: str) -> None:

@@ -137,13 +137,24 @@ def check_no_hooks(model: nn.Module) -> None:
 
 def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
+        # The module inside DDP would not synchronise its gradients.
+        fix = (
+            "treering.patch the model before it is wrapped, and train the wrapper"
+            if _holds_module(model)
+            else "load it with AutoModelForCausalLM"
+        )
         raise UnsupportedError(
             f"tree attention needs a Hugging Face causal language model or a PEFT model of one, got "
-            f"{type(model).__name__}: pass the model inside the wrapper"
+            f"{type(model).__name__}: {fix}"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedError(f"{type(model).__name__} has no output head: load it with AutoModelForCausalLM")
     return model
+
+
+def _holds_module(model: nn.Module) -> bool:
+    """Whether the model is a wrapper of DDP's kind, which holds the model inside as `module`."""
+    return "module" in model._modules
 
 
 def _check_family(config: PreTrainedConfig) -> None:
