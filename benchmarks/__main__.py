@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "engine", "pipe", "loop"):
+    for name in ("tree", "engine", "pipe", "loop", "trl_rollouts"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     parsers["trl_rollouts"].add_argument(
         "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
