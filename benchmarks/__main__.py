@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "distill", "engine", "pipe", "trl", "loop"):
+    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP_SIZE, PROMPTS_PER_CALL = 8, 8
+WAYS = ("off", "auto", "control")
 _EPOCHS = 3
 
 
@@ -21,35 +22,35 @@ class RunSize:
 
 
 def measure_drafts(policy: Path, size: RunSize, seed: int) -> dict[str, Any]:
-    """Process time of every call, with drafts and without, on the same prompts, weights and noise; run it in a process
-    of its own, because the drafter is loaded once in a process.
+    """Process time of every call, with drafts and without, on the same prompts, weights and noise.
+
+    Run it in a process of its own: the drafter is loaded once in a process.
     """
     from treering.integrations.trl import HistoryRollouts
 
     ways = {
-        name: HistoryRollouts(drafts=name, max_batch=size.batch, num_threads=1) for name in ("off", "auto")
+        name: HistoryRollouts(drafts="auto" if name == "auto" else "off", max_batch=size.batch, num_threads=1)
+        for name in WAYS
     }
     calls: list[dict[str, Any]] = []
 
-    def both(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        call: dict[str, Any] = {"step": trainer.state.global_step}
-        # Each way is first in every second call.
-        order = ["off", "auto"] if len(calls) % 2 else ["auto", "off"]
+    def all_ways(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        call: dict[str, Any] = {}
         outputs = {}
-        for name in order:
+        # Each way is first in every third call.
+        first = len(calls) % len(WAYS)
+        for name in WAYS[first:] + WAYS[:first]:
             start = time.process_time()
             outputs[name] = ways[name](prompts, trainer)
             call[name] = time.process_time() - start
-        call["num_tokens"] = sum(map(len, outputs["off"]["completion_ids"]))
-        call["num_differing"] = sum(
-            mine != other
-            for mine, other in zip(outputs["auto"]["completion_ids"], outputs["off"]["completion_ids"], strict=True)
-        )
-        call["tokens_per_forward"] = trainer._metrics["train"]["rollout/tokens_per_forward"][-1 - order.index("off")]
+            call[f"{name}_forward"] = trainer._metrics["train"]["rollout/tokens_per_forward"][-1]
+        off, auto = (outputs[name]["completion_ids"] for name in ("off", "auto"))
+        call["num_tokens"] = sum(map(len, off))
+        call["num_differing"] = sum(mine != other for mine, other in zip(auto, off, strict=True))
         calls.append(call)
         return outputs["off"]
 
-    _train(policy, size.num_prompts, seed, both)
+    _train(policy, size.num_prompts, seed, all_ways)
     return _by_epoch(calls, size)
 
 
@@ -73,18 +74,19 @@ def _by_epoch(calls: list[dict[str, Any]], size: RunSize) -> dict[str, Any]:
         rows.append(
             {
                 "epoch": epoch,
-                **{f"{name}_us": 1e6 * sum(call[name] for call in own) / num_tokens for name in ("off", "auto")},
-                "tokens_per_forward": sum(call["tokens_per_forward"] for call in own) / len(own),
+                **{f"{name}_us": 1e6 * sum(call[name] for call in own) / num_tokens for name in WAYS},
+                "tokens_per_forward": sum(call["auto_forward"] for call in own) / len(own),
             }
         )
     timed = calls[1:]
+    spent = {name: sum(call[name] for call in timed) for name in WAYS}
     return {
         "batch": size.batch,
         "num_prompts": size.num_prompts,
         "num_tokens": sum(call["num_tokens"] for call in timed),
-        "off_s": sum(call["off"] for call in timed),
-        "auto_s": sum(call["auto"] for call in timed),
-        "ratio": sum(call["off"] for call in timed) / sum(call["auto"] for call in timed),
+        **{f"{name}_s": spent[name] for name in WAYS},
+        "ratio": spent["off"] / spent["auto"],
+        "control_ratio": spent["off"] / spent["control"],
         "num_differing": sum(call["num_differing"] for call in calls),
         "epochs": rows,
     }

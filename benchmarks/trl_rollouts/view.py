@@ -20,11 +20,12 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"{epoch['auto_us']:.0f}",
             f"{epoch['tokens_per_forward']:.2f}",
             f"{run['ratio']:.2f}x" if epoch["epoch"] == 2 else "",
+            f"{run['control_ratio']:.2f}x" if epoch["epoch"] == 2 else "",
         )
         for run in report["runs"]
         for epoch in run["epochs"]
     ]
-    columns = ("run", "epoch", "drafts off", "auto", "tokens per forward", "whole run")
+    columns = ("run", "epoch", "drafts off", "auto", "tokens per forward", "whole run", "control")
     console.print(table(None, columns, rows))
     if report["learning"]:
         learnt = [

@@ -11,12 +11,12 @@ from tests.models import VOCAB, build
 pytest.importorskip("trl", reason="TRL is not installed")
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
-from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
 
-from treering.integrations.trl import HistoryRollouts  # noqa: E402
+from treering.integrations.trl import HistoryRollouts
 
 NUM_PROMPTS, GROUP_SIZE = 6, 4
 PROMPTS = [" ".join(f"w{2 + (i * 5 + k) % (VOCAB - 2)}" for k in range(3 + i)) for i in range(NUM_PROMPTS)]

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+from datasets import Dataset
+from peft import LoraConfig
 
-from tests.integrations.trl.rollout_runs import (  # noqa: E402
+from tests.integrations.trl.rollout_runs import (
     GROUP_SIZE,
     NUM_PROMPTS,
     PROMPTS,
@@ -22,11 +22,11 @@ from tests.integrations.trl.rollout_runs import (  # noqa: E402
     tokenizer,
     trainer_of,
 )
-from treering.engine.torch_engine import TorchEngine  # noqa: E402
-from treering.errors import ConfigError, StateError, UnsupportedError  # noqa: E402
-from treering.integrations.trl import HistoryRollouts  # noqa: E402
-from treering.integrations.trl.open_turns import OpenTurns  # noqa: E402
-from treering.integrations.trl.prompt_ids import PromptIds, hash_of  # noqa: E402
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError, StateError, UnsupportedError
+from treering.integrations.trl import HistoryRollouts
+from treering.integrations.trl.open_turns import OpenTurns
+from treering.integrations.trl.prompt_ids import PromptIds, hash_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
         HistoryRollouts(drafts="sometimes")
     with pytest.raises(ConfigError, match=r"id_column='nme' is no column.*'prompt', 'id'"):
         train(tmp_path, HistoryRollouts(id_column="nme"))
-    with pytest.raises(ConfigError, match="generation_kwargs.*num_beams.*remove it"):
+    with pytest.raises(ConfigError, match=r"generation_kwargs.*num_beams.*remove it"):
         train(tmp_path, HistoryRollouts(), generation_kwargs={"num_beams": 2})
     used = HistoryRollouts()
     train(tmp_path, used, max_steps=1)
@@ -267,4 +267,3 @@ def test_a_context_continues_the_longest_rollout_that_begins_it_once() -> None:
     assert found[0] is not None
     assert found[0].so_far.tokens.tolist() == [*rollout.tokens.tolist(), 9]
     assert tokenizer().pad_token_id == 0
-

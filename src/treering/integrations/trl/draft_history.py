@@ -18,7 +18,7 @@ class KeptRollouts:
     """A prompt's rollouts of its latest draw."""
 
     version: int
-    """Policy version that began them."""
+    """Policy version that ended them."""
     tokens: tuple[TokenIds, ...]
 
 
@@ -28,7 +28,7 @@ class DraftHistory:
     A run whose prompts never come again, or whose drafts do not pay, spends nothing on them but the memory of their
     tokens.
 
-    Example: after `keep(rollouts)`, `prepare(["q"], version=1)` makes the rollouts of "q" drafts, if the budget of
+    Example: after `keep(rollouts, 1)`, `prepare(["q"])` makes the rollouts of "q" drafts, if the budget of
     `costs` allows.
     """
 
@@ -42,14 +42,13 @@ class DraftHistory:
         self.drafter: Drafter | None = None
         """Drafts from the history; None until there is some."""
 
-    def keep(self, rollouts: Iterable[Rollout]) -> None:
-        """Takes the finished rollouts of one draw."""
-        grouped: dict[PromptId, list[Rollout]] = {}
+    def keep(self, rollouts: Iterable[Rollout], version: int) -> None:
+        """Takes the finished rollouts of one draw, and the policy version that ended them."""
+        grouped: dict[PromptId, list[TokenIds]] = {}
         for rollout in rollouts:
-            grouped.setdefault(rollout.prompt_id, []).append(rollout)
+            grouped.setdefault(rollout.prompt_id, []).append(rollout.tokens)
         for prompt_id, group in grouped.items():
-            version = max(int(rollout.versions.max(initial=0)) for rollout in group)
-            self._latest[prompt_id] = KeptRollouts(version=version, tokens=tuple(rollout.tokens for rollout in group))
+            self._latest[prompt_id] = KeptRollouts(version=version, tokens=tuple(group))
         self._unread |= grouped.keys()
 
     def prepare(self, prompt_ids: Iterable[PromptId]) -> None:

@@ -203,7 +203,7 @@ class HistoryRollouts:
         found = {rollout.key: rollout for rollout in engine.generate(requests)}
         rollouts = [found[request.key] for request in requests]
         if self._drafts == "auto":
-            self._history.keep(rollouts)
+            self._history.keep(rollouts, engine.version)
         self._note_call(engine.stats.since(before).tokens_per_forward)
         return rollouts
 

@@ -11,8 +11,8 @@ from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 
 _SPARE, _SPARE_FOR_TURNS = 1.25, 3.0
-"""Slots of a new engine, over those that the present requests need; later turns find what earlier ones computed in spare
-slots."""
+"""Slots of a new engine, over those that the present requests need; later turns find in spare ones what earlier turns
+computed."""
 
 
 class TrainerEngine:
