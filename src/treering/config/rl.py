@@ -30,6 +30,10 @@ class SamplingConfig(Config):
     temperature: Positive = Field(default=1.0, description="Divides the logits, in training too.")
     top_k: Count | None = Field(default=None, description="Tokens that can be drawn; none: all.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Mass that can be drawn.")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Tokens that can be drawn are at least so many times as likely as the likeliest."
+    )
+    repetition_penalty: Positive = Field(default=1.0, description="Lowers logits of tokens that stood before; 1: none.")
 
 
 class LoopConfig(Config):
