@@ -6,7 +6,7 @@ from rich.console import Console
 
 from benchmarks.common.tables import table
 
-NOTE = "a star and three samples of real trajectories in about five minutes; --only NAMES measures some"
+NOTE = "a star in a minute, three samples of real trajectories in several more; --only NAMES measures some"
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
@@ -102,6 +103,7 @@ def scripted_loop(
     optim: OptimOptions = PLAIN,
     drafting: Drafting | None = None,
     make_engine: EngineFactory = uneven,
+    teacher: nn.Module | None = None,
     **changes: object,
 ) -> RlLoop:
     """A loop with a scripted engine."""
@@ -112,6 +114,7 @@ def scripted_loop(
         optim=optim,
         options=options(**changes),
         drafting=drafting,
+        teacher=teacher,
     )
 
 

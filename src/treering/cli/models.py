@@ -46,10 +46,10 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
     Args:
         folder: of the teacher.
         config: the [model] section, of the student.
-        tokenizer: folder of the tokenizer that made the data's ids; None if the data is of ids.
+        tokenizer: folder of the tokenizer of the student and its data; None where ids are not from one.
 
     Raises:
-        InputError: the folder holds no model, or a tokenizer with other tokens than the data's.
+        InputError: the folder holds no model, or a tokenizer with other tokens than the student's.
 
     Example: the teacher of a student in bfloat16 has bfloat16 weights.
     """
@@ -69,9 +69,9 @@ def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
     different = sorted(token for token in own.keys() | given.keys() if own.get(token) != given.get(token))
     if different:
         raise InputError(
-            f"a teacher reads the ids of data.tokenizer, and token {different[0]!r} is {own.get(different[0])} in "
-            f"{files[0]} and {given.get(different[0])} in {files[1]} ({len(different)} differ); take a teacher of the "
-            "same tokenizer"
+            f"a teacher reads the ids of the student's tokenizer, and token {different[0]!r} is "
+            f"{own.get(different[0])} in {files[0]} and {given.get(different[0])} in {files[1]} "
+            f"({len(different)} differ); take a teacher of the same tokenizer"
         )
 
 

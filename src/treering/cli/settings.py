@@ -15,10 +15,12 @@ from treering.config.optim import OptimConfig
 from treering.config.rl import LoopConfig
 from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
+from treering.config.teacher import TeacherConfig
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.compute import ComputeOptions, precision, prepare_model
+from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
 
 Scalar = str | int | float | bool | None
@@ -96,6 +98,16 @@ def router_losses(section: RouterConfig) -> RouterLosses | None:
 def router_identity(section: RouterConfig) -> Mapping[str, Scalar]:
     """The router settings that a resumed run must share with the original one; empty if routers are left alone."""
     return section_identity("router", section) if section.is_set else {}
+
+
+def distill_options(section: TeacherConfig) -> DistillOptions | None:
+    """How the student is compared with its teacher; None if the section sets none."""
+    return DistillOptions(**section.model_dump(exclude={"path"})) if section.is_set else None
+
+
+def teacher_identity(section: TeacherConfig) -> Mapping[str, Scalar]:
+    """The teacher's settings that a resumed run must share with the original one; empty without a teacher."""
+    return section_identity("teacher", section) if section.is_set else {}
 
 
 def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Scalar]:

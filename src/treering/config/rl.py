@@ -16,6 +16,7 @@ from treering.config.rl_task import TaskConfig, WarmupConfig
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.runtime import Lengths, RuntimeConfig, Schedule
+from treering.config.teacher import TeacherConfig, check_teacher
 from treering.config.values import Count, FilePath, NonNegative, Positive, Seed
 from treering.errors import ConfigError
 
@@ -51,10 +52,11 @@ class LoopConfig(Config):
         description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
         "deviation. rloo: less the mean of the others.",
     )
-    objective: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = Field(
+    objective: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"] = Field(
         default="grpo",
         description="The loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped "
-        "per rollout. cispo: clipped weights, no token without a gradient.",
+        "per rollout. cispo: clipped weights, no token without a gradient. distill: the divergence from [teacher] at "
+        "sampled tokens, whatever their rewards.",
     )
     clip: Annotated[tuple[_UnitInterval, NonNegative] | None, Field(strict=False)] = Field(
         default=None, description="Lower and upper clip of the ratio; none: the objective's own."
@@ -208,6 +210,10 @@ class RlConfig(Config):
     Example: `[rl]` with `num_steps = 20` is a complete file; it trains a random Qwen3 of 4 layers on 64 chained sums.
     """
 
+    # First: where a mistaken key exists in two sections, the later one is suggested.
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description="The teacher of an on-policy distillation."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
@@ -235,6 +241,23 @@ class RlConfig(Config):
             raise ConfigError(
                 'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
                 "from a model that `treering sft` has trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        check_teacher(self.teacher, section="rl", objective=self.rl.objective)
+        if self.teacher.is_set and self.runtime.workers > 0:
+            raise ConfigError(
+                f"a teacher runs in the process of the loop, and runtime.workers is {self.runtime.workers}; set "
+                "runtime.workers=0"
+            )
+        own = ("clip", "max_importance", "entropy_coefficient")
+        given = [name for name in own if getattr(self.rl, name) is not None]
+        if self.rl.objective == "distill" and given:
+            raise ConfigError(
+                f'rl.objective = "distill" has no ratio and no bonus, and {", ".join(given)} is set; remove it, or set '
+                "another objective with teacher.weight"
             )
         return self
 

@@ -13,7 +13,7 @@ from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
-from treering.config.teacher import TeacherConfig
+from treering.config.teacher import TeacherConfig, check_teacher
 from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.errors import ConfigError
@@ -140,12 +140,11 @@ class SftConfig(Config):
     random Qwen3 of 4 layers on 32 generated trees.
     """
 
+    # First: where a mistaken key exists in two sections, the later one is suggested.
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of a distillation.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
-    teacher: TeacherConfig = Field(
-        default_factory=TeacherConfig, description='The teacher of train.objective = "distill".'
-    )
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
@@ -165,18 +164,9 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if self.train.objective == "sft" and self.teacher.is_set:
-            raise ConfigError(
-                'train.objective = "sft" has no teacher, and [teacher] is set; set train.objective = "distill", or '
-                "remove [teacher]"
-            )
-        if self.train.objective == "sft":
+        check_teacher(self.teacher, section="train", objective=self.train.objective)
+        if not self.teacher.is_set:
             return self
-        if self.teacher.path is None:
-            raise ConfigError(
-                'train.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face '
-                "model folder"
-            )
         if self.data.vocab == "folded" or self.data.source == "generated":
             raise ConfigError(
                 f"a teacher knows the token ids of its own tokenizer, and data.source = "

@@ -13,7 +13,7 @@ class TeacherConfig(Config):
     """A teacher of the student's tokenizer, and the divergence from it."""
 
     path: FilePath | None = Field(
-        default=None, description='Hugging Face model folder; needed for train.objective = "distill".'
+        default=None, description='Hugging Face model folder; needed for objective = "distill".'
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="forward_kl",
@@ -27,9 +27,11 @@ class TeacherConfig(Config):
         default=None,
         description="Compares the teacher's most likely tokens, and all others as one; none: the whole vocabulary.",
     )
-    temperature: Positive = Field(default=1.0, description="Divides the logits of both models.")
+    temperature: Positive | None = Field(
+        default=None, description="Divides the logits of both models; none: as in the rest of training."
+    )
     weight: Positive | None = Field(
-        default=None, description="Factor of the divergence beside the loss of sft; none: the divergence alone."
+        default=None, description='Factor of the divergence beside another objective; none for objective = "distill".'
     )
 
     @property
@@ -45,3 +47,29 @@ class TeacherConfig(Config):
                 f'{self.beta}; remove beta, or set divergence = "jsd"'
             )
         return self
+
+
+def check_teacher(teacher: TeacherConfig, *, section: str, objective: str) -> None:
+    """Refuses a teacher that no loss reads, and a loss without its teacher.
+
+    Args:
+        teacher: the section.
+        section: that holds the objective.
+        objective: of the run.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+    """
+    if objective == "distill" and teacher.path is None:
+        raise ConfigError(
+            f'{section}.objective = "distill" needs a teacher, and teacher.path is not set; set it to a Hugging Face '
+            "model folder"
+        )
+    if teacher.is_set and teacher.path is None:
+        raise ConfigError("[teacher] is set without teacher.path; set it to a Hugging Face model folder")
+    if teacher.is_set and (objective == "distill") != (teacher.weight is None):
+        raise ConfigError(
+            f"teacher.weight adds the divergence to another objective, and here {section}.objective = "
+            f'"{objective}" with teacher.weight = {teacher.weight}; set {section}.objective = "distill" without a '
+            "weight, or another with one"
+        )

@@ -5,6 +5,7 @@ Shapes: K branches (rollouts of trained groups, groups in order, then rollouts).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,22 +42,25 @@ class RlBatch:
     """Groups without any rollout."""
 
 
-def make_rl_batch(groups: Sequence[Group], *, estimator: Estimator, layout: Layout) -> RlBatch:
-    """The batch of a step's groups.
+def make_rl_batch(
+    groups: Sequence[Group], *, estimator: Estimator, layout: Layout, keeps_equal: bool = False
+) -> RlBatch:
+    """The batch of a step's groups; with `keeps_equal` those with equal rewards are trained too.
 
     Example: groups with rewards [1, 0], [1, 1] and [] train the first; one has zero variance, one is empty.
     """
     advantages = [group_advantages(group.rewards, estimator) for group in groups]
-    trained = [group for group, values in zip(groups, advantages, strict=True) if values.any()]
+    is_trained = [values.any() or (keeps_equal and values.size > 0) for values in advantages]
+    trained = list(compress(groups, is_trained))
     num_empty = sum(not group.rollouts for group in groups)
     rollouts = [(group.prompt.tokens, rollout) for group in trained for rollout in group.rollouts]
     return RlBatch(
         trees=make_batch([_as_task(group) for group in trained], layout),
-        advantages=[value for values in advantages if values.any() for value in values.tolist()],
+        advantages=[value for values in compress(advantages, is_trained) for value in values.tolist()],
         group_advantages=advantages,
         old_logprobs=[_after_prompt(prompt, rollout.policy_logprobs) for prompt, rollout in rollouts],
         behaviour_logprobs=[_after_prompt(prompt, rollout.logprobs) for prompt, rollout in rollouts],
-        num_zero_variance=len(groups) - len(trained) - num_empty,
+        num_zero_variance=len(groups) - sum(bool(values.any()) for values in advantages) - num_empty,
         num_empty_groups=num_empty,
     )
 

@@ -56,6 +56,7 @@ class RlLoop(Resumable[RlStepReport]):
         optim: OptimOptions,
         options: RlOptions,
         drafting: Drafting | None = None,
+        teacher: nn.Module | None = None,
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
@@ -66,6 +67,7 @@ class RlLoop(Resumable[RlStepReport]):
             optim: the optimiser.
             options: of sampling and training.
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
+            teacher: of an on-policy distillation, with `options.distill`.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -80,7 +82,7 @@ class RlLoop(Resumable[RlStepReport]):
         check_prompts(task)
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
-        self._trainer = Trainer(model, optim, options)
+        self._trainer = Trainer(model, optim, options, teacher)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._version = 0

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.rl.advantages import Estimator
@@ -11,12 +13,14 @@ from treering.train import objectives
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import Layout, check_layout
 from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.distill import DistillOptions
 from treering.train.loss_weights import Normalizer
 from treering.train.objectives import Clip, Objective
 from treering.train.objectives.importance import ImportanceMode
 
-ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"]
-"""The policy losses that need neither a reference model nor a value head, which the loop does not have."""
+ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"]
+"""The policy losses that need neither a reference model nor a value head, which the loop does not have, and the
+divergence from a teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class RlOptions:
     """Which weights are bounded, and how; None truncates token weights. Needs `max_importance`."""
     entropy_coefficient: float | None = None
     """Factor of the entropy bonus; 0 only measures the entropy, None skips it (saves passes over the logits)."""
+    distill: DistillOptions | None = None
+    """Of a loop with a teacher: without a weight for the loss "distill", with one for a divergence beside another loss.
+    All groups are trained then, those with equal rewards too."""
     router_losses: RouterLosses | None = None
     """Router losses of a mixture of experts; None adds none."""
     layout: Layout = "tree"
@@ -77,12 +84,25 @@ class RlOptions:
                 raise ConfigError(
                     f"{name} is one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}; choose one"
                 )
+        is_alone = self.distill is not None and self.distill.weight is None
+        if (self.objective == "distill") != is_alone:
+            raise ConfigError(
+                'objective="distill" trains the divergence alone, and needs distill=DistillOptions(...) without a '
+                f"weight; got {self.objective!r} with {self.distill}"
+            )
         # The objective refuses wrong clips, divisors and caps: build one now, not after the first rollouts.
         objective = self.make_objective(empty_batch())
         check_layout(self.layout, normalizer=objective.weighting.normalizer, shared=objective.weighting.shared)
 
-    def make_objective(self, batch: RlBatch) -> Objective:
-        """The loss over the branches of a batch."""
+    def make_objective(self, batch: RlBatch, teacher: nn.Module | None = None) -> Objective:
+        """The loss over the branches of a batch; the divergence from the teacher is part of it where one is given."""
+        plain = self._policy_objective(batch)
+        return plain if teacher is None or self.distill is None else self.distill.objective(teacher, plain)
+
+    def _policy_objective(self, batch: RlBatch) -> Objective:
+        if self.objective == "distill":
+            # Stands for its masks and weighting alone.
+            return objectives.sft(batch.trees.loss_masks, self.normalizer or "token_mean", divisor=self.divisor)
         own: dict[str, Any] = {
             "clip": self.clip,
             "normalizer": self.normalizer,

@@ -13,6 +13,7 @@ from treering.rl.collect import Group
 from treering.rl.options import RlOptions
 from treering.train.gradient.router_losses import check_routers
 from treering.train.loop.compute import num_threads
+from treering.train.loop.distill import check_teacher
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.update import Update, Updater
 
@@ -45,28 +46,36 @@ class Trainer:
         0.013
     """
 
-    def __init__(self, model: nn.Module, optim: OptimOptions, options: RlOptions) -> None:
-        """Puts the model in training mode, with gradient checkpointing as the options say.
+    def __init__(
+        self, model: nn.Module, optim: OptimOptions, options: RlOptions, teacher: nn.Module | None = None
+    ) -> None:
+        """Puts the model in training mode, with gradient checkpointing as the options say; leaves the teacher as it is.
 
         Raises:
-            ConfigError: no parameter of the model is trainable.
+            ConfigError: no parameter of the model is trainable, or a teacher without `options.distill` or the other way
+                round.
+            InputError: a teacher of another vocabulary.
             UnsupportedError: router losses for a model without routers, or a model that cannot recompute activations.
         """
         check_routers(model, options.router_losses)
+        check_teacher(model, teacher, options.distill)
+        self._teacher = teacher
         self._options = options
         self._updater = Updater(model, optim, options.compute)
 
     def train(self, step: int, groups: Sequence[Group]) -> Trained:
-        """Updates the weights once, unless every group has equal rewards.
+        """Updates the weights once, unless every group has equal rewards and there is no teacher.
 
         Raises:
             StateError: gradients are not finite; the weights are unchanged.
         """
         options = self._options
-        batch = make_rl_batch(groups, estimator=options.estimator, layout=options.layout)
+        batch = make_rl_batch(
+            groups, estimator=options.estimator, layout=options.layout, keeps_equal=self._teacher is not None
+        )
         update = None
         if batch.trees.num_tasks > 0:
-            objective = options.make_objective(batch)
+            objective = options.make_objective(batch, self._teacher)
             with num_threads(options.num_train_threads):
                 update = self._updater.update(
                     step,

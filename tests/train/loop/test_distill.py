@@ -7,8 +7,9 @@ from tests.models import build
 from tests.train.loop.runs import tiny_tasks
 from treering.errors import ConfigError, InputError
 from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
-from treering.train.loop.sft import DistillOptions, LoopOptions, SftLoop
+from treering.train.loop.sft import LoopOptions, SftLoop
 
 TEACHER = build("llama", seed=3).eval()
 OPTIM = OptimOptions(learning_rate=1e-2)

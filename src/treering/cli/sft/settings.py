@@ -3,10 +3,18 @@
 from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
-from treering.cli.settings import Scalar, model_identity, router_identity, router_losses, section_identity
+from treering.cli.settings import (
+    Scalar,
+    distill_options,
+    model_identity,
+    router_identity,
+    router_losses,
+    section_identity,
+    teacher_identity,
+)
 from treering.config import SftConfig
 from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.sft import DistillOptions, LoopOptions
+from treering.train.loop.sft import LoopOptions
 
 # Settings that change rounding at most.
 _FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
@@ -23,21 +31,8 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         shared=config.train.shared,
         divisor=config.train.divisor,
         router_losses=router_losses(config.router),
-        distill=_distill_options(config),
+        distill=distill_options(config.teacher),
         seed=config.train.seed,
-    )
-
-
-def _distill_options(config: SftConfig) -> DistillOptions | None:
-    if config.train.objective == "sft":
-        return None
-    teacher = config.teacher
-    return DistillOptions(
-        divergence=teacher.divergence,
-        beta=teacher.beta,
-        top_k=teacher.top_k,
-        temperature=teacher.temperature,
-        weight=teacher.weight,
     )
 
 
@@ -54,6 +49,6 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
         **model_identity(config.model, model),
         "data": corpus.digest,
         **train,
-        **(section_identity("teacher", config.teacher) if config.teacher.is_set else {}),
+        **teacher_identity(config.teacher),
         **router_identity(config.router),
     }

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import locate, search_places
-from treering.cli.models import build_model
+from treering.cli.models import build_model, load_teacher
 from treering.cli.settings import optim_options
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
@@ -84,7 +84,15 @@ def make_loop(
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model, source)
-        return RlLoop(model, source.task, make_engine, optim=optim, options=options, drafting=make_drafting(config))
+        return RlLoop(
+            model,
+            source.task,
+            make_engine,
+            optim=optim,
+            options=options,
+            drafting=make_drafting(config),
+            teacher=_load_teacher(config, config_dir),
+        )
     return PipelineLoop(
         model,
         source.task,
@@ -106,6 +114,13 @@ def make_loop(
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
     )
+
+
+def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
+    if config.teacher.path is None:
+        return None
+    folder = locate(config.teacher.path, search_places(config_dir))
+    return load_teacher(folder, config.model, tokenizer=_model_folder(config, config_dir))
 
 
 def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:

@@ -8,10 +8,12 @@ from treering.cli.run_folder import SHARED_HISTORY_FOLDER
 from treering.cli.settings import (
     Scalar,
     compute_options,
+    distill_options,
     model_identity,
     router_identity,
     router_losses,
     section_identity,
+    teacher_identity,
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
@@ -51,6 +53,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         min_importance=rl.min_importance,
         importance=rl.importance,
         entropy_coefficient=rl.entropy_coefficient,
+        distill=distill_options(config.teacher),
         router_losses=router_losses(config.router),
         layout=rl.layout,
         compute=compute,
@@ -167,6 +170,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **section_identity("sampling", config.sampling),
         **section_identity("rl", config.rl, free=free),
         **section_identity("optim", config.optim),
+        **teacher_identity(config.teacher),
         **router_identity(config.router),
     }
 

@@ -3,45 +3,23 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from treering.errors import ConfigError, InputError
-from treering.model.divergence import DivergenceKind
-from treering.model.families import find_parts
+from treering.errors import InputError
 from treering.model.positions import check_positions, max_positions
-from treering.train.branch_values import BranchValues
 from treering.train.gradient.router_losses import RouterLosses, check_routers
-from treering.train.gradient.teacher import teacher_parts
 from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
 from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.distill import DistillOptions, check_teacher
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.resumable import Resumable
 from treering.train.loop.step_report import StepReport
 from treering.train.loop.update import Updater
 from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objectives import Objective, distill, sft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillOptions:
-    """How the student is compared with its teacher; see `treering.objectives.distill`.
-
-    Attributes:
-        divergence: its kind.
-        beta: of jsd.
-        top_k: tokens of the teacher per state; None compares the whole vocabulary.
-        temperature: of both models.
-        weight: factor of the divergence beside the loss of sft; None trains the divergence alone.
-    """
-
-    divergence: DivergenceKind = "forward_kl"
-    beta: float | None = None
-    top_k: int | None = None
-    temperature: float = 1.0
-    weight: float | None = None
+from treering.train.objectives import Objective, sft
+from treering.types import LossMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +87,10 @@ class SftLoop(Resumable[StepReport]):
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
-        if (teacher is None) != (options.distill is None):
-            raise ConfigError(
-                "a loop distills with a teacher and options.distill, and one of them is None: give both, or neither"
-            )
+        check_teacher(model, teacher, options.distill)
         self._teacher = teacher
         for one in (model, teacher):
             _check_lengths(one, tasks)
-        teacher_parts(self._objective(None).distillation, student=find_parts(model), forests=())
         check_routers(model, options.router_losses)
         self._updater = Updater(model, optim, options.compute)
 
@@ -141,19 +115,12 @@ class SftLoop(Resumable[StepReport]):
             step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update
         )
 
-    def _objective(self, loss_masks: BranchValues | None) -> Objective:
-        options, how = self._options, self._options.distill
+    def _objective(self, loss_masks: Sequence[LossMask]) -> Objective:
+        options = self._options
         plain = sft(loss_masks, options.normalizer, options.shared, divisor=options.divisor)
-        if how is None or self._teacher is None:
+        if options.distill is None or self._teacher is None:
             return plain
-        divergence = partial(
-            distill, self._teacher, how.divergence, beta=how.beta, top_k=how.top_k, temperature=how.temperature
-        )
-        if how.weight is not None:
-            return divergence(added_to=plain, weight=how.weight)
-        return divergence(
-            loss_masks=loss_masks, normalizer=options.normalizer, shared=options.shared, divisor=options.divisor
-        )
+        return options.distill.objective(self._teacher, plain)
 
     def state(self) -> dict[str, Any]:
         """Step number and optimiser state."""
