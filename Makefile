@@ -49,8 +49,9 @@ trl-test: $(TRL)/.installed
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -n $(WORKERS) -m "$(MARKS)" $(TRL_TESTS)
 
 $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
-	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(TRL)
-	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python -c constraints.txt -c constraints-trl.txt -e '.[dev,trl]'
+	$(PYTHON) -m venv --clear $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
+	  -e '.[dev,trl]'
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
