@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 
@@ -303,6 +303,15 @@ def test_over_long_rollouts_are_counted_and_kept() -> None:
     assert [rollout.finish_reason for rollout in collected.groups[0].rollouts] == ["stop", "length", "stop"]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a test run that was started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
 @pytest.mark.parametrize("where", ["reward", "observe"])
 def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException], where: str) -> None:
