@@ -24,10 +24,10 @@ from benchmarks.faults.task import Task, arguments, make_task
 from treering.errors import InputError
 
 NUM_STEPS = 6
-NUM_CASES = 240
+NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
-    *((KILLS, 0.15), (SIGNALLED, 0.1), (IN_ONE_PROCESS, 0.05), (WITH_WORKERS, 0.075)),
-    *((LIMITS, 0.05), (DISKS, 0.1), (OTHERS, 0.03)),
+    *((KILLS, 0.12), (SIGNALLED, 0.08), (IN_ONE_PROCESS, 0.03), (WITH_WORKERS, 0.06)),
+    *((LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
 _ROWS = (KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, DAMAGED, LIMITS, DISKS, OTHERS)

@@ -22,6 +22,9 @@ from typing import Any, TypeAlias
 from treering.errors import StateError, TreeringError
 from treering.runtime.ipc.shared_memory import SharedMemory
 
+SERVER_PARENT = "TREERING_SERVER_PARENT"
+"""Environment variable: the process whose fork server dies with it."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -107,7 +110,7 @@ def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -
     multiprocessing.current_process().daemon = False
     _stdout_to_stderr()
     if dies_with_parent:
-        _die_with_parent()
+        die_with_parent()
     port = Port(connection)
     try:
         start: Start = port.take()
@@ -120,7 +123,7 @@ def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -
         threading.Event().wait()
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Asks the kernel for SIGKILL at the parent's death: the reader thread starves while other code holds the GIL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from treering.errors import StateError
-from treering.runtime.ipc.child import Failed, Ready, Role, Start, main
+from treering.runtime.ipc.child import SERVER_PARENT, Failed, Ready, Role, Start, main
 from treering.runtime.ipc.shared_memory import SharedMemory
 
 MAX_DEATHS = 5
@@ -25,12 +25,12 @@ MAX_DEATHS = 5
 _CLOSE_S = 5.0
 _RETRY_S = 0.1
 _PRELOADED = (
+    "treering.runtime.ipc.fork_server",
     "treering.engine.torch_engine",
     "treering.runtime.workers.reward_worker",
     "treering.runtime.workers.trainer_worker",
     "treering.runtime.workers.rollout_worker",
     "transformers.modeling_utils",
-    "treering.runtime.ipc.fork_server",
 )
 
 
@@ -53,15 +53,19 @@ def start_method(recipe: object) -> Context:
 
 def _start_server() -> None:
     """Starts the fork server if there is none, with this process's module search path."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if threading.current_thread() is threading.main_thread():
+        # The kernel watches the thread that starts the server, and another one may end before the run.
+        changes[SERVER_PARENT] = str(os.getpid())
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         forkserver.ensure_running()
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 class ChildProcess:
