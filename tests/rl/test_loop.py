@@ -453,7 +453,7 @@ def test_rollouts_beyond_the_models_positions_are_refused_before_the_first_step(
         ({"divisor": 3.0}, "divisor"),
         ({"max_importance": -1.0}, "max_importance"),
         ({"importance": "token_mask"}, "got no max_importance"),
-        ({"objective": "ppo"}, "objective is one of grpo, dapo, dr_grpo, gspo, cispo, rloo, got 'ppo'"),
+        ({"objective": "ppo"}, "objective is one of grpo, dapo, dr_grpo, gspo, cispo, rloo, distill, got 'ppo'"),
         ({"layout": "packed", "normalizer": "tree_mean"}, 'layout "packed" has no trees'),
         ({"estimator": "gae"}, "estimator is one of grpo, dr_grpo, rloo, got 'gae'"),
     ],
