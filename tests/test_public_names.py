@@ -13,7 +13,7 @@ HOMES = {
     "tree_attention": "treering.model.context",
     "forward": "treering.model.forward",
     "patch": "treering.model.patch",
-    "score": "treering.model.teacher",
+    "score": "treering.model.distillation.teacher",
     "backward": "treering.train.gradient.backward",
     "tree_advantages": "treering.rl.tree_advantages",
     "HistoryReader": "treering.history.store.reader",

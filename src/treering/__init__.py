@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from treering.history.store.store import HistoryStore as HistoryStore
     from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
+    from treering.model.distillation.teacher import score as score
     from treering.model.forward import forward as forward
     from treering.model.patch import patch as patch
-    from treering.model.teacher import score as score
     from treering.rl.tree_advantages import tree_advantages as tree_advantages
     from treering.train.gradient.backward import backward as backward
     from treering.train.gradient.router_losses import RouterLosses as RouterLosses
@@ -45,7 +45,7 @@ _HOMES = {
     "backward": "treering.train.gradient.backward",
     "forward": "treering.model.forward",
     "patch": "treering.model.patch",
-    "score": "treering.model.teacher",
+    "score": "treering.model.distillation.teacher",
     "tree_advantages": "treering.rl.tree_advantages",
     "tree_attention": "treering.model.context",
 }

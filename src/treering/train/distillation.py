@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from treering.errors import InputError
-from treering.model.divergence import DivergenceKind
+from treering.model.distillation.divergence import DivergenceKind
 
 GivenScores = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Token ids and log-probs of one branch, [T, k] each: entry t is of the distribution that token t was drawn from."""

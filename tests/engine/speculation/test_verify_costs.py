@@ -192,7 +192,7 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
 
 @pytest.mark.parametrize("costs", ["measure", None, 1.5, [1.0]])
 def test_other_sources_of_costs_are_refused(model: PreTrainedModel, costs: object) -> None:
-    with pytest.raises(ConfigError, match='"measured", "none" or a VerifyCosts'):
+    with pytest.raises(ConfigError, match='"measured", "none", a VerifyCosts or an ObservedCosts'):
         TorchEngine(model, costs=costs)
 
 

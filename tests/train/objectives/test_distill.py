@@ -19,8 +19,9 @@ from tests.train.objectives.flat_distill import KINDS, Setting, flat_divergences
 from tests.train.objectives.flat_objectives import Data, Flat, data_of, datas, over_tokens, run_flat
 from tests.train.objectives.objective_cases import CASES
 from treering.errors import ConfigError, InputError
-from treering.model import divergence_rows, scoring
-from treering.model.teacher import TeacherStates, TeacherTopK, score
+from treering.model import scoring
+from treering.model.distillation import divergence_rows
+from treering.model.distillation.teacher import TeacherStates, TeacherTopK, score
 from treering.train.gradient.backward import BackwardResult, backward
 from treering.train.gradient.run import StepRun
 from treering.train.gradient.targets import TargetRows

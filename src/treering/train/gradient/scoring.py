@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from treering.arrays import Int64Array
-from treering.model.divergence import Divergence
-from treering.model.divergence_rows import divergence_rows
+from treering.model.distillation.divergence import Divergence
+from treering.model.distillation.divergence_rows import divergence_rows
 from treering.model.edges import EdgeScores, EdgeTable, score_edges
 from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf

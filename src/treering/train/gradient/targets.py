@@ -11,8 +11,8 @@ import torch
 
 from treering.arrays import Float64Array, Int64Array
 from treering.errors import InputError
+from treering.model.distillation.teacher import TeacherRows, TeacherTopK
 from treering.model.edges import EdgeTable
-from treering.model.teacher import TeacherRows, TeacherTopK
 from treering.train.distillation import GivenScores
 from treering.train.gradient.flat_batch import Selection
 from treering.tree.forest import Forest

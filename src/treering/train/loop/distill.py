@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from treering.errors import ConfigError
-from treering.model.divergence import DivergenceKind
+from treering.model.distillation.divergence import DivergenceKind
 from treering.model.families import find_parts
 from treering.train.gradient.teacher import teacher_parts
 from treering.train.objectives import Objective, distill, sft

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from torch import nn
 
 from treering.errors import ConfigError, InputError
-from treering.model.divergence import DivergenceKind
+from treering.model.distillation.divergence import DivergenceKind
 from treering.model.forward import check_temperature
 from treering.train.branch_values import BranchValues
 from treering.train.distillation import Distillation, as_given_scores

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from treering.errors import ConfigError
 from treering.model.context import is_active, tree_attention
-from treering.model.divergence import Target
+from treering.model.distillation.divergence import Target
 from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, check_temperature, hidden_states
 from treering.model.logits import scaled_logits
