@@ -71,8 +71,8 @@ types: $(STAMP)
 
 checks: test lint types
 
-# Kills, damaged files, full disks and more: each run must end right or say why. The full form takes about three minutes,
-# make faults ARGS="--cases 100" about one. What failed is listed with the options that repeat it.
+# Kills, damaged files, full disks and more: each run must end right or say why. The full form takes about six minutes,
+# make faults ARGS="--cases 100" about two. What failed is listed with the options that repeat it.
 faults: $(STAMP)
 	PYTHONPATH=. $(BIN)/python -m benchmarks faults $(ARGS)
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from benchmarks.common.tables import table
 from benchmarks.faults.judge import ENDINGS
 
-NOTE = "about three minutes; `--cases 100` takes about one"
+NOTE = "about six minutes; `--cases 100` takes about two"
 COLUMNS = ("what happens", "cases", *ENDINGS)
 
 
