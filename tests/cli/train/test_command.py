@@ -181,7 +181,8 @@ def test_a_run_that_measured_goes_on_with_fixed_costs(
 
     monkeypatch.setattr(TorchEngine, "use_drafter", watch)
     train(capsys, config(folder), "run.dir=out", "rl.num_steps=6", "history.verify_costs=fixed")
-    assert [drafter.costs for drafter in drafters] == [None]
+    # An engine is made anew after a step that moves no weight.
+    assert {drafter.costs for drafter in drafters} == {None}
 
 
 def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,7 +504,7 @@ def test_an_engine_without_room_for_a_rollout_is_refused_at_the_start(folder: Pa
     """The longest prompts have 4 words, and rollouts 8 tokens, of which the last is never computed."""
     with pytest.raises(InputError, match=r"need 11, and engine.max_tokens is 10; raise it"):
         run(config_path=prompts(folder), overrides=["run.dir=out", "engine.max_tokens=10"], json_output=True)
-    assert not (folder / "out").exists()
+    assert not (folder / "out" / "run.json").exists()
     run(
         config_path=prompts(folder),
         overrides=["run.dir=out", "engine.max_tokens=11", "rl.num_steps=1"],
