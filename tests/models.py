@@ -75,8 +75,6 @@ _CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
     ),
     "gemma3": (
         Gemma3TextConfig,
-        Glm4Config,
-        Glm4ForCausalLM,
         Gemma3ForCausalLM,
         {
             "head_dim": 8,
