@@ -47,6 +47,7 @@ class Server:
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
+            preexec_fn=_take_signals,
         )
 
     def start(self, arguments: Sequence[str], *, limit: int | None = None) -> "Run":
@@ -106,3 +107,9 @@ class Run:
             has_hung=kill_after_s is None and has_fired and answer["code"] == -signal.SIGKILL,
             is_left=answer["is_left"],
         )
+
+
+def _take_signals() -> None:
+    """A run that is started in the background, or by nohup, inherits that it ignores some."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)

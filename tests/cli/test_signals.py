@@ -75,11 +75,22 @@ FORKS = """
 """
 
 
+def take_signals() -> None:
+    """A program that is started in the background, or by nohup, inherits that it ignores some."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def started(command: str, *, before: str = "") -> subprocess.Popen[str]:
     program = before + PROGRAM.format(command=command)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_signals,
     )
 
 

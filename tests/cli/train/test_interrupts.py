@@ -23,6 +23,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NUM_STEPS = 6
 
 
+def take_signals() -> None:
+    """A program that is started in the background, or by nohup, inherits that it ignores some."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
     """`treering train` with no clock in its decisions."""
     overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1"]
@@ -30,7 +36,9 @@ def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from treering.cli.main import main; main()", "train", str(path), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([*command, *overrides, *free_of_clocks], env=environment, text=True, **pipes)
+    return subprocess.Popen(
+        [*command, *overrides, *free_of_clocks], env=environment, text=True, preexec_fn=take_signals, **pipes
+    )
 
 
 def marked(run_dir: str) -> list[int]:
