@@ -29,7 +29,7 @@ class ScannedFile:
         num_bytes: length of the file up to the last of them.
         bad: byte ranges of the lines within that length that are no object of a kept step, or that stand twice.
         num_twice: how many of these stand twice.
-        num_after: unreadable lines behind that length; they may belong to a step that the run repeats.
+        num_after: unreadable lines after that length; they may belong to a step that the run repeats.
     """
 
     file: Path
@@ -66,7 +66,7 @@ def reopen(
     scanned = [_scan(file, last_step, one_per_step=one_per_step) for file in files if os.path.lexists(file)]
     found = sum((each.num_lines for each in scanned), Counter[int]())
     missing = {step: (number or 1) - found[step] for step, number in expected.items() if found[step] < _least(number)}
-    # What stands behind the last kept line is a later step's, unless lines are missing.
+    # What stands after the last kept line is a later step's, unless lines are missing.
     damaged = [each for each in scanned if each.bad or (missing and each.num_after)]
     kept_as = [_set_aside(each.file).name for each in damaged]
     for each in scanned:

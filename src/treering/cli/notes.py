@@ -11,7 +11,7 @@ from treering.errors import DataWarning
 
 @contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """Inside, what is to be said about data is one line on stderr, each sentence one time; stdout stays clean."""
+    """Prints each `DataWarning` of the block as one line on stderr, equal ones once; stdout stays clean."""
     said: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", DataWarning)

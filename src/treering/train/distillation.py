@@ -28,7 +28,7 @@ class Distillation:
         kind: of the divergence.
         beta: see `Divergence`.
         temperature: of the divergence; None takes the step's.
-        top_k: tokens per state that a model is asked for; None takes its whole vocabulary.
+        top_k: likeliest tokens per state that a teacher gives; None takes its whole vocabulary.
     """
 
     teacher: nn.Module | tuple[GivenScores, ...]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.data.conftest import CORPUS, build_tokenizer
 from tests.rl.rollouts import rollout_of
+from treering.data.rendering.template import ChatTemplate
 from treering.engine.request import Request, Sampling
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError
@@ -122,12 +123,12 @@ def test_an_unknown_stop_token_is_refused_by_name(llama: Path, named: str | int,
 
 
 def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(tmp_path: Path, llama: Path) -> None:
-    assert end_of_turn(llama) == "<|eot_id|>"
-    assert end_of_turn(write_tokenizer(tmp_path / "open", end="")) is None
-    assert end_of_turn(write_tokenizer(tmp_path / "two", end="<|eom_id|><|eot_id|>\\n")) == "<|eom_id|><|eot_id|>"
-    assert end_of_turn(write_tokenizer(tmp_path / "shy", guard="{{ raise_exception('no') }}")) is None
-    with pytest.raises(ConfigError, match="needs a Hugging Face tokenizer folder"):
-        end_of_turn(tmp_path)
+    def end(folder: Path) -> str | None:
+        return end_of_turn(ChatTemplate(folder))
+
+    assert end(llama) == "<|eot_id|>"
+    assert end(write_tokenizer(tmp_path / "two", end="<|eom_id|><|eot_id|>\\n")) == "<|eom_id|><|eot_id|>"
+    assert end(write_tokenizer(tmp_path / "shy", guard="{{ raise_exception('no') }}")) is None
 
 
 def test_an_end_of_several_tokens_is_no_stop_token(file: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def as_context(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def message_branches(calls: Iterable[MessageCall]) -> Iterator[tuple[Message, ...]]:
-    """One conversation per run of calls that continue each other; only what a call wrote is trained, and one time.
+    """One conversation per run of calls that continue each other; only what a call wrote is trained, once.
 
     Example: calls with the prompts [u] and [u, a, t], answered by a and b, are one conversation [u, a, t, b]. If the
     second prompt is [u, t] there are two: [u, a] and [u, t, b].

@@ -62,7 +62,7 @@ def read_trajectories(
         MissingExtraError: a table without pyarrow.
 
     Warns:
-        DataWarning: something of the file that its owner should know, each sentence one time.
+        DataWarning: something of the file that its owner should know, each sentence once.
 
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
@@ -119,7 +119,7 @@ class RecordReader:
         """Says what the file's owner should know.
 
         Warns:
-            DataWarning: each sentence one time, with the number of records that it is about.
+            DataWarning: each sentence once, with the number of records that it is about.
         """
         for note, count in self._notes.items():
             warnings.warn(f"{self._source}: {note} ({count} of {self._num_records} records)", DataWarning, stacklevel=3)

@@ -54,11 +54,6 @@ class ChatTemplate:
             raise ConfigError(f"--template hf needs a chat template, {folder} has none; use --template plain")
         self._date = date or Date.today()
 
-    @property
-    def writes_date(self) -> bool:
-        """Whether the template asks for today's date."""
-        return "strftime_now" in str(self._tokenizer.chat_template)
-
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text before the policy's turn: the messages and whatever the template opens a turn with.
 
@@ -86,7 +81,7 @@ class ChatTemplate:
         """How it ends an assistant's turn.
 
         Raises:
-            InputError: it opens a turn though none is asked for.
+            InputError: the template opens a turn where the caller asked for none.
         """
         return find_turn_end(self.prompt, self.text, self.special_tokens)
 

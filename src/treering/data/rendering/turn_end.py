@@ -36,7 +36,7 @@ def find_turn_end(
         special_tokens: texts of the tokenizer's special tokens.
 
     Raises:
-        InputError: the template opens a turn after an answer though none is asked for.
+        InputError: the template opens a turn after an answer where the caller asked for none.
 
     Example: Phi-3's template writes `<|end|>\n<|endoftext|>` after a last answer and `<|end|>\n<|user|>` before a
     question, so `added` is `<|endoftext|>`.

@@ -1,4 +1,4 @@
-"""Seconds by size, learnt from what runs anyway: recent averages, without outliers, and a curve between them."""
+"""Seconds by size, learnt from real passes: recent averages, without outliers, and a curve between them."""
 
 import math
 

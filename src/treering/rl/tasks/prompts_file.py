@@ -81,7 +81,8 @@ class PromptsFile(Task):
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
-        turn = end_of_turn(tokenizer) if template == "hf" else None
+        chat = self._renderer.chat_template
+        turn = None if chat is None else end_of_turn(chat)
         self.stops = find_stop_tokens(self._tokens, end_of_turn=turn, model=model, named=stop_tokens)
         """The tokens that end a turn, with their origin."""
         self.num_overlong = 0

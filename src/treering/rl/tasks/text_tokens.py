@@ -7,8 +7,9 @@ import numpy as np
 
 from treering.data.rendering.encoder import open_tokenizer
 from treering.data.rendering.script import TURN_END
-from treering.errors import ConfigError
-from treering.extras import require
+from treering.data.rendering.template import ChatTemplate
+from treering.data.trajectory import Message
+from treering.errors import ConfigError, InputError
 from treering.types import TokenIds
 
 _ANSWER = "an-answer-of-the-assistant"
@@ -68,30 +69,20 @@ class TextTokens:
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
-def end_of_turn(folder: Path) -> str | None:
-    """What the chat template of a tokenizer folder writes after an assistant's answer, without white space.
+def end_of_turn(template: ChatTemplate) -> str | None:
+    """What a chat template writes after an assistant's answer, without white space.
 
-    None if it writes nothing, or refuses a conversation of a user and an assistant.
-
-    Raises:
-        ConfigError: the folder has no tokenizer that transformers can open.
+    Where it writes nothing after a last answer, the token that stands before the next message, which training takes for
+    the end of the turn too. None if there is neither, or if the template refuses a user and an assistant.
 
     Example: "<|eot_id|>" for Llama 3 and "<end_of_turn>" for Gemma.
     """
-    require('task.template = "hf"', "transformers")
-    from jinja2 import TemplateError
-    from transformers import AutoTokenizer
-
-    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, TypeError, IndexError):
+        text = template.text([Message(role="user", content="a question"), Message(role="assistant", content=_ANSWER)])
+    except InputError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"a chat template needs a Hugging Face tokenizer folder, got {folder} ({error})") from error
     _, answer, after = text.rpartition(_ANSWER)
-    return after.strip() or None if answer else None
+    return (after.strip() or template.turn_end.missing or None) if answer else None
 
 
 def _end_of_text(folder: Path) -> str | None:
