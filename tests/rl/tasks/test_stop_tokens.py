@@ -131,6 +131,10 @@ def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(tmp_path:
     assert end(write_tokenizer(tmp_path / "shy", guard="{{ raise_exception('no') }}")) is None
 
 
+def test_a_turn_without_an_end_of_its_own_ends_where_the_next_message_begins(tmp_path: Path) -> None:
+    assert end_of_turn(ChatTemplate(write_tokenizer(tmp_path / "open", end=""))) == "<|start_header_id|>"
+
+
 def test_an_end_of_several_tokens_is_no_stop_token(file: Path, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "two", end="<|eom_id|><|eot_id|>")
     task = PromptsFile(file, tokenizer=folder, reward="exact_answer", template="hf")
