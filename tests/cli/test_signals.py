@@ -35,13 +35,15 @@ ADVISES = """
         ready()
         time.sleep(600)
 """
+# Each line is printed inside the block that swallows: a signal that follows it never falls outside.
 SWALLOWS = """
-    ready()
+    line = "ready"
     while True:
         try:
+            print(line, flush=True)
             time.sleep(600)
         except BaseException:
-            print("swallowed", flush=True)
+            line = "swallowed"
 """
 HANGS_IN_C = """
     import ctypes

@@ -1,6 +1,7 @@
 """What every training subcommand does around its steps: folder and lock of the run, sinks, warnings, settings."""
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,12 +37,15 @@ _FOLDERS = (
 def locked(folder: Path) -> Iterator[None]:
     """Holds a run's folder for this process, and creates it; `run.lock` in it names the process.
 
+    A folder that was made here and holds nothing else at the end, as of a run that was refused, is removed.
+
     Raises:
         StateError: another process holds it, it cannot be written, or something else has the name of one of its files
             or folders.
 
     Example: `with locked(Path("runs/a")): ...` refuses a second process that trains in `runs/a`.
     """
+    is_new = not folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for place in (folder, folder / WARMUP_FOLDER):
@@ -59,6 +63,10 @@ def locked(folder: Path) -> Iterator[None]:
             _clear_drafts(folder)
         yield
     finally:
+        if is_new and os.listdir(folder) == [LOCK_FILE]:
+            # Removed while the lock is held, so that no other process has begun in it.
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
         lock.release()
 
 
