@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command line on `sys.argv` and exits; the `treering` script calls this."""
+    """Runs the command line on `sys.argv` and exits; the `treering` script calls this by `treering.cli.start`."""
     # torch reads these when it starts its threads. Spinning slows every process on a shared machine down, so they spin
     # for a few tenths of a millisecond only: enough for a small model's next product, without a slow wake-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

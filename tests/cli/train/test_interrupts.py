@@ -33,7 +33,7 @@ def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
     """`treering train` with no clock in its decisions."""
     overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1"]
     free_of_clocks = ["runtime.rebalance=none", "history.drafts=off"]
-    command = [sys.executable, "-c", "from treering.cli.main import main; main()", "train", str(path), "--json"]
+    command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(

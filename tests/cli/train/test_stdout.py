@@ -36,7 +36,7 @@ def reward(prompt, text):
 def test_what_user_code_prints_goes_to_stderr(folder: Path, workers: int) -> None:
     (folder / "noisy.py").write_text(NOISY)
     path = prompts(folder, "noisy:reward")
-    command = [sys.executable, "-c", "from treering.cli.main import main; main()", "train", str(path), "--json"]
+    command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
     source = os.pathsep.join([str(ROOT / "src"), str(folder)])
     done = subprocess.run(
         [*command, "run.dir=out", "rl.num_steps=1", f"runtime.workers={workers}"],
