@@ -1,4 +1,4 @@
-"""The `treering` script: it begins before the command line is imported, so that Ctrl-C meanwhile prints no traceback."""
+"""The `treering` script: it begins before the command line is imported, so that Ctrl-C then prints no traceback."""
 
 import signal
 
