@@ -410,6 +410,6 @@ def test_a_run_resumes_the_day_after_with_the_date_of_its_first_start(folder, ca
 def test_chats_that_become_branches_say_how_many_tokens_these_share(folder, capsys):
     path = config(folder, write_dated_chats(folder))
     _, err = sft(capsys, path, "train.num_steps=1", "run.dir=r", "data.date=2024-07-26")
-    # A chat's turns are 11 and 19 tokens; both begin with the date, the question and the header of the answer, 10 tokens.
+    # A chat's turns are 11 and 19 tokens; both begin with date, question and the header of the answer, 10 tokens.
     shared = "2 of 2 chats are one branch a turn, 4 branches: of their 60 tokens 20 are shared"
     assert shared in " ".join(err.split())
