@@ -140,13 +140,17 @@ def test_a_folder_with_files_is_refused(folder: Path, report: DemoReport) -> Non
 
 def test_without_a_folder_each_demo_takes_the_next_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    taken = []
-    monkeypatch.setattr(demo, "measure", lambda out, *_arguments, **_options: taken.append(out))
+    taken: list[Path] = []
+
+    def measure(out: Path, *_arguments: object, **_options: object) -> None:
+        taken.append(out)
+        (out / "file").touch()
+
+    monkeypatch.setattr(demo, "measure", measure)
     monkeypatch.setattr(demo.json, "dumps", lambda *_arguments, **_options: "")
     monkeypatch.setattr(demo, "asdict", lambda _report: {})
     for _ in range(3):
         demo.run(out=None, seed=0, json_output=True)
-        (taken[-1] / "file").touch()
     assert [str(out) for out in taken] == ["runs/demo", "runs/demo-2", "runs/demo-3"]
 
 
