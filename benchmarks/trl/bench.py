@@ -55,7 +55,7 @@ def measure(
         ConfigError: an unknown name.
         MissingExtraError: without TRL.
     """
-    require("python -m benchmarks trl", "torch", "transformers", "trl", extra="trl")
+    require("python -m benchmarks trl", "torch", "transformers", "trl")
     source = find_source()
     names = list(only or (*SYNTHETIC, *(SETS if source else ())))
     unknown = [name for name in names if name not in SYNTHETIC and (name not in SETS or source is None)]

@@ -47,7 +47,7 @@ def measure(
         InputError: fewer than one run.
         MissingExtraError: TRL is not installed.
     """
-    require("python -m benchmarks trl_rollouts", "torch", "transformers", "trl", extra="trl")
+    require("python -m benchmarks trl_rollouts", "torch", "transformers", "trl")
     check_runs(num_runs)
     with tempfile.TemporaryDirectory() as folder:
         policy = Path(folder) / "policy"
