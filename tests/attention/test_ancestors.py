@@ -15,9 +15,9 @@ from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
 from treering.attention import Form, TreeLayout, attend
 from treering.attention.ancestors import MIN_RUN_TOKENS, Ancestor, ancestor_calls
-from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.schedule import MAX_STEP_ENTRIES
+from treering.attention.schedule.build import MAX_STEP_ENTRIES
+from treering.attention.schedule.call import Call, Visibility
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight, sight_of, take_fragment

@@ -16,6 +16,7 @@ from treering.attention import Form, TreeLayout, attend, flex
 from treering.attention.ancestors import Ancestor
 from treering.attention.flex import BLOCK_SIZE, block_mask
 from treering.attention.gateway import Gateway, KeysValues
+from treering.attention.self_check import OFF_SWITCH
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
@@ -154,8 +155,12 @@ def test_masks_are_made_once_per_window() -> None:
     layout = layout_of([[1] * 40])
     inputs = random_inputs(40)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        # Its forest has masks of its own.
+        patch.setenv(OFF_SWITCH, "0")
         made = []
-        patch.setattr(flex, "block_mask", lambda layout, window: made.append(window) or block_mask(layout, window))
+        patch.setattr(
+            flex, "block_mask", lambda layout, window, **size: made.append(window) or block_mask(layout, window, **size)
+        )
         for window in (None, 7, 1000, 7, None):
             attend(*inputs, layout=layout, form=Form(scale=0.3, window=window), backend="flex")
     assert made == [None, 7]

@@ -1,61 +1,80 @@
-"""`auto` takes the first rule that fits the device, dtype and head size, and says why."""
+"""`auto` is `segments` on CPU, and on CUDA the fastest backend that has passed its self-check there."""
 
 import pytest
 import torch
 
-from treering.attention import BACKENDS, choose_backend, rules
+from treering.attention import BACKENDS, AttentionShape, Backend, choose_backend
+from treering.attention.rules import CUDA_CANDIDATES, Trial, best_of, trial_of
 from treering.errors import ConfigError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = AttentionShape(8, 2, 64, torch.float32, torch.device("cpu"))
+CUDA = CPU._replace(device=torch.device("cuda"), dtype=torch.bfloat16)
 
-
-@pytest.fixture
-def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "has_triton", lambda: True)
-
-
-@pytest.fixture
-def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "has_triton", lambda: False)
+FLEX, TRITON, FLASH = Trial("flex", 2e-3), Trial("triton", 1e-3), Trial("flash", 5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_on_cpu_auto_is_segments(dtype: torch.dtype) -> None:
-    choice = choose_backend("auto", CPU, dtype=dtype, head_size=128)
+    choice = choose_backend("auto", CPU._replace(dtype=dtype))
     assert choice == ("segments", "auto: the fastest that is exact on CPU, as measured")
-    assert choose_backend("auto").backend == "segments"
 
 
-@pytest.mark.usefixtures("with_triton")
+def test_on_another_device_auto_is_segments() -> None:
+    assert choose_backend("auto", CPU._replace(device=torch.device("xpu"))).backend == "segments"
+
+
+def test_on_cuda_every_candidate_is_tried_on_the_shape() -> None:
+    tried: list[tuple[Backend, AttentionShape]] = []
+
+    def try_backend(backend: Backend, shape: AttentionShape) -> Trial:
+        tried.append((backend, shape))
+        return Trial(backend, {"flex": 3.0, "triton": 1.0, "flash": 2.0}[backend])
+
+    assert choose_backend("auto", CUDA, try_backend=try_backend).backend == "triton"
+    assert tried == [(backend, CUDA) for backend in CUDA_CANDIDATES]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "backend"),
+    ("trials", "backend"),
     [
-        (torch.bfloat16, 128, "triton"),
-        (torch.bfloat16, 80, "triton"),
-        (torch.float16, 256, "triton"),
-        (torch.float32, 128, "triton"),
-        (torch.float32, 256, "flex"),
-        (torch.float64, 64, "segments"),
-        (torch.bfloat16, 512, "segments"),
-        (torch.float32, 257, "segments"),
+        ([FLEX, TRITON, FLASH], "flash"),
+        ([FLEX, TRITON, Trial("flash", None, "not installed")], "triton"),
+        ([FLEX, Trial("triton", None, "is off by 1e-2")], "flex"),
+        ([Trial("flex", None, "no compiler"), Trial("triton", None, "no triton")], "segments"),
     ],
 )
-def test_on_cuda_auto_takes_kernels_for_what_they_compute(dtype: torch.dtype, head_size: int, backend: str) -> None:
-    assert choose_backend("auto", CUDA, dtype=dtype, head_size=head_size).backend == backend
+def test_the_fastest_that_passed_is_chosen(trials: list[Trial], backend: str) -> None:
+    assert best_of(trials, is_deterministic=False).backend == backend
 
 
-@pytest.mark.usefixtures("with_triton")
-def test_no_measurement_is_claimed_for_a_gpu() -> None:
-    reasons = [rule.reason for rule in rules.RULES if rule.device == "cuda"]
-    assert reasons
-    assert all("not yet by a measurement" in reason for reason in reasons)
+def test_the_reason_has_the_times_and_every_refusal() -> None:
+    choice = best_of([FLEX, TRITON, Trial("flash", None, "not installed")], is_deterministic=False)
+    assert choice.reason == "auto: fastest of triton 1.00 ms, flex 2.00 ms; flash: not installed"
 
 
-@pytest.mark.usefixtures("without_triton")
-def test_without_triton_cuda_falls_back_to_segments() -> None:
-    # FlexAttention is compiled by triton too.
-    choice = choose_backend("auto", CUDA, dtype=torch.bfloat16, head_size=128)
-    assert choice.backend == "segments"
+@pytest.mark.parametrize(
+    ("trials", "backend"),
+    [
+        ([Trial("flex", 1e-3), Trial("triton", 2e-3), FLASH], "triton"),
+        ([FLEX, Trial("triton", None, "is off"), FLASH], "flex"),
+        ([FLASH], "segments"),
+    ],
+)
+def test_in_deterministic_mode_no_time_counts(trials: list[Trial], backend: str) -> None:
+    choice = best_of(trials, is_deterministic=True)
+    assert choice.backend == backend
+    assert " ms" not in choice.reason
+
+
+def test_a_trial_times_what_passes_and_names_what_does_not() -> None:
+    # On CPU segments has a backward, flex has none, and flash refuses the device.
+    passed, slower, refused = (trial_of(backend, CPU) for backend in ("segments", "flex", "flash"))
+    assert passed.seconds is not None
+    assert passed.seconds > 0
+    assert slower.refusal is not None
+    assert "no backward on CPU" in slower.refusal
+    assert refused.refusal is not None
+    assert "runs on Hopper and Blackwell" in refused.refusal
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -64,5 +83,5 @@ def test_a_name_is_taken_as_it_is(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_names() -> None:
-    with pytest.raises(ConfigError, match="'flash': choose auto, segments, reference, flex, triton"):
-        choose_backend("flash")
+    with pytest.raises(ConfigError, match="'cudnn': choose auto, segments, reference, flex, triton, flash"):
+        choose_backend("cudnn", CPU)

@@ -4,8 +4,10 @@
 """
 
 from treering.attention.api import attend
+from treering.attention.backends import BACKENDS, Backend
 from treering.attention.form import Form
 from treering.attention.layout import TreeLayout
-from treering.attention.rules import BACKENDS, Backend, choose_backend
+from treering.attention.rules import choose_backend
+from treering.attention.self_check import AttentionShape
 
-__all__ = ["BACKENDS", "Backend", "Form", "TreeLayout", "attend", "choose_backend"]
+__all__ = ["BACKENDS", "AttentionShape", "Backend", "Form", "TreeLayout", "attend", "choose_backend"]

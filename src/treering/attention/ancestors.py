@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from treering.arrays import Int64Array
-from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway
-from treering.attention.schedule import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
+from treering.attention.schedule.build import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
+from treering.attention.schedule.call import Call, Visibility
 from treering.tree.plan.fragment import Sight
 
 MIN_RUN_TOKENS = 128

@@ -3,19 +3,14 @@
 N tokens   H query heads   G key heads   D head size
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treering.attention.flex import flex_attention_on_forest
+from treering.attention.backends import Backend, implementation
 from treering.attention.form import Form
 from treering.attention.layout import TreeLayout
-from treering.attention.reference import reference_attention
-from treering.attention.rules import Backend
-from treering.attention.segments import segment_attention
-from treering.attention.triton import triton_attention
+from treering.attention.self_check import AttentionShape, verify
 from treering.errors import InputError
 
 
@@ -32,7 +27,8 @@ def attend(
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token of a forest over its own root-to-token path.
 
-    If the layout has ancestors or a gateway, keys, values and their gradients are exchanged there as layer `layer`.
+    The first call with a shape in a process checks the backend against the reference (`self_check.verify`). If the
+    layout has ancestors or a gateway, keys, values and their gradients are exchanged there as layer `layer`.
 
     Args:
         query: [1, H, N, D] with positions already applied (RoPE by depth, not by packed index).
@@ -49,7 +45,8 @@ def attend(
 
     Raises:
         InputError: shapes that do not match.
-        UnsupportedError: a device, dtype, head size or gradient that the backend does not support.
+        UnsupportedError: a device, dtype, head size or gradient that the backend does not support, or the backend is
+            wrong there.
     """
     if query.shape[2] != layout.forest.num_tokens:
         raise InputError(f"attention got {query.shape[2]} rows for a forest of {layout.forest.num_tokens} tokens")
@@ -59,14 +56,19 @@ def attend(
         return query
     # Autocast would round the scores and the running softmax, which backends keep in float32 or wider.
     with torch.autocast(query.device.type, enabled=False):
-        run = _implementation(backend)
+        verify(backend, _shape(query, key, form, sinks))
+        run = implementation(backend)
         return run(query, key, value, layout=layout, form=form, sinks=sinks, layer=layer)
 
 
-def _implementation(backend: Backend) -> Callable[..., Tensor]:
-    return {
-        "segments": segment_attention,
-        "reference": reference_attention,
-        "flex": flex_attention_on_forest,
-        "triton": triton_attention,
-    }[backend]
+def _shape(query: Tensor, key: Tensor, form: Form, sinks: Tensor | None) -> AttentionShape:
+    return AttentionShape(
+        num_heads=query.shape[1],
+        num_key_heads=key.shape[1],
+        head_size=query.shape[3],
+        dtype=query.dtype,
+        device=query.device,
+        has_window=form.window is not None,
+        softcap=form.softcap,
+        has_sinks=sinks is not None,
+    )

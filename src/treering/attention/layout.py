@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from treering.attention.ancestors import Ancestor
-from treering.attention.call import Call, Visibility
 from treering.attention.gateway import Gateway
-from treering.attention.schedule import CallSchedule, build_schedule
+from treering.attention.schedule.build import CallSchedule, build_schedule
+from treering.attention.schedule.call import Call, Visibility
+from treering.attention.schedule.window import narrowed
 from treering.attention.states import Boundary
-from treering.attention.window import narrowed
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treering.attention.ancestors import Ancestor
-from treering.attention.call import Call, Visibility
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues, add_rows
 from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel, token_major
 from treering.attention.layout import TreeLayout
+from treering.attention.schedule.call import Call, Visibility
 
 
 def segment_attention(

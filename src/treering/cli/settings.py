@@ -16,10 +16,11 @@ from treering.config.rl import LoopConfig
 from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
 from treering.config.teacher import TeacherConfig
+from treering.model.context import tree_attention
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import StepPlan
-from treering.train.loop.compute import ComputeOptions, precision, prepare_model
+from treering.train.loop.compute import Autocast, ComputeOptions, precision, prepare_model
 from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
 
@@ -88,6 +89,15 @@ def with_costs(
     prepare_model(model, compute)
     with precision(model, compute.autocast):
         return replace(compute, costs=cached_costs(model, run_dir / COSTS_FILE))
+
+
+def attention_in_words(model: nn.Module, autocast: Autocast) -> str:
+    """The attention backend of a run and the reason for it.
+
+    Example: "attention: segments (auto: the fastest that is exact on CPU, as measured)".
+    """
+    with precision(model, autocast), tree_attention(model) as attention:
+        return f"attention: {attention.backend} ({attention.reason})"
 
 
 def router_losses(section: RouterConfig) -> RouterLosses | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from treering.attention import BACKENDS, Backend, Form, TreeLayout, attend, choose_backend
+from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
 from treering.errors import StateError
 from treering.model.families import ModelParts, check_no_dropout, find_parts
 from treering.model.recurrence.routing import routed
@@ -59,7 +59,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     parts = find_parts(model)
     check_no_dropout(model)
     weight = next(parts.decoder.parameters())
-    choice = choose_backend(backend, weight.device, dtype=_dtype(weight), head_size=_head_size(parts.config))
+    choice = choose_backend(backend, attention_shape(parts.config, weight))
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
@@ -73,15 +73,21 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         yield TreeContext(backend=choice.backend, reason=choice.reason)
 
 
-def _dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which attention is computed."""
+def attention_shape(config: PreTrainedConfig, weight: Tensor) -> AttentionShape:
+    """The heads of a model, and the device and dtype in which its attention is computed.
+
+    Example: under bfloat16 autocast a float32 model has the dtype bfloat16.
+    """
+    num_heads: int = config.num_attention_heads
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    size: int | None = getattr(config, "head_dim", None)
-    return size or config.hidden_size // config.num_attention_heads
+    return AttentionShape(
+        num_heads=num_heads,
+        num_key_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype,
+        device=weight.device,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+    )
 
 
 def is_active(parts: ModelParts) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 
 from treering.atomic import write_text
 from treering.errors import InputError, StateError
+from treering.model.context import tree_attention
 from treering.model.families import find_parts
 from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
@@ -69,19 +70,22 @@ def cached_costs(
 ) -> CostModel:
     """The costs in the file `path` if fitted to this model on this device, else new ones, written to the file.
 
-    A file of another model, device, thread count or version of torch is replaced.
+    A file of another model, device, attention backend, thread count or version of torch is replaced. The file says why
+    the backend was chosen.
 
     Raises:
         StateError: the file is corrupt or cannot be written; see also `fit_costs`.
     """
-    key = _key(model, backend)
+    with tree_attention(model, backend) as attention:
+        key = _key(model, attention.backend)
     if path.exists():
         stored_key, costs = _read(path)
         if stored_key == key:
             return costs
     costs = fit_costs(model, num_tokens=num_tokens, num_runs=num_runs, backend=backend)
     with writing(path):
-        write_text(path, json.dumps({"key": key, "costs": json.loads(costs.to_json())}, indent=1))
+        stored = {"key": key, "attention": attention.reason, "costs": json.loads(costs.to_json())}
+        write_text(path, json.dumps(stored, indent=1))
     return costs
 
 

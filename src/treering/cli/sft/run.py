@@ -11,7 +11,7 @@ from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.models import build_model, load_teacher
 from treering.cli.progress import StepProgress, note_compiling
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
-from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
+from treering.cli.settings import attention_in_words, compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
 from treering.config import SftConfig
@@ -91,6 +91,8 @@ def _announce(
         f"{config.model.dtype}; {num_steps} steps into {config.run.dir}",
         soft_wrap=True,
     )
+    autocast = compute_options(config.model, config.train).autocast
+    console.print(attention_in_words(model, autocast), soft_wrap=True)
     if not opened.is_new:
         console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)
 

@@ -20,7 +20,7 @@ from treering.cli.run_folder import (
     run_date,
     write_settings,
 )
-from treering.cli.settings import compute_options, count_steps, with_costs
+from treering.cli.settings import attention_in_words, compute_options, count_steps, with_costs
 from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
@@ -181,5 +181,7 @@ def _announce(
         f"into {config.run.dir}",
         soft_wrap=True,
     )
+    autocast = compute_options(config.model, config.rl).autocast
+    console.print(attention_in_words(model, autocast), soft_wrap=True)
     if not opened.is_new:
         console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
-from treering.attention.call import Call, Visibility
-from treering.attention.window import narrowed, split_segments
+from treering.attention.schedule.call import Call, Visibility
+from treering.attention.schedule.window import narrowed, split_segments
 from treering.tree.plan.fragment import Sight
 
 MIN_CAUSAL_TOKENS = 32

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.attention.call import Call, Visibility
+from treering.attention.schedule.call import Call, Visibility
 from treering.tree.plan.fragment import Sight
 
 MAX_PIECE_TOKENS = 256

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forests import SHAPES, bushy, comb, reversed_comb, sequence_sets, star
-from treering.attention import schedule
-from treering.attention.call import Visibility
-from treering.attention.schedule import CallSchedule, build_schedule
+from treering.attention.schedule import build
+from treering.attention.schedule.build import CallSchedule, build_schedule
+from treering.attention.schedule.call import Visibility
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
 
@@ -58,9 +58,9 @@ def test_small_blocks_cover_every_visible_pair_exactly_once(
 ) -> None:
     forest = Forest.from_sequences(sequences)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "MIN_CAUSAL_TOKENS", causal_tokens)
-        patch.setattr(schedule, "MAX_BLOCK_TOKENS", block_tokens)
-        patch.setattr(schedule, "MAX_WASTED_PAIRS", wasted_pairs)
+        patch.setattr(build, "MIN_CAUSAL_TOKENS", causal_tokens)
+        patch.setattr(build, "MAX_BLOCK_TOKENS", block_tokens)
+        patch.setattr(build, "MAX_WASTED_PAIRS", wasted_pairs)
         assert (covered_pairs(forest) == visible_pairs(forest)).all()
 
 
