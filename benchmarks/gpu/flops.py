@@ -12,6 +12,9 @@ Other work of a kernel (masked pairs, more recomputation) does not count."""
 
 PASSES = tuple(FLOPS_PER_PAIR)
 
+DENSE_TFLOPS = MappingProxyType({"H100": 989, "H200": 989, "B200": 2250, "A100": 312})
+"""Vendors' dense bfloat16 rates of the SXM forms, by a part of the device's name."""
+
 
 def num_visible_pairs(forest: Forest, window: int | None = None) -> int:
     """(query, visible key) pairs of a forest under a window in positions.
@@ -33,3 +36,11 @@ def attention_flops(num_pairs: int, *, num_heads: int, head_size: int, of: str) 
 def tera_per_second(flops: int, seconds: float) -> float:
     """Example: 2e12 FLOPs in half a second are 4 TFLOP/s."""
     return flops / seconds / 1e12
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """The vendor's dense bfloat16 rate of a device in TFLOP/s; None for an unknown one.
+
+    Example: "NVIDIA H100 80GB HBM3" has 989.
+    """
+    return next((rate for part, rate in DENSE_TFLOPS.items() if part in device_name), None)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.forests import SHAPES, bushy, comb, star
 from treering.attention import Backend, Form, TreeLayout, attend
 from treering.attention.ancestors import Ancestor
+from treering.attention.flash import has_flash
 from treering.attention.gateway import Gateway
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 
 BACKENDS: tuple[Backend, ...] = ("flex", "triton")
+WITH_FLASH: tuple[Backend, ...] = (*BACKENDS, "flash") if has_flash() else BACKENDS
 FORMS = {
     "plain": Form(scale=0.1),
     "window of 1": Form(scale=0.1, window=1),
@@ -83,13 +85,13 @@ def assert_equal_with_gradients(
         assert float((mine.double() - theirs).norm()) <= tolerance * max(1e-3, float(theirs.norm()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITH_FLASH)
 @pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_equals_the_reference(name: str, backend: Backend) -> None:
     assert_equal_with_gradients(FORESTS[name], FORMS["plain"], backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITH_FLASH)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_with_sinks_equals_the_reference(form: str, backend: Backend) -> None:
     assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], backend, with_sinks=True)

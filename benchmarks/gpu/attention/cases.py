@@ -59,7 +59,8 @@ def full_cases(sets: Sequence[Workload]) -> list[AttentionCase]:
         "star": star(prompt=8_192, response=512, group=32),
         "deep": deep_tree(segment=256, depth=7),
     }
-    long = {"chain 32k": chain(32_768), **{f"set {some.name}": forest_of(some, MAX_SET_TOKENS) for some in sets[:4]}}
+    chains = {"chain 32k": chain(32_768), "chain 64k": chain(65_536)}
+    long = {**chains, **{f"set {some.name}": forest_of(some, MAX_SET_TOKENS) for some in sets[:4]}}
     plain = [
         AttentionCase(name=name, forest=forest, heads=heads)
         for heads, forests in ((QWEN3_8B, {**shapes, **long}), (QWEN3_1_7B, shapes))
