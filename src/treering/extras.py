@@ -27,7 +27,7 @@ def require(user: str, *packages: str) -> None:
 
     Example: without torch, `require("treering sft")` raises "treering sft needs torch: pip install 'treering[train]'".
     """
-    missing = [package for package in packages or TRAIN if not _is_installed(package)]
+    missing = [package for package in packages or TRAIN if not is_installed(package)]
     if missing:
         # The small packages come with these two, and their names tell a reader little.
         names = [package for package in missing if package in ("torch", "transformers")] or missing
@@ -35,7 +35,8 @@ def require(user: str, *packages: str) -> None:
         raise MissingExtraError(f"{user} needs {' and '.join(names)}: pip install 'treering[{extra}]'")
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package is installed; does not import it."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):

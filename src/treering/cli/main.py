@@ -2,8 +2,8 @@
 
 Each subcommand imports its own module when it runs, so `treering --help` is quick and loads no torch.
 
-Exit codes: 0 done, 2 bad input, 129, 130 and 143 interrupted by SIGHUP, SIGINT and SIGTERM. All but 0 come with one
-line on stderr.
+Exit codes: 0 done, 1 something wrong that `doctor` lists, 2 bad input, 129, 130 and 143 interrupted by SIGHUP, SIGINT
+and SIGTERM. All but 0 and 1 come with one line on stderr.
 """
 
 import os
@@ -36,6 +36,7 @@ app = typer.Typer(
     best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
     `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
     on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
+    `treering doctor` says what runs here, and whether it is right.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,
@@ -282,6 +283,25 @@ def demo(
 
 
 app.command()(simulate)
+
+
+@app.command()
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, whose files are checked too.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> int:
+    """Check the installation: packages, threads, memory, which backends are right here, and which one runs.
+
+    With a run folder: checks every file of it, says what the next start would do, and measures how far the engine's
+    log-probs are from the trainer's. Exits with 1 if a backend is wrong or a file is damaged; changes nothing.
+
+    Example: treering doctor runs/try
+    """
+    from treering.cli.doctor.command import run as run_doctor
+
+    return run_doctor(folder=run, json_output=json_output)
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 )
 _PREFIX = "step-"
 # Anything else in the folder belongs to the user, such as a copy named step-000123-best.
-_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
+CHECKPOINT_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
 """The settings that identify a run: name to value, in JSON types."""
@@ -183,7 +183,7 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
 
 
 def _named(folder: Path) -> list[Path]:
-    return [path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name)]
+    return [path for path in folder.glob(f"{_PREFIX}*") if CHECKPOINT_NAME.fullmatch(path.name)]
 
 
 def _step_of(path: Path) -> int:

@@ -1,0 +1,156 @@
+"""How far the engine's log-probs are from the trainer's, by length of the rollout: the train-inference mismatch.
+
+Rollouts are stored with the engine's log-probs, and a checkpoint holds the weights that sampled those of the steps
+after it, until the next update. So both sides are of the same weights, and what differs is arithmetic.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from treering.arrays import Float64Array, Int64Array
+from treering.cli.run_folder import CONFIG_FILE, ROLLOUTS_FOLDER
+from treering.data import Trajectory, read_trajectories
+from treering.errors import InputError
+from treering.model.forward import forward
+from treering.train.loop.checkpoint import STATE_FILE
+from treering.train.loop.compute import Autocast, precision
+from treering.tree.forest import Forest
+
+MAX_ROLLOUTS = 256
+
+_BOUNDS = (0, 32, 128, 512, 2048, 8192, 1 << 31)
+"""Of the bins of positions within a rollout."""
+
+_OFF = {"top_k": (None, 0), "top_p": (1.0,), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+"""Sampling parameters with the values that change no probability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchBin:
+    """Sampled tokens at about the same distance from their prompt.
+
+    Attributes:
+        first: least number of sampled tokens before them.
+        num_tokens: how many there are.
+        mean: mean of |engine's log-prob - trainer's|, in nats.
+        largest: the largest.
+    """
+
+    first: int
+    num_tokens: int
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchReport:
+    """What was compared.
+
+    Attributes:
+        checkpoint: the weights of both sides; None where nothing could be compared.
+        num_rollouts: how many were compared.
+        bins: by length; empty where nothing could be compared.
+        words: what it means, or why there is none.
+    """
+
+    checkpoint: str | None
+    num_rollouts: int
+    bins: tuple[MismatchBin, ...]
+    words: str
+
+
+def measure_mismatch(folder: Path, checkpoints: tuple[Path, ...]) -> MismatchReport:
+    """Compares the stored rollouts that the newest possible checkpoint has sampled, `MAX_ROLLOUTS` at most.
+
+    Example: a run with `run.save_every` 10 that was stopped after step 14 has rollouts of step 11 from the weights of
+    `step-000010`.
+    """
+    files = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"), reverse=True)
+    if not files or not checkpoints:
+        return _nothing("it needs rollouts and a whole checkpoint, and there are none")
+    settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    sampling = settings["sampling"]
+    changed = [name for name, neutral in _OFF.items() if sampling.get(name, neutral[0]) not in neutral]
+    if changed:
+        return _nothing(f"rollouts hold log-probs after {', '.join(changed)}, and a trainer computes them before")
+    for checkpoint in checkpoints:
+        rollouts = list(islice(_sampled_by(files, _version(checkpoint)), MAX_ROLLOUTS))
+        if rollouts:
+            return _compare(checkpoint, rollouts, settings)
+    return _nothing("no stored rollout was sampled by the weights of a checkpoint that is left; set run.keep higher")
+
+
+def bins_of(gaps: Float64Array, places: Int64Array) -> tuple[MismatchBin, ...]:
+    """The bins that hold any token.
+
+    Args:
+        gaps: float64 [n], |engine's log-prob - trainer's|.
+        places: int64 [n], sampled tokens before each in its rollout.
+
+    Example: gaps [0.1, 0.3] at the places 0 and 40 are two bins, from 0 and from 32.
+    """
+    found = []
+    for first, stop in pairwise(_BOUNDS):
+        own = gaps[(first <= places) & (places < stop)]
+        if own.size:
+            found.append(
+                MismatchBin(first=first, num_tokens=own.size, mean=float(own.mean()), largest=float(own.max()))
+            )
+    return tuple(found)
+
+
+def _nothing(words: str) -> MismatchReport:
+    return MismatchReport(checkpoint=None, num_rollouts=0, bins=(), words=words)
+
+
+def _version(checkpoint: Path) -> int | None:
+    state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+    version: int | None = state["loop"].get("version")
+    return version
+
+
+def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
+    for file in files if version is not None else ():
+        try:
+            yield from (
+                row
+                for row in read_trajectories(file, may_be_torn=True)
+                if row.version == version and row.logprobs is not None
+            )
+        except InputError:
+            # A damaged file is in the list of files; the others may serve.
+            continue
+
+
+def _compare(checkpoint: Path, rollouts: list[Trajectory], settings: Mapping[str, Any]) -> MismatchReport:
+    model = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32, local_files_only=True).eval()
+    forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
+    autocast: Autocast = "bfloat16" if settings["model"]["dtype"] == "bfloat16" else "none"
+    with torch.no_grad(), precision(model, autocast):
+        logprobs = forward(model, forest, temperature=settings["sampling"]["temperature"]).logprobs
+    own = logprobs.double().numpy()
+    gaps, places = [], []
+    for branch, rollout in enumerate(rollouts):
+        assert rollout.logprobs is not None
+        sampled = np.flatnonzero(np.asarray(rollout.loss_mask))
+        gaps.append(np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled]))
+        places.append(np.arange(sampled.size))
+    return MismatchReport(
+        checkpoint=checkpoint.name,
+        num_rollouts=len(rollouts),
+        bins=bins_of(np.concatenate(gaps), np.concatenate(places)),
+        words=f"|engine's log-prob - trainer's| of {len(rollouts)} rollouts under the weights of {checkpoint.name}",
+    )
+
+
+def _tokens(rollout: Trajectory) -> np.ndarray:
+    assert rollout.tokens is not None
+    return rollout.tokens

@@ -1,0 +1,64 @@
+"""The doctor tells tested releases from others, and threads that wait for each other."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from treering.cli.doctor import installation
+from treering.cli.doctor.installation import Machine, find_packages, read_machine
+
+
+@pytest.fixture
+def required(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "numpy>=2",
+        'torch>=2.11; extra == "train"',
+        'ray[default]<3,>=2.5; extra == "ray"',
+        'treering[train]; extra == "dev"',
+        'ruff==0.17.5; extra == "dev"',
+    ]
+    versions = {"numpy": "2.4.6", "torch": "2.9.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(installation, "requires", lambda _name: lines)
+    monkeypatch.setattr(installation, "version", version)
+
+
+@pytest.mark.usefixtures("required")
+def test_each_requirement_stands_beside_what_is_installed() -> None:
+    found = {package.name: package for package in find_packages()}
+    assert (found["numpy"].installed, found["numpy"].is_supported) == ("2.4.6", True)
+    assert (found["torch"].needed, found["torch"].is_supported) == (">=2.11", False)
+    assert (found["ray"].needed, found["ray"].installed, found["ray"].is_host) == ("<3,>=2.5", None, True)
+    assert "ruff" not in found
+    assert "treering" not in found
+    assert found["vllm"].is_supported is None
+
+
+def test_a_local_build_of_a_tested_release_is_supported() -> None:
+    torch = next(package for package in find_packages() if package.name == "torch")
+    assert torch.is_supported
+
+
+def test_the_machine_is_this_one() -> None:
+    found = read_machine()
+    assert found.num_cores >= 1
+    assert found.num_threads == sys.modules["torch"].get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "policy", "advice"),
+    [(2, "PASSIVE", []), (4, "passive", ["OMP_NUM_THREADS=2"]), (2, "", ["OMP_WAIT_POLICY=PASSIVE"])],
+)
+def test_threads_that_slow_each_other_down_are_named(num_threads: int, policy: str, advice: list[str]) -> None:
+    settings = {"OMP_WAIT_POLICY": policy} if policy else {}
+    machine = Machine(
+        system="Linux", num_cores=2, num_threads=num_threads, settings=settings, free_bytes=None, devices={}
+    )
+    assert len(machine.advice) == len(advice)
+    assert all(fix in text for fix, text in zip(advice, machine.advice, strict=True))

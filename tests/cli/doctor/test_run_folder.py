@@ -1,0 +1,166 @@
+"""The doctor finds every damaged file of a run, says what a resume does, and compares the engine with the trainer."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.train.test_command import prompts
+from treering.cli.doctor.command import EXIT_FAULT
+from treering.cli.doctor.command import run as doctor
+from treering.cli.doctor.mismatch import bins_of, measure_mismatch
+from treering.cli.doctor.run_folder import check_run
+from treering.cli.main import app
+from treering.cli.training import run_train
+from treering.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of four steps, with checkpoints of steps 3 and 4."""
+    return _train(tmp_path_factory.mktemp("doctor"))
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def _train(place: Path, *overrides: str) -> Path:
+    run = [f"run.dir={place / 'run'}", "run.save_every=1", "run.keep=2", *overrides]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREERING_DATA", str(place))
+        patch.setitem(sys.modules, "tests_rewards", sys.modules[prompts.__module__])
+        run_train(config_path=prompts(place), overrides=run, json_output=True)
+    return place / "run"
+
+
+def damaged_files(folder: Path) -> list[str]:
+    return [file.name for file in check_run(folder).files if file.damage is not None]
+
+
+def test_a_finished_run_is_whole(folder: Path) -> None:
+    found = check_run(folder)
+    assert found.is_whole
+    assert found.resume == "it goes on after step 4, from step-000004"
+    assert [path.name for path in found.checkpoints] == ["step-000004", "step-000003"]
+    words = {file.name: file.words for file in found.files}
+    assert words["metrics.jsonl"] == "4 lines of steps 1 to 4"
+    assert words["checkpoints/step-000003"] == "step 3, checksums right"
+
+
+def test_checking_changes_no_byte(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    check_run(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("file", "resume"),
+    [
+        ("checkpoints/step-000004/model.safetensors", "step 3, from step-000003; steps 4 to 4 are trained again"),
+        ("checkpoints/step-000003/training_state.pt", "step 4, from step-000004"),
+        ("metrics.jsonl", "step 4"),
+        ("rollouts/epoch-000.jsonl", "step 4"),
+        ("history/step-000004", "step 4"),
+        ("config.json", "step 4"),
+    ],
+)
+def test_a_damaged_file_is_found(file: str, resume: str, folder: Path) -> None:
+    path = folder / file
+    content = bytearray(path.read_bytes())
+    # Within the first line of a log, and within the tensors of a checkpoint.
+    middle = 3 if file.endswith(("jsonl", "json")) else len(content) // 2
+    content[middle] ^= 0xFF
+    path.write_bytes(bytes(content))
+    expected = "/".join(Path(file).parts[:2]) if file.startswith("checkpoints") else file
+    assert damaged_files(folder) == [expected]
+    assert f"goes on after {resume}" in check_run(folder).resume
+
+
+def test_without_a_whole_checkpoint_it_does_not_start(folder: Path) -> None:
+    for checkpoint in (folder / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    assert check_run(folder).resume.startswith("it does not start: every checkpoint is damaged")
+
+
+def test_a_run_without_checkpoints_begins_again(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    assert (
+        check_run(folder).resume
+        == "it begins with step 1, since there is no checkpoint; steps 1 to 4 are trained again"
+    )
+
+
+def test_what_a_kill_leaves_is_no_damage(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    found = check_run(folder)
+    assert found.is_whole
+    assert {file.name: file.words for file in found.files}["metrics.jsonl"].endswith(", and an unfinished one")
+
+
+def test_a_checkpoint_of_another_run_is_found(folder: Path) -> None:
+    identity = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**identity, "rl.seed": 77}))
+    assert damaged_files(folder) == ["checkpoints/step-000004", "checkpoints/step-000003"]
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds run\.json or checkpoints/"):
+        check_run(tmp_path)
+
+
+def test_the_mismatch_is_rounding_where_engine_and_trainer_agree(folder: Path) -> None:
+    found = measure_mismatch(folder, check_run(folder).checkpoints)
+    # Step 4 was sampled by the weights after step 3, 2 prompts x 3 rollouts; logs hold float64 log-probs of float32
+    # sums over 8 numbers.
+    assert (found.checkpoint, found.num_rollouts) == ("step-000003", 6)
+    assert len(found.bins) == 1
+    assert found.bins[0].largest < 1e-5
+
+
+def test_other_weights_are_seen_in_the_mismatch(folder: Path) -> None:
+    newest, older = check_run(folder).checkpoints
+    shutil.copyfile(newest / "model.safetensors", older / "model.safetensors")
+    assert measure_mismatch(folder, (older,)).bins[0].mean > 1e-3
+
+
+def test_truncated_log_probs_are_not_compared(tmp_path: Path) -> None:
+    folder = _train(tmp_path, "sampling.top_p=0.5", "rl.num_steps=2")
+    found = measure_mismatch(folder, check_run(folder).checkpoints)
+    assert found.bins == ()
+    assert found.words == "rollouts hold log-probs after top_p, and a trainer computes them before"
+
+
+def test_gaps_stand_in_the_bin_of_their_place() -> None:
+    found = bins_of(np.array([0.1, 0.3, 0.5]), np.array([0, 40, 127]))
+    assert [(b.first, b.num_tokens, round(b.mean, 6), b.largest) for b in found] == [
+        (0, 1, 0.1, 0.1),
+        (32, 2, 0.4, 0.5),
+    ]
+
+
+def test_the_command_exits_with_1_if_a_file_is_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(folder, json_output=True) == 0
+    whole: dict[str, Any] = json.loads(capsys.readouterr().out)
+    verdicts = {backend["backend"]: backend["has_passed"] for backend in whole["backends"]}
+    # The tests run triton's kernels in its interpreter.
+    assert verdicts.pop("triton") in (True, None)
+    assert verdicts == {"segments": True, "flex": True, "flash": None}
+    assert whole["mismatch"]["checkpoint"] == "step-000003"
+    (folder / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"")
+    assert doctor(folder, json_output=False) == EXIT_FAULT
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_help_says_what_it_checks() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--help"])
+    assert result.exit_code == 0
+    assert "says what the next start would do" in " ".join(result.output.split()).replace("│ ", "")
