@@ -11,12 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treering.integrations.vllm.engine import VLLMEngine as VLLMEngine
     from treering.integrations.vllm.request_args import request_args as request_args
 
 _HOMES = {
+    "VLLMEngine": "engine",
     "request_args": "request_args",
 }
 __all__ = [
+    "VLLMEngine",
     "request_args",
 ]
 
