@@ -25,6 +25,7 @@ from treering.history.match.source_gate import EnabledSources
 from treering.history.match.sources import Rows
 from treering.history.match.state import SearchState
 from treering.history.store.snapshot import SnapshotSource
+from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
 from treering.types import PromptId
 
@@ -92,6 +93,8 @@ class Drafter:
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         self._store = store
         self._max_draft = max_draft
+        self.shape = shape
+        """"tree" or "chain"."""
         self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
@@ -223,6 +226,27 @@ class Drafter:
         # Accepted tokens per leader, its duplicates included.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
+
+    def warm_up(self) -> None:
+        """Compiles what `propose` and `observe` call, or loads it from numba's cache, on made-up rows.
+
+        Then no engine step waits for it: compiling takes most of a minute of a processor, loading a few tenths of a
+        second. Nothing that this drafter holds changes.
+        """
+        rollouts = [np.arange(16, dtype=np.int32)] * 2
+        with HistoryStore() as store:
+            store.add("q", rollouts, version=0)
+            store.add("other", rollouts, version=0)
+            store.publish()
+            twin = Drafter(store, shape=self.shape)
+            zeros = np.zeros(2, np.int64)
+            for num_tokens in (3, 5):
+                rows = DraftRows(
+                    prompt_ids=["q", "new"], groups=zeros, tokens=np.stack(rollouts), num_tokens=zeros + num_tokens,
+                    num_prompt_tokens=zeros + 2, max_drafts=zeros + 4, row_ids=np.arange(2),
+                )  # fmt: skip
+                drafts = twin.propose(rows)
+                twin.observe(rows, np.minimum(np.diff(drafts.offsets), 1))
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

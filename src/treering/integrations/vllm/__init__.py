@@ -10,16 +10,29 @@ vLLM: numba imported before vLLM's CPU worker starts crashes it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# Not lazily: the file has the function's name, and an import of the file would take its place here.
+from treering.integrations.vllm.request_args import request_args as request_args
+
 if TYPE_CHECKING:
     from treering.integrations.vllm.engine import VLLMEngine as VLLMEngine
-    from treering.integrations.vllm.request_args import request_args as request_args
+    from treering.integrations.vllm.plugin import register as register
+    from treering.integrations.vllm.proposer import HistoryProposer as HistoryProposer
+    from treering.integrations.vllm.recording import record as record
+    from treering.integrations.vllm.worker_extension import WorkerExtension as WorkerExtension
 
 _HOMES = {
+    "HistoryProposer": "proposer",
     "VLLMEngine": "engine",
-    "request_args": "request_args",
+    "WorkerExtension": "worker_extension",
+    "record": "recording",
+    "register": "plugin",
 }
 __all__ = [
+    "HistoryProposer",
     "VLLMEngine",
+    "WorkerExtension",
+    "record",
+    "register",
     "request_args",
 ]
 
