@@ -7,8 +7,8 @@ import numpy as np
 
 from treering.errors import StateError
 from treering.integrations.vllm.array_bytes import as_array, as_bytes
+from treering.integrations.vllm.exact_sampling import install
 from treering.integrations.vllm.proposer import HistoryProposer
-from treering.integrations.vllm.verification import install
 from treering.types import PromptId
 
 

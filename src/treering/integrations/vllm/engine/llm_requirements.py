@@ -5,7 +5,7 @@ from typing import Any, get_args
 from torch import nn
 
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.integrations.vllm.sampling import Truncated
+from treering.integrations.vllm.engine.sampling import Truncated
 from treering.model.wrappers import unwrap
 from treering.types import is_count
 

@@ -16,18 +16,18 @@ from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.stop_strings import Decode
 from treering.errors import InputError, StateError
-from treering.integrations.vllm.draft_link import DraftLink, LearntState
-from treering.integrations.vllm.llm_requirements import check_engine_settings, check_llm, has_proposer
-from treering.integrations.vllm.running import RunningRollout
-from treering.integrations.vllm.sampling import (
+from treering.integrations.vllm.engine.draft_link import DraftLink, LearntState
+from treering.integrations.vllm.engine.llm_requirements import check_engine_settings, check_llm, has_proposer
+from treering.integrations.vllm.engine.running import RunningRollout
+from treering.integrations.vllm.engine.sampling import (
     Truncated,
     check_length,
     check_sampling,
     is_truncated,
     sampling_params,
 )
-from treering.integrations.vllm.verification import Verification, set_verification
-from treering.integrations.vllm.weights import checkpoint_of, fingerprint
+from treering.integrations.vllm.engine.verification import Verification, set_verification
+from treering.integrations.vllm.engine.weights import checkpoint_of, fingerprint
 
 _NO_LIMIT = 1 << 62
 
