@@ -147,9 +147,7 @@ class RequestDrafter:
         self._num_before = rows.num_tokens.copy()
         return self._as_lists(self._latest)
 
-    def _observe(
-        self, request_ids: Sequence[str], tokens: Int32Array, num_tokens: NDArray[np.integer[Any]]
-    ) -> None:
+    def _observe(self, request_ids: Sequence[str], tokens: Int32Array, num_tokens: NDArray[np.integer[Any]]) -> None:
         """Teaches the drafter which of its latest drafts were accepted; rows that left teach nothing."""
         latest, rows, self._latest = self._latest, self._rows, None
         if latest is None or rows is None or latest.tokens.size == 0:

@@ -53,9 +53,7 @@ class BackgroundReader:
         if not interval_s > 0:
             raise ConfigError(f"a history is refreshed at an interval above 0 s, got {interval_s!r}; correct it")
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, args=(interval_s,), name="treering-refresh", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, args=(interval_s,), name="treering-refresh", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from treering.integrations.vllm.request_args import request_args as request_args
 
 if TYPE_CHECKING:
+    from treering.integrations.vllm.engine.vllm_engine import VLLMEngine as VLLMEngine
     from treering.integrations.vllm.plugin import register as register
     from treering.integrations.vllm.proposer import HistoryProposer as HistoryProposer
     from treering.integrations.vllm.recording import record as record
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "HistoryProposer": "proposer",
+    "VLLMEngine": "engine.vllm_engine",
     "WorkerExtension": "worker_extension",
     "record": "recording",
     "register": "plugin",
 }
 __all__ = [
     "HistoryProposer",
+    "VLLMEngine",
     "WorkerExtension",
     "record",
     "register",

@@ -1,13 +1,13 @@
 """What a loop may ask of the drafter in each vLLM worker, by `llm.collective_rpc(NAME)`."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.errors import StateError
+from treering.integrations.vllm.array_bytes import as_array, as_bytes
+from treering.integrations.vllm.exact_sampling import install
 from treering.integrations.vllm.proposer import HistoryProposer
 from treering.types import PromptId
 
@@ -37,7 +37,7 @@ class WorkerExtension:
             StateError: another drafter runs here.
         """
         state = self._treering_proposer().session.requests.drafter.state()
-        return {name: _as_bytes(values) for name, values in state.items()}
+        return {name: as_bytes(values) for name, values in state.items()}
 
     def treering_load_state(self, state: Mapping[str, bytes]) -> None:
         """Continues from a `treering_state`; running rows are forgotten.
@@ -47,7 +47,7 @@ class WorkerExtension:
             InputError: a state of another kind.
         """
         session = self._treering_proposer().session
-        session.requests.drafter.load_state({name: _as_array(values) for name, values in state.items()})
+        session.requests.drafter.load_state({name: as_array(values) for name, values in state.items()})
         session.requests.forget()
 
     def treering_stats(self) -> dict[str, Any]:
@@ -69,6 +69,10 @@ class WorkerExtension:
             "has_identity": proposer.has_identity,
         }
 
+    def treering_verify(self, verification: str) -> str | None:
+        """Sets how drafts are verified, see `Verification`; returns why it cannot, or None."""
+        return install(self.model_runner, verification)
+
     def treering_add_prompts(self, prompts: list[tuple[PromptId, list[int]]]) -> None:
         """Tells the ids of prompts by their tokens, for requests without `request_args`.
 
@@ -87,14 +91,3 @@ class WorkerExtension:
                 "treering.integrations.vllm.HistoryProposer"
             )
         return drafter
-
-
-def _as_bytes(values: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    np.save(file, values, allow_pickle=False)
-    return file.getvalue()
-
-
-def _as_array(values: bytes) -> NDArray[Any]:
-    found: NDArray[Any] = np.load(io.BytesIO(values), allow_pickle=False)
-    return found
