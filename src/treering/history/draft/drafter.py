@@ -239,7 +239,6 @@ class Drafter:
                 store.add(prompt_id, [context] * 2, version=0)
             store.publish()
             twin, counts = Drafter(store, shape=self.shape), np.zeros(2, np.int64)
-            twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
             # In the second step a row is replaced, in the third both have the same tokens.
             for num_tokens, newest, leaders in ((3, 1, None), (5, 2, None), (7, 2, counts)):
                 rows = DraftRows(
@@ -249,6 +248,7 @@ class Drafter:
                 )  # fmt: skip
                 twin.propose(rows)
                 twin.observe(rows, counts)
+            twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

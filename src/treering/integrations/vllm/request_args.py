@@ -1,4 +1,4 @@
-"""What a request tells the drafter inside vLLM, in `SamplingParams.extra_args`: its prompt, and how often it was drawn."""
+"""What a request tells the drafter inside vLLM, in `SamplingParams.extra_args`: its prompt and its draw."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
