@@ -148,7 +148,6 @@ def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_
         speculative_config=dict(helpers.DRAFTS),
         max_num_seqs=16,
         max_num_batched_tokens=64 + 16 * (helpers.K + 1),
-        long_prefill_token_threshold=5,
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
         block_size=32,
