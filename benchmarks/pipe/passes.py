@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from treering.cli.train.loop import TrainRecipe
 from treering.config import RlConfig
-from treering.engine.protocol import Engine, EngineStats, WhenRunning
+from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.draft.drafter import Drafter
@@ -41,6 +41,10 @@ class TimedEngine(Engine):
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def keeps(self) -> Keeps:
+        return self._engine.keeps
 
     @property
     def stats(self) -> EngineStats:

@@ -2,8 +2,9 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
@@ -32,6 +33,14 @@ def is_count(value: object, *, least: int) -> TypeGuard[int]:
     Example: 4 and `np.int64(4)` are counts from 1 on; 0, 1.0 and True are not.
     """
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
+def hash_of_prompt(tokens: Sequence[int] | TokenIds) -> str:
+    """The id of a prompt that has no other: a hash of its token ids, the same in every process.
+
+    Example: `hash_of_prompt([5, 6])` is a text of 16 hexadecimal digits.
+    """
+    return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -3,15 +3,21 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import ConfigError, InputError
 
 WhenRunning = Literal["finish", "abort", "reprefill"]
 """What a weight update does with running rollouts. finish: the old weights finish them first; the next step returns
 them. abort: the next step returns them as they are. reprefill: they continue under the new weights, with their keys and
 values computed again."""
+
+Keeps = Literal["tokens", "distribution"]
+"""What of a rollout depends on nothing but (weights, prompt, sampling, seed, key). tokens: each of them, up to
+near-ties of rounding, whatever drafts, batch, order or interruptions. distribution: that of each token given those
+before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,15 @@ class EngineStats:
 
 
 class Engine(ABC):
-    """Samples rollouts; a request's result depends on weights, prompt, sampling, seed and key alone (law 5)."""
+    """Samples rollouts; a request's result depends on weights, prompt, sampling, seed and key alone (law 5).
+
+    In which sense, each engine declares: see `keeps`.
+    """
+
+    @property
+    @abstractmethod
+    def keeps(self) -> Keeps:
+        """What drafts, batch, order and interruptions leave as it is."""
 
     @property
     @abstractmethod
@@ -110,6 +124,12 @@ class Engine(ABC):
             InputError: a version below the current one, or the current one where the weights have changed.
         """
 
+    def refresh_history(self) -> None:  # noqa: B027
+        """Reads history published since; called after every publication that other processes may miss.
+
+        Does nothing where the drafter reads the history in this process.
+        """
+
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Submits requests and yields each rollout when it finishes.
 
@@ -125,3 +145,18 @@ class Engine(ABC):
                 yield from self.step()
         finally:
             self.abort([request.key for request in requests])
+
+
+def check_update(version: int, present: int, when_running: str) -> None:
+    """Checks the arguments of `update_weights` for an engine at version `present`.
+
+    Raises:
+        InputError: a version below `present`.
+        ConfigError: an unknown `when_running`.
+    """
+    if version < present:
+        raise InputError(f"policy versions rise, and {version} is below {present}; count every weight update")
+    if when_running not in get_args(WhenRunning):
+        raise ConfigError(
+            f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
+        )

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 import numpy as np
 
-from treering.engine.protocol import Engine, EngineStats, WhenRunning
+from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.errors import ConfigError, InputError
@@ -45,6 +44,11 @@ class ScriptedEngine(Engine):
     def version(self) -> int:
         """Policy version of the weights."""
         return self._version
+
+    @property
+    def keeps(self) -> Keeps:
+        """The tokens: those of the script."""
+        return "tokens"
 
     @property
     def stats(self) -> EngineStats:
@@ -102,10 +106,7 @@ class ScriptedEngine(Engine):
         Raises:
             InputError: a version below the current one.
         """
-        if version < self._version:
-            raise InputError(f"versions rise, and {version} is below {self._version}; count it up")
-        if when_running not in get_args(WhenRunning):
-            raise ConfigError(f"when_running is one of {get_args(WhenRunning)}, got {when_running!r}; choose one")
+        check_update(version, self._version, when_running)
         if version == self._version:
             return
         if when_running == "finish":

@@ -6,9 +6,8 @@ import numpy as np
 
 from treering.engine.batch.duplicate_rows import DuplicateRows
 from treering.engine.kv_cache.rollout_cache import Continuation
-from treering.engine.protocol import WhenRunning
 from treering.engine.speculation.observed_costs import ObservedCosts
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 
@@ -67,18 +66,3 @@ def _check_integer(name: str, value: object, *, least: int | None) -> None:
         raise ConfigError(f"{name} of an engine is a whole number, got {value!r}; correct it")
     if least is not None and value < least:
         raise ConfigError(f"{name} of an engine is at least {least}, got {value}; raise it")
-
-
-def check_update(version: int, present: int, when_running: str) -> None:
-    """Checks the arguments of `update_weights` for an engine at version `present`.
-
-    Raises:
-        InputError: a version below `present`.
-        ConfigError: an unknown `when_running`.
-    """
-    if version < present:
-        raise InputError(f"policy versions rise, and {version} is below {present}; count every weight update")
-    if when_running not in get_args(WhenRunning):
-        raise ConfigError(
-            f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
-        )

@@ -14,7 +14,7 @@ from tests.models import build, build_float64
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.speculation.verify_costs import measure, needs_another_round, non_decreasing
+from treering.engine.speculation.verify_costs import measure, needs_another_round
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
@@ -115,16 +115,6 @@ def test_measured_passes_write_one_slot_and_see_a_typical_context() -> None:
     decoder = Timed()
     measure(decoder, num_slots=4, max_batch=2, context=10, clock=lambda: decoder.now)
     assert set(decoder.batches[0].num_own.tolist()) == {4}
-
-
-def test_costs_never_fall() -> None:
-    assert non_decreasing(np.array([1.0, 1.2, 1.0, 1.4])).tolist() == [1.0, 1.1, 1.1, 1.4]
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        seconds = rng.random(8)
-        smooth = non_decreasing(seconds)
-        assert (np.diff(smooth) >= 0).all()
-        np.testing.assert_array_equal(non_decreasing(np.sort(seconds)), np.sort(seconds))
 
 
 @pytest.mark.parametrize("backend", ["fused", "plain"])

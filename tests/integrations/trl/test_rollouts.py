@@ -26,7 +26,8 @@ from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.integrations.trl import HistoryRollouts
 from treering.integrations.trl.open_turns import OpenTurns
-from treering.integrations.trl.prompt_ids import PromptIds, hash_of
+from treering.integrations.trl.prompt_ids import PromptIds
+from treering.types import hash_of_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -245,10 +246,10 @@ def test_processes_of_ddp_sample_with_noise_of_their_own(tmp_path: Path) -> None
 
 def test_a_prompt_without_an_id_is_known_by_its_tokens() -> None:
     ids = PromptIds(Dataset.from_dict({"prompt": ["a", "b"]}), None)
-    assert ids.of("a", [5, 6]) == hash_of([5, 6]) != hash_of([6, 5])
+    assert ids.of("a", [5, 6]) == hash_of_prompt([5, 6]) != hash_of_prompt([6, 5])
     named = PromptIds(Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]], "index": [7]}), None)
     assert named.of([{"content": "a", "role": "user"}], [5]) == 7
-    assert named.of([{"content": "b", "role": "user"}], [5]) == hash_of([5])
+    assert named.of([{"content": "b", "role": "user"}], [5]) == hash_of_prompt([5])
     assert [named.draw([7, "x"]), named.draw([7])] == [{7: 0, "x": 0}, {7: 1}]
     with pytest.raises(ConfigError, match=r"'id' holds 1\.5"):
         PromptIds(Dataset.from_dict({"prompt": ["a"], "id": [1.5]}), None)

@@ -9,9 +9,9 @@ whether drafts pay at that number of rows. Results do not depend on any of it (l
 from dataclasses import dataclass
 
 from treering.arrays import BoolArray, Int64Array
-from treering.engine.speculation.pass_times import PassTimes
 from treering.errors import ConfigError
 from treering.history.budget.costs import VerifyCosts
+from treering.history.budget.pass_times import PassTimes
 
 _LOAD_S = 0.3
 """Seconds that the first drafts of a process take beyond their own: the compiled drafter is loaded. 0.26 were measured
@@ -24,8 +24,6 @@ _FIRST_REST, _LONGER, _LONGEST_REST = 32, 4, 4096
 """Steps without drafts after losing ones; each loss in a row makes the rest longer."""
 _PLAIN_EVERY = 48
 """While drafts pay, one of so many steps makes none, so that its time stays known."""
-_FIRST_REFRESH, _MORE = 16, 2
-"""Passes after which the drafter gets new costs, and the growth of that number."""
 _MOST_SAVED = 2.0
 """Savings that may be lost again later, in shares of the budget."""
 
@@ -74,7 +72,6 @@ class ObservedCosts:
         self._steps, self._passes = PassTimes(), PassTimes()
         self._gains: dict[int, _Gain] = {}
         self._num_drafted_steps = 0
-        self._next_refresh = 0
 
     @property
     def budget_s(self) -> float:
@@ -142,10 +139,7 @@ class ObservedCosts:
 
     def new_costs(self) -> VerifyCosts | None:
         """Costs of passes for the drafter, where it has none or enough passes were timed since; else None."""
-        if self._passes.num_noted < max(1, self._next_refresh):
-            return None
-        self._next_refresh = max(self._passes.num_noted + _FIRST_REFRESH, _MORE * self._passes.num_noted)
-        return self._passes.curve()
+        return self._passes.new_costs()
 
     def _plain_s(self, num_new: Int64Array, is_finished: BoolArray, num_waiting: int) -> float:
         """Seconds that the step's tokens would have taken without drafts, at least.

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from treering.arrays import Float64Array, Int64Array
+from treering.arrays import Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
@@ -19,6 +19,7 @@ from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
+from treering.history.budget.pass_times import non_decreasing
 
 Costs = Literal["measured", "none"] | VerifyCosts
 """Pass costs that an engine gives its drafter. measured: measured here before the first pass, unless the drafter has
@@ -95,16 +96,6 @@ def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s:
     if num_rounds < _FEW_ROUNDS:
         return num_rounds == 0 or spent_s < _PATIENCE * budget_s
     return num_rounds < most and spent_s < budget_s
-
-
-def non_decreasing(seconds: Float64Array) -> Float64Array:
-    """Makes times non-decreasing: the midpoint of the maximum up to each entry and the minimum from it on.
-
-    Example: [1.0, 1.2, 1.0, 1.4] become [1.0, 1.1, 1.1, 1.4].
-    """
-    greatest = np.maximum.accumulate(seconds)
-    least = np.minimum.accumulate(seconds[::-1])[::-1]
-    return (greatest + least) / 2
 
 
 def _sizes(max_batch: int) -> list[int]:

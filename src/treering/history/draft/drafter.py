@@ -25,6 +25,7 @@ from treering.history.match.source_gate import EnabledSources
 from treering.history.match.sources import Rows
 from treering.history.match.state import SearchState
 from treering.history.store.snapshot import SnapshotSource
+from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
 from treering.types import PromptId
 
@@ -92,6 +93,8 @@ class Drafter:
             raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
         self._store = store
         self._max_draft = max_draft
+        self.shape = shape
+        """"tree" or "chain"."""
         self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
@@ -223,6 +226,29 @@ class Drafter:
         # Accepted tokens per leader, its duplicates included.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
+
+    def warm_up(self) -> None:
+        """Compiles what `propose` and `observe` call, or loads it from numba's cache, on made-up rows.
+
+        Then no engine step waits for it: compiling takes most of a minute of a processor, loading a few tenths of a
+        second. Nothing that this drafter holds changes.
+        """
+        context = np.arange(16, dtype=np.int32)
+        with HistoryStore() as store:
+            for prompt_id in ("q", "other"):
+                store.add(prompt_id, [context] * 2, version=0)
+            store.publish()
+            twin, counts = Drafter(store, shape=self.shape), np.zeros(2, np.int64)
+            # In the second step a row is replaced, in the third both have the same tokens.
+            for num_tokens, newest, leaders in ((3, 1, None), (5, 2, None), (7, 2, counts)):
+                rows = DraftRows(
+                    prompt_ids=["q", f"new {newest}"], groups=np.array([0, newest]), tokens=np.stack([context] * 2),
+                    num_tokens=counts + num_tokens, num_prompt_tokens=counts + 2, max_drafts=counts + 4,
+                    row_ids=np.array([0, newest]), leaders=leaders,
+                )  # fmt: skip
+                twin.propose(rows)
+                twin.observe(rows, counts)
+            twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

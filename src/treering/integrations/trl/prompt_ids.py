@@ -2,13 +2,10 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-
 from treering.errors import ConfigError
-from treering.types import PromptId
+from treering.types import PromptId, hash_of_prompt
 
 ID_COLUMNS = ("prompt_id", "id", "index")
 """Columns of a dataset that hold ids of its prompts, where no column is named; the first one counts."""
@@ -45,7 +42,7 @@ class PromptIds:
         Example: two prompts with the same tokens have the same hash, in every process.
         """
         known = self._ids.get(_key(prompt)) if self._ids and prompt is not None else None
-        return hash_of(tokens) if known is None else known
+        return hash_of_prompt(tokens) if known is None else known
 
     def draw(self, prompt_ids: Iterable[PromptId]) -> dict[PromptId, int]:
         """The draws of the prompts of one call, counted from 0 for each prompt."""
@@ -60,14 +57,6 @@ class PromptIds:
     def load_state(self, state: Iterable[Sequence[Any]]) -> None:
         """Continues counting from a `state`."""
         self._draws = {prompt_id: int(draw) for prompt_id, draw in state}
-
-
-def hash_of(tokens: Sequence[int]) -> str:
-    """The id of a prompt that has no other: a hash of its token ids.
-
-    Example: `hash_of([5, 6])` is a text of 16 hexadecimal digits.
-    """
-    return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 def _read(prompts: Iterable[Any], ids: Iterable[Any], column: str) -> Mapping[str, PromptId]:

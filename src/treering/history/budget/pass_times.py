@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from treering.engine.speculation.verify_costs import non_decreasing
+from treering.arrays import Float64Array
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import seconds_of
 
@@ -16,12 +16,15 @@ _MOST_LONGER = 2.0
 """A time counts as at most this much longer than its average: other load disturbs single passes."""
 _SLOPE_WITHOUT_DATA = 0.7
 """Price of one more token beyond the only known size, as a share of that size's seconds per token."""
+_FIRST_REFRESH, _MORE = 16, 2
+"""Passes after which costs are new again, and the growth of that number."""
 
 
 class PassTimes:
-    """Average seconds of passes by their size.
+    """Average seconds of passes by their size: the costs of an engine that cannot be measured.
 
-    Example: passes of 8 tokens in 2.0 ms and of 16 in 2.8 ms give 2.4 ms for 12 and, beyond them, 4.4 ms for 32.
+    Example: passes of 8 tokens in 2.0 ms and of 16 in 2.8 ms give 2.4 ms for 12 and, beyond them, 4.4 ms for 32. After
+    each pass, `costs = times.new_costs()`, and unless they are None `drafter.use_costs(costs)`.
     """
 
     def __init__(self) -> None:
@@ -29,11 +32,10 @@ class PassTimes:
         self._sizes: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._curve: VerifyCosts | None = None
-        self.num_noted = 0
-        """Times so far."""
+        self._num_noted = self._next_refresh = 0
 
     def note(self, size: int, seconds: float) -> None:
-        """Takes the time of one pass."""
+        """Takes the time of one pass of so many tokens, without prefill."""
         key = round(_PER_OCTAVE * math.log2(size))
         if key not in self._seconds:
             self._sizes[key], self._seconds[key] = float(size), seconds
@@ -42,7 +44,7 @@ class PassTimes:
             self._seconds[key] = _KEPT * average + (1 - _KEPT) * min(seconds, _MOST_LONGER * average)
             self._sizes[key] = _KEPT * self._sizes[key] + (1 - _KEPT) * size
         self._curve = None
-        self.num_noted += 1
+        self._num_noted += 1
 
     def knows(self, size: int) -> bool:
         """Whether a pass within a factor of two of this size was timed."""
@@ -71,3 +73,23 @@ class PassTimes:
                 num_tokens=np.append(sizes, 2 * last), seconds=np.append(seconds, most + slope * last)
             )
         return self._curve
+
+    def new_costs(self) -> VerifyCosts | None:
+        """The averages as costs, if there were none before or enough passes were noted since; else None.
+
+        Costs are new after 1 pass, 17, 34, 68 and so on: a drafter forgets with them whether drafts pay.
+        """
+        if self._num_noted < max(1, self._next_refresh):
+            return None
+        self._next_refresh = max(self._num_noted + _FIRST_REFRESH, _MORE * self._num_noted)
+        return self.curve()
+
+
+def non_decreasing(seconds: Float64Array) -> Float64Array:
+    """Makes times non-decreasing: the midpoint of the maximum up to each entry and the minimum from it on.
+
+    Example: [1.0, 1.2, 1.0, 1.4] become [1.0, 1.1, 1.1, 1.4].
+    """
+    greatest = np.maximum.accumulate(seconds)
+    least = np.minimum.accumulate(seconds[::-1])[::-1]
+    return (greatest + least) / 2

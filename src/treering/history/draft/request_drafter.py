@@ -1,0 +1,243 @@
+"""A drafter as the guest of an engine that names its rows by request ids and hands over its own buffers.
+
+B rows of a step   L columns
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.errors import ConfigError, InputError
+from treering.history.draft.drafter import Drafter
+from treering.history.types import DraftRows, Drafts
+from treering.types import PromptId
+
+_MANY_GROUPS = 1 << 14
+
+
+class _Request(NamedTuple):
+    prompt_id: PromptId
+    row_id: int
+    group: int
+    num_prompt_tokens: int
+
+
+class RequestDrafter:
+    """Drafts for requests, as vLLM, TRL or another engine has them: string ids, counts of any integer type, lists out.
+
+    Requests are added once, with what they continue; each step names the ones in the batch, line by line. Requests may
+    move between lines, sit out steps and leave. The drafter learns which drafts were accepted from the tokens of the
+    next step, so the engine need not tell.
+
+    Args:
+        drafter: with shape "chain". It belongs to this object.
+        vocab_size: drafts end before a token that the model does not have; None where history cannot have one.
+
+    Raises:
+        ConfigError: a drafter of trees.
+
+    Example:
+        >>> import numpy as np
+        >>> from treering.history.store.store import HistoryStore
+        >>> store = HistoryStore()
+        >>> store.add("q", [np.array([7, 8, 9], np.int32)] * 2, version=0)
+        >>> store.publish()
+        >>> requests = RequestDrafter(Drafter(store, shape="chain"))
+        >>> requests.add("request-0", prompt_id="q", group="q", num_prompt_tokens=2)
+        >>> tokens = np.array([[5, 6, 7, 0, 0]], np.int32)
+        >>> requests.propose(["request-0"], tokens, np.array([3]), np.array([4]))
+        [[8, 9]]
+        >>> requests.remove(["request-0"])
+    """
+
+    def __init__(self, drafter: Drafter, *, vocab_size: int | None = None) -> None:
+        if drafter.shape != "chain":
+            raise ConfigError(f'a guest drafts chains, got a drafter of shape "{drafter.shape}"; set shape="chain"')
+        self.drafter = drafter
+        """The drafter: its costs, state and reliability."""
+        self.num_drafted = self.num_accepted = 0
+        """Tokens of drafts whose outcome is known, and how many of them were accepted."""
+        self.vocab_size = vocab_size
+        """See above."""
+        self._requests: dict[str, _Request] = {}
+        self._groups: dict[Hashable, int] = {}
+        self._num_groups = self._num_added = 0
+        self.forget()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def forget(self) -> None:
+        """Drops the latest drafts without learning from them; requests stay."""
+        self._ids: list[str] = []
+        self._rows: DraftRows | None = None
+        self._latest: Drafts | None = None
+        self._num_before = np.zeros(0, np.int64)
+
+    def add(self, request_id: str, *, prompt_id: PromptId, group: Hashable, num_prompt_tokens: int) -> None:
+        """Adds a request before its first step; again if what it continues has changed.
+
+        Args:
+            request_id: unique among those that were not removed.
+            prompt_id: of the history; it need not be known there.
+            group: equal for siblings, requests with the same prompt that learn from each other's tokens.
+            num_prompt_tokens: of its context, the original prompt's where a rollout is continued.
+        """
+        if group not in self._groups:
+            self._num_groups += 1
+            self._groups[group] = self._num_groups
+        self._requests[request_id] = _Request(prompt_id, self._num_added, self._groups[group], int(num_prompt_tokens))
+        self._num_added += 1
+        if request_id in self._ids:
+            self.forget()
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Forgets requests that ended; ignores unknown ones."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+        # Siblings that come later still draft from those that left, so numbers are kept for a while.
+        if len(self._groups) > max(_MANY_GROUPS, 2 * len(self._requests)):
+            used = {request.group for request in self._requests.values()}
+            self._groups = {group: number for group, number in self._groups.items() if number in used}
+
+    def warm_up(self) -> None:
+        """See `Drafter.warm_up`."""
+        self.drafter.warm_up()
+        nothing, empty = np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
+        _count_accepted(
+            np.zeros(1, np.int64), empty.ravel(), nothing, nothing, empty, nothing, nothing,
+            np.zeros(0, np.bool_),
+        )  # fmt: skip
+
+    def propose(
+        self,
+        request_ids: Sequence[str],
+        tokens: Int32Array,
+        num_tokens: NDArray[np.integer[Any]],
+        max_drafts: NDArray[np.integer[Any]],
+    ) -> list[list[int]]:
+        """Learns from the outcome of the latest drafts, and drafts for the requests of this step.
+
+        Args:
+            request_ids: B ids, in the order of the lines.
+            tokens: int32 [>= B, L], prompt and rollout so far of each, from column 0 on; read in place.
+            num_tokens: integers [>= B], tokens of each context.
+            max_drafts: integers [>= B], the most tokens to draft; 0 is none, as while a prompt is being prefilled.
+
+        Returns:
+            B lists of token ids, possibly empty.
+
+        Raises:
+            InputError: an id that was not added, or counts beyond the columns; see `DraftRows`.
+
+        Example: a context of 5 6 7 whose history continues it with 8 9 gets [8, 9].
+        """
+        num_rows = len(request_ids)
+        self._observe(request_ids, tokens, num_tokens)
+        rows = self._rows_of(request_ids, tokens[:num_rows])
+        rows.num_tokens[:] = num_tokens[:num_rows]
+        rows.max_drafts[:] = max_drafts[:num_rows]
+        self._latest = self.drafter.propose(rows)
+        # The row's own counts change with the next step.
+        self._num_before = rows.num_tokens.copy()
+        return self._as_lists(self._latest)
+
+    def _observe(self, request_ids: Sequence[str], tokens: Int32Array, num_tokens: NDArray[np.integer[Any]]) -> None:
+        """Teaches the drafter which of its latest drafts were accepted; rows that left teach nothing."""
+        latest, rows, self._latest = self._latest, self._rows, None
+        if latest is None or rows is None or latest.tokens.size == 0:
+            return
+        if request_ids == self._ids:
+            lines = np.arange(len(self._ids))
+        else:
+            places = {request_id: line for line, request_id in enumerate(request_ids)}
+            lines = np.array([places.get(request_id, -1) for request_id in self._ids], np.int64)
+        accepted, ended = np.empty(lines.size, np.int64), np.empty(lines.size, np.bool_)
+        counts = np.asarray(num_tokens, np.int64)
+        _count_accepted(latest.offsets, latest.tokens, self._num_before, lines, tokens, counts, accepted, ended)
+        self.drafter.observe(rows, accepted, ended)
+        has_outcome = (accepted > 0) | ~ended
+        self.num_drafted += int(np.diff(latest.offsets)[has_outcome].sum())
+        self.num_accepted += int(accepted.sum())
+
+    def _rows_of(self, request_ids: Sequence[str], tokens: Int32Array) -> DraftRows:
+        """The rows of the step before, if nothing moved: then the drafter reads their new tokens only."""
+        rows = self._rows
+        if rows is not None and request_ids == self._ids and _is_same(rows.tokens, tokens):
+            return rows
+        # If the rest fails, no rows are known.
+        self.forget()
+        requests = [self._known(request_id) for request_id in request_ids]
+        numbers = np.array([request[1:] for request in requests], np.int64).reshape(-1, 3).T.copy()
+        self._ids = list(request_ids)
+        self._rows = DraftRows(
+            prompt_ids=[request.prompt_id for request in requests],
+            row_ids=numbers[0],
+            groups=numbers[1],
+            num_prompt_tokens=numbers[2],
+            tokens=tokens,
+            num_tokens=np.zeros(len(requests), np.int64),
+            max_drafts=np.zeros(len(requests), np.int64),
+        )
+        return self._rows
+
+    def _known(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise InputError(f"requests are added before their first step, got {request_id!r}; add it with its prompt")
+        return request
+
+    def _as_lists(self, drafts: Drafts) -> list[list[int]]:
+        tokens, ends = drafts.tokens.tolist(), drafts.offsets.tolist()
+        lists = [tokens[ends[b] : ends[b + 1]] for b in range(len(ends) - 1)]
+        if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
+            return lists
+        return [_before(draft, self.vocab_size) for draft in lists]
+
+
+def _before(draft: list[int], vocab_size: int) -> list[int]:
+    """The tokens before the first one that is beyond the vocabulary."""
+    end = next((i for i, token in enumerate(draft) if token >= vocab_size), len(draft))
+    return draft[:end]
+
+
+def _is_same(first: Int32Array, second: Int32Array) -> bool:
+    """Whether two views show the same memory."""
+    return first.__array_interface__ == second.__array_interface__
+
+
+@njit(cache=True)
+def _count_accepted(
+    offsets: Int64Array,
+    drafted: Int32Array,
+    num_before: Int64Array,
+    lines: Int64Array,
+    tokens: Int32Array,
+    num_tokens: Int64Array,
+    accepted: Int64Array,
+    ended: BoolArray,
+) -> None:
+    """Counts how many tokens of each draft the row went on with.
+
+    Args:
+        offsets: int64 [B + 1], of the drafts.
+        drafted: int32 [D], chains.
+        num_before: int64 [B], tokens of the contexts that were drafted for.
+        lines: int64 [B], where each row is now; -1 for one that left.
+        tokens: int32 [>= B', L], contexts now.
+        num_tokens: int64 [>= B'], of each.
+        accepted: int64 [B], written.
+        ended: bool [B], written: all new tokens were drafted, so nothing is known of later ones.
+    """
+    for b in range(lines.size):
+        line, begin = lines[b], offsets[b]
+        num_new = num_tokens[line] - num_before[b] if line >= 0 else 0
+        k, most = 0, min(num_new, offsets[b + 1] - begin)
+        while k < most and drafted[begin + k] == tokens[line, num_before[b] + k]:
+            k += 1
+        accepted[b] = max(k, 0)
+        ended[b] = k >= num_new

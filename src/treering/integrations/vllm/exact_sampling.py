@@ -1,0 +1,123 @@
+"""Exact verification of drafts in vLLM's worker: each token is drawn as if there were no drafts.
+
+Written for the V1 runner's rejection sampler, whose signatures are checked.
+
+    B rows   D draft tokens of all rows   K most draft tokens of a row   V vocabulary
+"""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+_FORWARD = ("self", "metadata", "draft_probs", "logits", "sampling_metadata")
+_LOGPROBS = ("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids")
+_CONSTRAINTS = ("logits", "cu_num_draft_tokens", "sampling_metadata")
+
+
+def install(runner: Any, verification: str) -> str | None:
+    """Sets a model runner's verification; returns why it cannot, or None.
+
+    Example: "rejection" gives a runner its own sampler back.
+    """
+    sampler: Any = getattr(runner, "rejection_sampler", None)
+    if verification == "rejection":
+        if sampler is not None:
+            sampler.__dict__.pop("forward", None)
+        return None
+    problem = _problem(runner, sampler)
+    if problem is None:
+        # An attribute of the instance comes before the method of its class.
+        sampler.forward = lambda *args: exact_forward(sampler, *args)
+    return problem
+
+
+def _problem(runner: Any, sampler: Any) -> str | None:
+    device = getattr(getattr(runner, "device", None), "type", None)
+    if device != "cpu":
+        return f"on {device}, where a token's logits depend on the batch, the tokens would differ all the same"
+    from vllm.v1.sample import rejection_sampler as module
+
+    expected = {
+        "RejectionSampler.forward": (getattr(type(sampler), "forward", None), _FORWARD),
+        "RejectionSampler._get_logprobs_tensors": (getattr(sampler, "_get_logprobs_tensors", None), _LOGPROBS[1:]),
+        "apply_sampling_constraints": (getattr(module, "apply_sampling_constraints", None), _CONSTRAINTS),
+    }
+    for name, (function, parameters) in expected.items():
+        found = None if function is None else tuple(inspect.signature(function).parameters)
+        if found != parameters:
+            return f"this vLLM's {name} takes {found}, and {parameters} was expected"
+    if sampler.synthetic_mode or not sampler.is_processed_logprobs_mode:
+        return "it needs processed log-probs and no synthetic acceptance"
+    return None
+
+
+def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
+    """Draws each row's tokens one position after another, and stops behind the first that differs from its draft.
+
+    Args:
+        sampler: vLLM's `RejectionSampler`.
+        metadata: vLLM's `SpecDecodeMetadata`.
+        draft_probs: not read: nothing that is drawn depends on the drafts.
+        logits: [D + B, V].
+        sampling_metadata: vLLM's `SamplingMetadata`.
+
+    Returns:
+        A `SamplerOutput` with int32 [B, K + 1], -1 behind a row's last token.
+    """
+    import torch
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, apply_sampling_constraints
+
+    target = logits[metadata.target_logits_indices].to(torch.float32)
+    target = sampler.apply_logits_processors(target, sampling_metadata, metadata)
+    target = apply_sampling_constraints(target, metadata.cu_num_draft_tokens, sampling_metadata)
+    tokens = torch.full(
+        (len(metadata.num_draft_tokens), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32
+    )
+    complete = _draw_drafted(sampler, metadata, target, sampling_metadata, tokens)
+    # The last token of a row comes from vLLM's own sampler; only rows whose drafts were all right use their generator.
+    generators = {row: sampling_metadata.generators[row] for row in complete if row in sampling_metadata.generators}
+    bonus = sampler.sampler(
+        logits=logits[metadata.bonus_logits_indices],
+        sampling_metadata=replace(sampling_metadata, max_num_logprobs=-1, generators=generators),
+        predict_bonus_token=True,
+        logprobs_mode_override="processed_logits",
+    )
+    ends = torch.tensor(metadata.num_draft_tokens)[complete]
+    tokens[complete, ends] = bonus.sampled_token_ids[complete, 0]
+    logprobs = None
+    if sampling_metadata.max_num_logprobs is not None:
+        logprobs = sampler._get_logprobs_tensors(
+            sampling_metadata.max_num_logprobs, metadata, logits, target, bonus.logprobs_tensors.logprobs, tokens
+        )
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: Any, tokens: Any) -> list[int]:
+    """Fills in the tokens of drafted positions; returns the rows whose drafts all equal them."""
+    first = [0, *metadata.cu_num_draft_tokens.tolist()[:-1]]
+    drafts = metadata.draft_token_ids.tolist()
+    active = list(range(len(first)))
+    for position in range(metadata.max_spec_len):
+        rows = [row for row in active if position < metadata.num_draft_tokens[row]]
+        if not rows:
+            break
+        places = [first[row] + position for row in rows]
+        drawn = _draw(sampler, target[places], rows, sampling_metadata)
+        for row, place, token in zip(rows, places, drawn, strict=True):
+            tokens[row, position] = token
+            if token != drafts[place]:
+                active.remove(row)
+    return active
+
+
+def _draw(sampler: Any, logits: Any, rows: list[int], sampling_metadata: Any) -> list[int]:
+    """One token per row, from processed logits."""
+    likeliest: list[int] = logits.argmax(-1).tolist()
+    if sampling_metadata.all_greedy:
+        return likeliest
+    own = sampling_metadata.generators
+    generators = {index: own[row] for index, row in enumerate(rows) if row in own}
+    drawn = sampler.sampler.topk_topp_sampler(logits, generators, None, None)[0].tolist()
+    is_greedy = (sampling_metadata.temperature[rows] == 0).tolist()
+    return [best if greedy else token for best, greedy, token in zip(likeliest, is_greedy, drawn, strict=True)]

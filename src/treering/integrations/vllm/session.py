@@ -1,0 +1,131 @@
+"""The drafter of one vLLM worker with its history: made after the worker has started, as it needs numba."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.arrays import Int32Array, Int64Array
+from treering.history.budget.pass_times import PassTimes
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.request_drafter import RequestDrafter
+from treering.history.store.background_reader import BackgroundReader
+from treering.history.store.reader import HistoryReader
+from treering.history.store.store import HistoryStore
+from treering.integrations.vllm.content_rows import ContentRows
+from treering.integrations.vllm.prompt_table import PromptTable
+from treering.integrations.vllm.runner_rows import RunnerRows
+from treering.integrations.vllm.settings import PluginSettings
+
+
+class DraftSession:
+    """Drafts for a worker's steps.
+
+    Attributes:
+        requests: the drafter by request.
+        history: the store's folder as it is read; None without one.
+        num_steps: steps that were asked for drafts.
+        num_rows: their rows, summed up.
+        propose_s: seconds that they took.
+
+    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936)`.
+    """
+
+    def __init__(self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int) -> None:
+        """Opens the history and compiles the drafter.
+
+        Raises:
+            ConfigError: a setting out of range.
+            StateError: the history is a file.
+        """
+        self.history = None if settings.history is None else BackgroundReader(HistoryReader(settings.history))
+        source = self.history or HistoryStore()
+        drafter = Drafter(source, max_draft=max_draft, shape="chain", **settings.drafter_options())
+        self.requests = RequestDrafter(drafter, vocab_size=vocab_size)
+        self.requests.warm_up()
+        self.num_steps = self.num_rows = 0
+        self.propose_s = 0.0
+        self.prompts = PromptTable()
+        self._source = source
+        self._max_draft, self._max_model_len = max_draft, max_model_len
+        self._forget_rows()
+        self._times = PassTimes() if settings.costs == "observed" else None
+        # Of the step before: rows, drafted tokens, and when its drafts were ready.
+        self._latest = [], 0, 0.0  # type: tuple[list[str], int, float]
+        if self.history is not None and settings.refresh_interval_s > 0:
+            self.history.start(settings.refresh_interval_s)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with history."""
+        return len(self._source.snapshot)
+
+    def propose(
+        self,
+        sampled: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.integer[Any]],
+        tokens: Int32Array,
+        step: tuple[Any, Any] | None,
+    ) -> list[list[int]]:
+        """Drafts for each row of a step.
+
+        Args:
+            sampled: B lists of the tokens that each row gained.
+            num_tokens: [>= B], of each context, the sampled ones included.
+            tokens: int32 [>= B, L], the contexts.
+            step: the runner and its scheduler output; None where only the contract is known.
+        """
+        began = time.perf_counter()
+        history = self._source.snapshot
+        if step is None:
+            names, ends = self._by_content.names(sampled, tokens, num_tokens, history), None
+        else:
+            names, ends = self._by_runner.names(*step, history), self._by_runner.ends
+        self._note_pass(names, sampled, began)
+        lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
+        ready = time.perf_counter()
+        self._latest = list(names), sum(map(len, lists)), ready
+        self.num_steps += 1
+        self.num_rows += len(names)
+        self.propose_s += ready - began
+        return lists
+
+    def start_anew(self) -> None:
+        """Forgets all rows, as after an error; what was learnt stays."""
+        self.requests.drafter.load_state(self.requests.drafter.state())
+        self.requests = RequestDrafter(self.requests.drafter, vocab_size=self.requests.vocab_size)
+        self._forget_rows()
+
+    def close(self) -> None:
+        """Ends the thread that reads the history."""
+        if self.history is not None:
+            self.history.close()
+
+    def _forget_rows(self) -> None:
+        self._by_content = ContentRows(self.requests, self.prompts)
+        self._by_runner = RunnerRows(self.requests, self.prompts)
+
+    def _limits(
+        self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.integer[Any]], ends: Int64Array | None
+    ) -> Int64Array:
+        """Tokens to draft for each row at most: what fits before its end, none while its prompt is being prefilled.
+
+        A step computes the row's newest token and its drafts, and gains one token more than it accepts.
+        """
+        counts = np.asarray(num_tokens[: len(sampled)], np.int64)
+        left = self._max_model_len - counts if ends is None else np.minimum(self._max_model_len, ends) - counts
+        limits: Int64Array = np.clip(left - 1, 0, self._max_draft)
+        limits[[b for b, new in enumerate(sampled) if not new]] = 0
+        return limits
+
+    def _note_pass(self, names: Sequence[str], sampled: Sequence[Sequence[int]], began: float) -> None:
+        """Learns what the step took since the latest drafts, if it prefilled nothing."""
+        before, num_drafted, ready = self._latest
+        if self._times is None or not names or names != before or not all(sampled):
+            return
+        self._times.note(len(names) + num_drafted, began - ready)
+        costs = self._times.new_costs()
+        if costs is not None:
+            self.requests.drafter.use_costs(costs)

@@ -1,0 +1,73 @@
+"""Tiny models and the LLMs that sample for them, shared by the tests of this folder."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 64
+MAX_MODEL_LEN = 256
+MAX_BATCH = 8
+
+
+def build(*, tied: bool, seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:
+    """A model whose tokens are far from equally likely."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=128,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        dtype=torch.float32,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_llm(model: Qwen3ForCausalLM, folder: Path, **settings: Any) -> Any:
+    """An LLM in processes of its own, as `treering train` makes them."""
+    pytest.importorskip("vllm", reason="needs vLLM: make vllm-test")
+    import vllm
+
+    model.save_pretrained(folder)
+    # numba may be loaded here, and vLLM's CPU worker fails in a process that was forked from this one.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    plain: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_BATCH,
+        "max_num_batched_tokens": 2 * MAX_MODEL_LEN,
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "use_tqdm_on_load": False,
+    }
+    return vllm.LLM(str(folder), **plain | settings)
+
+
+def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:
+    """Hugging Face's log-probs of tokens after a prompt, float64 [R]."""
+    ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def disturb(model: torch.nn.Module, size: float = 0.03, seed: int = 1) -> None:
+    """An update: every weight changes, norms and the embedding too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += size * torch.randn(weight.shape, generator=generator)
