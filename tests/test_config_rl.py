@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from treering.config import RlConfig, load
-from treering.config.rl import EngineConfig, HistoryConfig, LoopConfig, SamplingConfig
+from treering.config.engine import EngineConfig, SamplingConfig
+from treering.config.rl import HistoryConfig, LoopConfig
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.history.draft.settings import MIN_ACCEPTANCE

@@ -16,7 +16,6 @@ from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
 from treering.types import PromptId
 
-
 _MANY_GROUPS = 1 << 14
 
 
