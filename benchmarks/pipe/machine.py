@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.pipe.passes import COLUMNS, LOAD, PASS
-from treering.history.budget.pass_times import non_decreasing
 from treering.errors import InputError
+from treering.history.budget.pass_times import non_decreasing
 from treering.schedule.latency import Latency
 
 _FEW = 30

@@ -108,5 +108,5 @@ class DraftController:
 
     def _seconds_of(self, num_tokens: int) -> float:
         assert self.costs is not None
-        seconds: float = seconds_of(num_tokens, self.costs.num_tokens, self.costs.seconds)
+        seconds: float = seconds_of(float(num_tokens), self.costs.num_tokens, self.costs.seconds)
         return seconds

@@ -233,20 +233,22 @@ class Drafter:
         Then no engine step waits for it: compiling takes most of a minute of a processor, loading a few tenths of a
         second. Nothing that this drafter holds changes.
         """
-        rollouts = [np.arange(16, dtype=np.int32)] * 2
+        context = np.arange(16, dtype=np.int32)
         with HistoryStore() as store:
-            store.add("q", rollouts, version=0)
-            store.add("other", rollouts, version=0)
+            for prompt_id in ("q", "other"):
+                store.add(prompt_id, [context] * 2, version=0)
             store.publish()
-            twin = Drafter(store, shape=self.shape)
-            zeros = np.zeros(2, np.int64)
-            for num_tokens in (3, 5):
+            twin, counts = Drafter(store, shape=self.shape), np.zeros(2, np.int64)
+            # In the second step a row is replaced, in the third both have the same tokens.
+            for num_tokens, newest, leaders in ((3, 1, None), (5, 2, None), (7, 2, counts)):
                 rows = DraftRows(
-                    prompt_ids=["q", "new"], groups=zeros, tokens=np.stack(rollouts), num_tokens=zeros + num_tokens,
-                    num_prompt_tokens=zeros + 2, max_drafts=zeros + 4, row_ids=np.arange(2),
+                    prompt_ids=["q", f"new {newest}"], groups=np.array([0, newest]), tokens=np.stack([context] * 2),
+                    num_tokens=counts + num_tokens, num_prompt_tokens=counts + 2, max_drafts=counts + 4,
+                    row_ids=np.array([0, newest]), leaders=leaders,
                 )  # fmt: skip
-                drafts = twin.propose(rows)
-                twin.observe(rows, np.minimum(np.diff(drafts.offsets), 1))
+                twin.propose(rows)
+                twin.observe(rows, counts)
+            twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

@@ -1,4 +1,4 @@
-"""What a request tells the drafter inside vLLM, in `SamplingParams.extra_args`: its prompt, and how often it was drawn."""
+"""What a request tells the drafter inside vLLM, in `SamplingParams.extra_args`: its prompt and its draw."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -52,6 +52,6 @@ def read_request_args(extra_args: Mapping[str, Any] | None) -> RequestIdentity |
     if not isinstance(args, Mapping):
         return None
     prompt_id, draw, size = (args.get(name) for name in RequestIdentity._fields)
-    if type(prompt_id) not in (str, int) or not is_count(draw, least=0):
+    if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool) or not is_count(draw, least=0):
         return None
     return RequestIdentity(prompt_id, draw, size if is_count(size, least=1) else None)

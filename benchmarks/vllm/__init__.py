@@ -1,0 +1,1 @@
+"""Drafts from history inside vLLM, against vLLM's own drafters that need no model."""

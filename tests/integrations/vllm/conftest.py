@@ -1,0 +1,49 @@
+"""What the tests of the drafter inside vLLM share: one model, and each engine once."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the drafting engines look for history; missing at first."""
+    return tmp_path_factory.mktemp("vllm") / "history"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model whose tokens are far from equally likely."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make vllm-test")
+    from tests.integrations.vllm.llms import build
+
+    folder = tmp_path_factory.mktemp("model")
+    build(tied=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain_llm(model_folder: Path) -> Any:
+    """Without drafts, with room for everything."""
+    from tests.integrations.vllm.in_process import make_llm
+
+    return make_llm(model_folder)
+
+
+@pytest.fixture(scope="session")
+def drafting_llm(model_folder: Path, history_folder: Path) -> Iterator[Any]:
+    """With drafts from `history_folder`, read when asked, and with request identity."""
+    from tests.integrations.vllm.in_process import DRAFTS, make_llm
+    from treering.integrations.vllm import register
+
+    register()
+    with pytest.MonkeyPatch.context() as environment:
+        config = history_folder.parent / "drafts.toml"
+        config.write_text("refresh_interval_s = 0\n")
+        environment.setenv("TREERING_HISTORY", str(history_folder))
+        environment.setenv("TREERING_VLLM_CONFIG", str(config))
+        yield make_llm(model_folder, speculative_config=dict(DRAFTS), max_num_seqs=32)

@@ -1,0 +1,97 @@
+"""LLMs in the test's own process, so that tests can look at the drafter and correct the sampling."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests.integrations.vllm.llms import VOCAB
+
+K = 6
+PROPOSER = "treering.integrations.vllm.HistoryProposer"
+DRAFTS = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": K}
+MAX_MODEL_LEN = 128
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def make_llm(model: Path, **settings: Any) -> Any:
+    """An LLM of a saved model that samples in this process."""
+    import vllm
+    import vllm.triton_utils.dispatcher as dispatcher
+
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        plain: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 24,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": "treering.integrations.vllm.WorkerExtension",
+        }
+        with mock.patch.object(dispatcher, "_rebind_kernels", _without_llvmlite(dispatcher._rebind_kernels)):
+            return vllm.LLM(str(model), **plain | settings)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's start of a worker that hides from it a module of numba's which it fails on; here numba is imported."""
+
+    def rebind_kernels(*args: Any) -> None:
+        hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+        try:
+            rebind(*args)
+        finally:
+            if hidden is not None:
+                sys.modules["llvmlite.binding.ffi"] = hidden
+
+    return rebind_kernels
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an LLM in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def sampling(num_tokens: int | None = 40, **settings: Any) -> Any:
+    """Greedy, without a stop."""
+    from vllm import SamplingParams
+
+    plain: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "max_tokens": num_tokens}
+    return SamplingParams(**plain | settings)
+
+
+def prompts(num: int, size: int = 12, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens, each of them twice."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, size).tolist() for _ in range(num // 2)] * 2
+
+
+def generate(llm: Any, contexts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    """vLLM's outputs for prompts of token ids."""
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": list(ids)} for ids in contexts], params, use_tqdm=False)
+    return outputs
+
+
+def tokens_of(outputs: Sequence[Any]) -> list[list[int]]:
+    """The sampled tokens of each output."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def stats_of(llm: Any) -> dict[str, Any]:
+    """The drafter's counts."""
+    found: dict[str, Any] = llm.collective_rpc("treering_stats")[0]
+    return found

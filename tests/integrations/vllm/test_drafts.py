@@ -1,0 +1,235 @@
+"""Drafts inside vLLM change no greedy token and no distribution, whatever history holds and the scheduler does."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.history.stores import data_files
+from treering.history.store.store import HistoryStore
+from treering.integrations.vllm import record, request_args
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def helpers() -> Any:
+    from tests.integrations.vllm import in_process
+
+    return in_process
+
+
+def greedy(helpers: Any, llm: Any, **settings: Any) -> list[list[int]]:
+    found: list[list[int]] = helpers.tokens_of(
+        helpers.generate(llm, helpers.prompts(24), helpers.sampling(60, **settings))
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(plain_llm: Any) -> list[list[int]]:
+    from tests.integrations.vllm import in_process
+
+    return greedy(in_process, plain_llm)
+
+
+def test_greedy_tokens_are_the_same_with_missing_empty_good_and_damaged_history(
+    helpers: Any, drafting_llm: Any, plain_llm: Any, history_folder: Path, expected: list[list[int]]
+) -> None:
+    refresh = lambda: drafting_llm.collective_rpc("treering_refresh")[0]  # noqa: E731
+    assert not history_folder.exists()
+    assert greedy(helpers, drafting_llm) == expected
+    with HistoryStore(history_folder) as store:
+        store.publish()
+        refresh()
+        assert greedy(helpers, drafting_llm) == expected
+        before = helpers.stats_of(drafting_llm)
+        record(store, helpers.generate(plain_llm, helpers.prompts(24), helpers.sampling(60)), version=0)
+        store.publish()
+        assert refresh()
+        assert greedy(helpers, drafting_llm) == expected
+        good = helpers.stats_of(drafting_llm)
+        assert good["num_prompts"] == 12
+        # What it drafted is what the policy says again.
+        assert good["num_accepted"] - before["num_accepted"] > 0.7 * 24 * 60
+        assert good["num_accepted"] - before["num_accepted"] > 0.8 * (good["num_drafted"] - before["num_drafted"])
+        store.add("more", [np.arange(9, dtype=np.int32)], version=1)
+        for file in data_files(history_folder):
+            file.write_bytes(b"garbage" + file.read_bytes()[7:])
+        store.publish()
+    refresh()
+    assert greedy(helpers, drafting_llm) == expected
+    assert helpers.stats_of(drafting_llm)["num_failures"] == 0
+
+
+def test_greedy_tokens_are_the_same_without_request_identity(
+    helpers: Any, drafting_llm: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = helpers.runner_of(drafting_llm).drafter
+    monkeypatch.setattr(drafter, "begin_step", lambda *_: None)
+    before = helpers.stats_of(drafting_llm)
+    assert greedy(helpers, drafting_llm) == expected
+    after = helpers.stats_of(drafting_llm)
+    assert not after["has_identity"]
+    assert after["num_failures"] == 0
+    assert after["num_accepted"] > before["num_accepted"]
+
+
+def test_a_failing_drafter_warns_once_and_fails_no_request(
+    helpers: Any, drafting_llm: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = helpers.runner_of(drafting_llm).drafter
+    drafter.num_failures = 0
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drafter.session.requests.drafter, "propose", fail)
+        with pytest.warns(UserWarning, match="ZeroDivisionError: planted") as caught:
+            found = greedy(helpers, drafting_llm)
+    assert found == expected
+    assert drafter.num_failures > 1
+    assert len([warning for warning in caught if "planted" in str(warning.message)]) == 1
+    drafter.num_failures = 0
+    assert greedy(helpers, drafting_llm) == expected
+    assert drafter.num_failures == 0
+
+
+def test_rows_near_the_longest_length_are_drafted_for_and_stop_no_other_row(
+    helpers: Any, drafting_llm: Any, plain_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a limit of its own, each rollout goes on to the longest length that the model takes.
+    contexts = [tokens[: 2 + 5 * i] * 1 for i, tokens in enumerate(helpers.prompts(16, size=100))]
+    runner, limits = helpers.runner_of(drafting_llm), []
+    original = runner.drafter.propose
+
+    def propose(sampled: Any, num_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        lists = original(sampled, num_tokens, *args, **kwargs)
+        limits.extend(zip(num_tokens[: len(lists)].tolist(), map(len, lists), strict=True))
+        return lists
+
+    num_steps, sample = [0], runner.sample_tokens
+    monkeypatch.setattr(runner.drafter, "propose", propose)
+    monkeypatch.setattr(runner, "sample_tokens", lambda *a: num_steps.__setitem__(0, num_steps[0] + 1) or sample(*a))
+    before = helpers.stats_of(drafting_llm)["num_steps"]
+    params = helpers.sampling(None)
+    found = helpers.tokens_of(helpers.generate(drafting_llm, contexts, params))
+    assert found == helpers.tokens_of(helpers.generate(plain_llm, contexts, params))
+    assert {len(context) + len(tokens) for context, tokens in zip(contexts, found, strict=True)} == {
+        helpers.MAX_MODEL_LEN
+    }
+    # vLLM by itself skips the drafter while any row is within K of the limit.
+    assert helpers.stats_of(drafting_llm)["num_steps"] - before == num_steps[0]
+    assert all(size + num < helpers.MAX_MODEL_LEN or num == 0 for size, num in limits)
+    assert any(size > helpers.MAX_MODEL_LEN - helpers.K and num > 0 for size, num in limits)
+
+
+def test_siblings_of_a_prompt_draft_from_each_other(helpers: Any, drafting_llm: Any) -> None:
+    drafter = helpers.runner_of(drafting_llm).drafter
+    args = request_args("a prompt without history", draw=3)
+    params = [helpers.sampling(size, extra_args=args) for size in (50, 20)]
+    helpers.generate(drafting_llm, [helpers.prompts(2, seed=5)[0]] * 2, params)
+    # Ends arrive with the next step.
+    helpers.generate(drafting_llm, [[1, 2, 3]], helpers.sampling(1))
+    requests = drafter.session.requests
+    assert ("a prompt without history", 3) in requests._groups
+    assert len(requests._requests) <= 1
+
+
+def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_hits(
+    helpers: Any, model_folder: Path, history_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREERING_HISTORY", str(history_folder))
+    llm = helpers.make_llm(
+        model_folder,
+        speculative_config=dict(helpers.DRAFTS),
+        max_num_seqs=16,
+        max_num_batched_tokens=64 + 16 * (helpers.K + 1),
+        long_prefill_token_threshold=5,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=32,
+        num_gpu_blocks_override=20,
+        disable_log_stats=False,
+    )
+    assert greedy(helpers, llm) == expected
+    # Again, with prefixes that are known, and long common prompts.
+    assert greedy(helpers, llm) == expected
+    counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    assert counts["vllm:num_preemptions"] > 0
+    assert counts["vllm:prefix_cache_hits"] > 0
+    stats = helpers.stats_of(llm)
+    assert stats["num_failures"] == 0
+    assert stats["num_accepted"] > 100
+
+
+def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[int]], cut: Any) -> float:
+    """How many standard deviations -log p of the tokens is from its expectation, the entropy, under Hugging Face."""
+    size = len(contexts[0])
+    total, variance = 0.0, 0.0
+    for begin in range(0, len(contexts), 64):
+        part = slice(begin, begin + 64)
+        ids = torch.tensor([c + r for c, r in zip(contexts[part], rollouts[part], strict=True)])
+        with torch.no_grad():
+            logits = model(ids).logits[:, size - 1 : -1].double()
+        logp = cut(logits).log_softmax(-1)
+        p = logp.exp()
+        minus = torch.where(p > 0, -logp, 0.0)
+        entropy = (p * minus).sum(-1)
+        chosen = -logp.gather(2, ids[:, size:, None])[..., 0]
+        total += float((chosen - entropy).sum())
+        variance += float(((p * minus**2).sum(-1) - entropy**2).sum())
+    return total / variance**0.5
+
+
+def truncated(logits: torch.Tensor) -> torch.Tensor:
+    """Logits at temperature 0.7 of the 20 likeliest tokens, then of the fewest with 0.9 of the mass."""
+    scaled = logits / 0.7
+    scaled = scaled.masked_fill(scaled < scaled.topk(20, -1).values[..., -1:], -torch.inf)
+    p, order = scaled.softmax(-1).sort(-1, descending=True)
+    is_out = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p >= 0.9)
+    return scaled.masked_fill(is_out, -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def hf_model(model_folder: Path) -> torch.nn.Module:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32).double()
+
+
+def sampled(helpers: Any, llm: Any, **settings: Any) -> tuple[list[list[int]], list[list[int]], int]:
+    """420 prompts and rollouts of 50 tokens, and how many of them were drafted."""
+    contexts = helpers.prompts(420, size=10, seed=9)
+    before = helpers.stats_of(llm)
+    outputs = helpers.generate(llm, contexts, [helpers.sampling(50, **settings) for _ in contexts])
+    after = helpers.stats_of(llm)
+    return contexts, helpers.tokens_of(outputs), after["num_accepted"] - before["num_accepted"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "cut"),
+    [({"temperature": 1.0}, lambda logits: logits), ({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, truncated)],
+    ids=["temperature 1", "truncated"],
+)
+def test_drafts_leave_the_sampled_distribution_as_it_is(
+    helpers: Any, drafting_llm: Any, hf_model: torch.nn.Module, settings: dict[str, Any], cut: Any
+) -> None:
+    from tests.integrations.vllm.shim import right_sampling
+
+    with right_sampling():
+        contexts, rollouts, num_accepted = sampled(helpers, drafting_llm, **settings)
+    assert sum(map(len, rollouts)) >= 20_000
+    assert num_accepted > 100
+    assert abs(z_of(hf_model, contexts, rollouts, cut)) < 4
+
+
+def test_the_check_of_the_distribution_fails_where_the_sampling_is_wrong(
+    helpers: Any, drafting_llm: Any, hf_model: torch.nn.Module
+) -> None:
+    # If this fails because vLLM's CPU build samples right, the shim has done its work: remove both.
+    contexts, rollouts, _ = sampled(helpers, drafting_llm, temperature=1.0)
+    assert abs(z_of(hf_model, contexts, rollouts, lambda logits: logits)) > 50
