@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from treering.config import RlConfig, load
-from treering.config.rl import EngineConfig, HistoryConfig, LoopConfig, SamplingConfig
+from treering.config.engine import EngineConfig, SamplingConfig
+from treering.config.rl import HistoryConfig, LoopConfig
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.history.draft.settings import MIN_ACCEPTANCE
@@ -45,7 +46,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
-    assert len(shared) == 15
+    assert len(shared) == 16
 
 
 def test_a_group_of_settings_goes_through_overrides() -> None:
@@ -139,9 +140,30 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
     from treering.engine.torch_engine import TorchEngine
 
     parameters = inspect.signature(TorchEngine.__init__).parameters
-    assert set(EngineConfig.model_fields) == set(parameters) - {
+    assert set(EngineConfig.model_fields) - {"kind", "verification"} == set(parameters) - {
         "self", "model", "drafter", "version", "decode", "costs",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has no backend'),
+        (["engine.kind=vllm", "engine.duplicate_rows=each", "engine.continuation=prefill"], "duplicate_rows and no"),
+        (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
+        (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
+        (["engine.verification=exact"], 'engine.kind is "torch"'),
+    ],
+)
+def test_settings_of_the_other_engine_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(RlConfig, None, [STEPS, *settings])
+
+
+def test_vllm_takes_cuts_where_the_trainer_computes_the_log_probs_of_the_policy() -> None:
+    settings = ["engine.kind=vllm", "engine.verification=exact", "sampling.top_p=0.9", "rl.old_logprobs=recomputed"]
+    config = load(RlConfig, None, [STEPS, *settings])
+    assert (config.engine.kind, config.rl.old_logprobs) == ("vllm", "recomputed")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "sums"])

@@ -118,3 +118,7 @@ def test_unsupported_requests_are_refused() -> None:
     with pytest.raises(InputError, match=r"need a tokenizer.*\('end',\)"):
         engine.submit([request_of(0), Request(prompt_id=1, prompt=np.array([1], np.int32), sampling=sampling)])
     assert engine.num_unfinished == 0
+
+
+def test_a_scripted_engine_keeps_the_tokens() -> None:
+    assert make_scripted(1).keeps == "tokens"

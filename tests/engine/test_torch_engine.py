@@ -206,6 +206,14 @@ def test_the_present_version_is_refused_under_changed_weights(model: PreTrainedM
     engine.update_weights(5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "keeps"),
+    [(torch.float64, "tokens"), (torch.float32, "tokens"), (torch.bfloat16, "distribution")],
+)
+def test_tokens_are_kept_where_rounding_lets_them(dtype: torch.dtype, keeps: str) -> None:
+    assert TorchEngine(build().to(dtype)).keeps == keeps
+
+
 def test_a_hook_on_the_model_is_accepted_where_it_leaves_the_logits_alone(model: PreTrainedModel) -> None:
     hooked = build_float64("qwen3").eval()
     handle = hooked.register_forward_hook(lambda _module, _args, _output: None)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -498,3 +499,31 @@ def test_rewards_of_any_size_train_without_a_warning() -> None:
         scripted_loop(
             task=TinyTask(2, lambda rollout: 1e300 * share_of_even_tokens(rollout)), estimator="dr_grpo"
         ).step()
+
+
+class Unknowing(ScriptedEngine):
+    """An engine that gives no log-probs of the policy."""
+
+    def step(self) -> list[Rollout]:
+        return [replace(rollout, policy_logprobs=np.full(rollout.num_tokens, np.nan)) for rollout in super().step()]
+
+
+def test_unknown_policy_logprobs_are_refused_or_recomputed_and_reach_no_loss() -> None:
+    make_engine = lambda _, version: Unknowing(script, max_batch=3, version=version)  # noqa: E731
+    model = build()
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(StateError, match=r"gave none for \d+ tokens; set old_logprobs=\"recomputed\""):
+        scripted_loop(model, make_engine=make_engine).step()
+    assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
+    report = scripted_loop(model, make_engine=make_engine, old_logprobs="recomputed").step()
+    assert report.update is not None
+    assert np.isfinite(report.update.loss)
+
+
+def test_recomputed_old_logprobs_are_those_of_the_weights_before_the_update() -> None:
+    """The gradient is that of ratios 1: the same as with the engine's, where these are the model's."""
+    sampled, recomputed = (sampling_loop(old_logprobs=name) for name in ("sampled", "recomputed"))
+    for loop in (sampled, recomputed):
+        assert loop.step().update is not None
+    for left, right in zip(sampled.model.parameters(), recomputed.model.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-4)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
 from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_importance, check_packed
 from treering.config.model import ModelConfig
@@ -22,19 +23,6 @@ from treering.errors import ConfigError
 
 _UnitInterval = Annotated[float, Field(ge=0, le=1)]
 _Bytes = Annotated[int, Field(ge=1)]
-
-
-class SamplingConfig(Config):
-    """How the tokens of a rollout are sampled."""
-
-    max_tokens: Count = Field(default=256, description="Tokens of a rollout, at most; those of an environment count.")
-    temperature: Positive = Field(default=1.0, description="Divides the logits, in training too.")
-    top_k: Count | None = Field(default=None, description="Tokens that can be drawn; none: all.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Mass that can be drawn.")
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="Tokens that can be drawn are at least so many times as likely as the likeliest."
-    )
-    repetition_penalty: Positive = Field(default=1.0, description="Lowers logits of tokens that stood before; 1: none.")
 
 
 class LoopConfig(Config):
@@ -79,6 +67,11 @@ class LoopConfig(Config):
     entropy_coefficient: NonNegative | None = Field(
         default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
     )
+    old_logprobs: Literal["sampled", "recomputed"] = Field(
+        default="sampled",
+        description="What ratios compare with. sampled: the engine's log-probs. recomputed: the trainer's own, before "
+        "an update; for vllm with top_k, top_p, min_p or repetition_penalty, where it gives none.",
+    )
     layout: Literal["tree", "packed"] = Field(
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
@@ -111,37 +104,6 @@ class LoopConfig(Config):
             max_importance=self.max_importance, min_importance=self.min_importance, importance=self.importance
         )
         return self
-
-
-class EngineConfig(Config):
-    """The engine that samples."""
-
-    max_batch: Count = Field(default=16, description="Rollouts that run at one time.")
-    max_tokens: Count | None = Field(
-        default=None,
-        description="Tokens that it can hold keys and values of; none: max_batch of the longest, and a step's prompts.",
-    )
-    max_prefill: Count = Field(default=512, description="Prompt and observed tokens per forward pass, at most.")
-    num_threads: Count | None = Field(
-        default=None,
-        description="Threads while sampling on the CPU; none: as many as torch takes. A small model needs one.",
-    )
-    backend: Literal["auto", "fused", "cuda", "plain"] = Field(
-        default="auto",
-        description="fused: the CPU path. cuda: kernels of our own. plain: torch operations (off-switch). auto: the "
-        "fastest that can.",
-    )
-    duplicate_rows: Literal["auto", "once", "each"] = Field(
-        default="auto",
-        description="once: rollouts with the same tokens so far are computed once. each: every one for itself "
-        "(off-switch). auto: once on CPU, each elsewhere.",
-    )
-    continuation: Literal["copy", "prefill"] = Field(
-        default="copy",
-        description="copy: a later turn or a branch copies keys and values that the engine has. prefill: it computes "
-        "all again (off-switch).",
-    )
-    seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
 
 
 class HistoryConfig(Config):
@@ -259,6 +221,18 @@ class RlConfig(Config):
                 f'rl.objective = "distill" has no ratio and no bonus, and {", ".join(given)} is set; remove it, or set '
                 "another objective with teacher.weight"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        engine = self.engine
+        if engine.kind == "torch" and engine.verification != "rejection":
+            raise ConfigError(
+                'engine.verification is vLLM\'s, and engine.kind is "torch", which always draws the tokens of no '
+                "drafts; remove it"
+            )
+        if engine.kind == "vllm":
+            check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
         return self
 
     @model_validator(mode="after")

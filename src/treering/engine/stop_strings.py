@@ -24,13 +24,21 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
 
     Example: with one character per token, of "ab;c" with 3 new tokens 2 new ones are kept for the string ";".
     """
-    window = _TOKENS_PER_CHARACTER * max(len(string) for string in strings)
+    window = window_of(strings)
     for count in range(1, num_new + 1):
         end = tokens.size - num_new + count
         text = decode(tokens[max(0, end - window) : end])
         if any(string in text for string in strings):
             return count
     return None
+
+
+def window_of(strings: Sequence[str]) -> int:
+    """Tokens that a stop string takes at most, none of them empty.
+
+    Example: 12 for "END".
+    """
+    return _TOKENS_PER_CHARACTER * max(len(string) for string in strings)
 
 
 def turn_start(so_far: Rollout | None) -> int:

@@ -206,6 +206,7 @@ class RlLoop(Resumable[RlStepReport]):
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
             self._drafting.publish()
+            engine.refresh_history()
         if has_moved:
             self._version += 1
             engine.update_weights(self._version)

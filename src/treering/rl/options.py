@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import numpy as np
 from torch import nn
 
 from treering.engine.request import Sampling
-from treering.errors import ConfigError
+from treering.engine.rollout import Logprobs
+from treering.errors import ConfigError, StateError
 from treering.rl.advantages import Estimator
 from treering.rl.batch import RlBatch, empty_batch
 from treering.train import objectives
@@ -17,6 +19,10 @@ from treering.train.loop.distill import DistillOptions
 from treering.train.loss_weights import Normalizer
 from treering.train.objectives import Clip, Objective
 from treering.train.objectives.importance import ImportanceMode
+
+OldLogprobs = Literal["sampled", "recomputed"]
+"""Whose log-probs of the policy that sampled are the base of ratios. sampled: `Rollout.policy_logprobs`, the engine's.
+recomputed: the trainer's own, of the weights that an update begins with; the same policy at staleness 0."""
 
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"]
 """The policy losses that need neither a reference model nor a value head, which the loop does not have, and the
@@ -57,6 +63,8 @@ class RlOptions:
     """Lower bound of masked importance weights; needs `max_importance`."""
     importance: ImportanceMode | None = None
     """Which weights are bounded, and how; None truncates token weights. Needs `max_importance`."""
+    old_logprobs: OldLogprobs = "sampled"
+    """See `OldLogprobs`; "recomputed" for an engine that gives no `policy_logprobs`."""
     entropy_coefficient: float | None = None
     """Factor of the entropy bonus; 0 only measures the entropy, None skips it (saves passes over the logits)."""
     distill: DistillOptions | None = None
@@ -79,7 +87,11 @@ class RlOptions:
                 raise ConfigError(f"{name} is at least {least}, got {getattr(self, name)}; raise it")
         if self.num_train_threads is not None and self.num_train_threads < 1:
             raise ConfigError(f"num_train_threads is at least 1, got {self.num_train_threads}; None sets no limit")
-        for name, allowed in (("objective", ObjectiveName), ("estimator", Estimator)):
+        for name, allowed in (
+            ("objective", ObjectiveName),
+            ("estimator", Estimator),
+            ("old_logprobs", OldLogprobs),
+        ):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(
                     f"{name} is one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}; choose one"
@@ -114,7 +126,7 @@ class RlOptions:
         objective: Objective = make(
             batch.advantages,
             batch.trees.loss_masks,
-            batch.old_logprobs,
+            _known(batch.old_logprobs) if self.old_logprobs == "sampled" else None,
             **{name: value for name, value in own.items() if value is not None},
         )
         return objective
@@ -123,3 +135,18 @@ class RlOptions:
         names = ("importance", "min_importance", "max_importance")
         bounds = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"behaviour_logprobs": batch.behaviour_logprobs, **bounds} if bounds else {}
+
+
+def _known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
+    """The log-probs, unless an engine could not give them.
+
+    Raises:
+        StateError: some are NaN.
+    """
+    num_unknown = sum(int(np.isnan(values).sum()) for values in old_logprobs)
+    if num_unknown > 0:
+        raise StateError(
+            f"ratios need the policy's log-prob of every token, and the engine gave none for {num_unknown} tokens; set "
+            'old_logprobs="recomputed"'
+        )
+    return old_logprobs

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.protocol_laws import LAWS, MakeEngine, request_of, run, run_on
+from tests.engine.protocol_laws import LAWS, MakeEngine, run, run_on
+from tests.integrations.vllm.hosts import Host, copy_of
 from tests.integrations.vllm.llms import MAX_BATCH, MAX_MODEL_LEN, build, disturb, logprobs_of, make_llm
 from treering.engine.protocol import WhenRunning
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.integrations.vllm import VLLMEngine
+from treering.integrations.vllm.engine.sampling import noise_seed
 
 PROMPT = np.arange(5, 45, dtype=np.int32)
 
@@ -27,28 +29,14 @@ NEED_TOKENS = {
 }
 """Laws of engines that keep the tokens."""
 
-
-class Host:
-    """One LLM for many engines: each takes it over when those before it are idle."""
-
-    def __init__(self, model: Any, llm: Any) -> None:
-        self.model, self.llm = model, llm
-        self._first = {name: weight.clone() for name, weight in model.state_dict().items()}
-
-    def engine(self, **settings: Any) -> VLLMEngine:
-        """A new engine, with the weights as they are."""
-        running = [state.external_req_id for state in self.llm.llm_engine.output_processor.request_states.values()]
-        self.llm.llm_engine.abort_request(running)
-        return VLLMEngine(self.llm, self.model, **settings)
-
-    def reset(self) -> None:
-        self.model.load_state_dict(self._first)
+MANY_ENGINES = "the_present_version_again_changes_nothing"
+"""It goes on with an engine after the next one has taken its LLM."""
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Host:
     model = build(tied=request.param == "tied")
-    return Host(model, make_llm(model, tmp_path_factory.mktemp(request.param)))
+    return Host(model, make_llm(model, tmp_path_factory.mktemp(request.param)), is_tied=request.param == "tied")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +57,9 @@ def worst(model: torch.nn.Module, rollouts: list[Rollout], prompt: Any = PROMPT,
     return float(np.abs(np.concatenate(differences)).max())
 
 
-@pytest.mark.parametrize("law", [law for law in LAWS if law.__name__ not in NEED_TOKENS], ids=lambda law: law.__name__)
+@pytest.mark.parametrize(
+    "law", [law for law in LAWS if law.__name__ not in {*NEED_TOKENS, MANY_ENGINES}], ids=lambda law: law.__name__
+)
 def test_the_engine_keeps_the_law(host: Host, law: Callable[[MakeEngine], None]) -> None:
     law(lambda max_batch: host.engine(max_batch=max_batch))
 
@@ -92,3 +82,190 @@ def test_an_update_gives_the_logprobs_of_the_new_weights(host: Host) -> None:
         assert worst(host.model, rollouts) < 1e-5
         assert {int(v) for rollout in rollouts for v in rollout.versions} == {version}
     assert worst(host.model, before) > 0.1
+
+
+def test_weights_without_an_update_stay_the_old_ones(host: Host) -> None:
+    engine = host.engine()
+    disturb(host.model)
+    rollouts = list(engine.generate(sampled(2)))
+    assert worst(host.model, rollouts) > 0.1
+    host.reset()
+    assert worst(host.model, rollouts) < 2e-5
+
+
+@pytest.mark.parametrize("when_running", ["finish", "abort", "reprefill"])
+def test_each_token_has_the_logprob_of_its_own_version(host: Host, when_running: WhenRunning) -> None:
+    models = {0: copy_of(host.model, tied=host.is_tied)}
+    engine = host.engine(max_batch=4)
+    engine.submit(sampled(6))
+    for _ in range(12):
+        engine.step()
+    disturb(host.model)
+    engine.update_weights(1, when_running)
+    models[1] = copy_of(host.model, tied=host.is_tied)
+    rollouts = run_on(engine).values()
+    assert len(rollouts) == 6
+    for rollout in rollouts:
+        for version, model in models.items():
+            own = rollout.versions == version
+            difference = np.abs(rollout.logprobs - logprobs_of(model, PROMPT, rollout.tokens))
+            assert difference[own].max(initial=0) < 2e-5
+    mixed = [rollout for rollout in rollouts if len(set(rollout.versions.tolist())) == 2]
+    assert len(mixed) == (4 if when_running == "reprefill" else 0)
+    whole = [rollout for rollout in rollouts if rollout.num_tokens == 40]
+    assert len(whole) == (2 if when_running == "abort" else 6)
+
+
+def test_the_present_version_again_changes_nothing(host: Host) -> None:
+    engine = host.engine(version=3)
+    whole = run(engine, sampled(1))["p", 0, 0]
+    engine.submit(sampled(1))
+    engine.step()
+    for when_running in ("finish", "abort", "reprefill"):
+        engine.update_weights(3, when_running)
+    (rollout,) = run_on(engine).values()
+    assert (rollout.tokens.tolist(), set(rollout.versions.tolist())) == (whole.tokens.tolist(), {3})
+
+
+def test_one_version_names_one_set_of_weights(host: Host) -> None:
+    engine = host.engine(version=2)
+    disturb(host.model)
+    with pytest.raises(InputError, match=r"changed since version 2.*update_weights\(3\)"):
+        engine.update_weights(2)
+
+
+def test_an_engine_whose_llm_another_one_updates_is_told(host: Host) -> None:
+    engine = host.engine()
+    engine.submit(sampled(1))
+    host.llm.llm_engine.set_weight_version("9")
+    with pytest.raises(StateError, match=r"sampled under version 0, and vLLM names \['9'\]"):
+        run_on(engine)
+
+
+def test_seeds_differ_by_key_and_place_alone(host: Host) -> None:
+    """Without drafts: in another order and alone, each rollout has the same tokens."""
+    together = run(host.engine(seed=5), sampled())
+    reverse = run(host.engine(seed=5, max_batch=3), sampled()[::-1])
+    assert {key: r.tokens.tolist() for key, r in together.items()} == {
+        key: r.tokens.tolist() for key, r in reverse.items()
+    }
+    assert len({tuple(rollout.tokens.tolist()) for rollout in together.values()}) == len(together)
+    other = run(host.engine(seed=6), sampled(1))
+    assert other["p", 0, 0].tokens.tolist() != together["p", 0, 0].tokens.tolist()
+    keys = [("p", 0, 0), ("p", 0, 1), ("p", 1, 0), (1, 0, 0), ("1", 0, 0)]
+    assert len({noise_seed(0, key, start) for key in keys for start in (0, 1)}) == 10
+
+
+def test_a_continued_rollout_draws_new_noise(host: Host) -> None:
+    """The second half is not the first one's noise again: on a model without context it would repeat its tokens."""
+    engine = host.engine()
+    part = run(engine, sampled(1, max_tokens=20))["p", 0, 0]
+    whole = run(engine, [replace(sampled(1)[0], so_far=part)])["p", 0, 0]
+    assert whole.tokens[:20].tolist() == part.tokens.tolist()
+    assert worst(host.model, [whole]) < 2e-5
+    assert noise_seed(0, part.key, 20) != noise_seed(0, part.key, 0)
+
+
+def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(host: Host) -> None:
+    decode = lambda tokens: "".join(chr(48 + int(token)) for token in tokens)  # noqa: E731
+    whole = run(host.engine(), sampled(1))["p", 0, 0]
+    text = decode(whole.tokens)
+    stop = text[11:13]
+    end = text.index(stop) + 2
+    engine = host.engine(decode=decode)
+    rollout = run(engine, sampled(1, stop_strings=(stop,)))["p", 0, 0]
+    assert (rollout.tokens.tolist(), rollout.finish_reason) == (whole.tokens[:end].tolist(), "stop")
+    # The string may begin before an abort.
+    engine.submit(sampled(1, stop_strings=(stop,)))
+    while engine.progress().get(("p", 0, 0), 0) < end - 1:
+        engine.step()
+    (part,) = engine.abort([("p", 0, 0)])
+    assert part.num_tokens == end - 1
+    with pytest.raises(InputError, match="stop strings need tokens as text"):
+        host.engine().submit(sampled(1, stop_strings=("x",)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.5}, {"top_k": 12, "min_p": 0.1}],
+    ids=str,
+)
+def test_cuts_are_those_of_the_sampling_parameters(host: Host, sampling: dict[str, float]) -> None:
+    """The log-probs are those of Hugging Face's logits cut by an independent reading of `Sampling`."""
+    with pytest.raises(ConfigError, match=r"policy_logprobs.*truncated=\"recompute\""):
+        host.engine().submit(sampled(1, **sampling))
+    rollouts = list(host.engine(truncated="recompute").generate(sampled(4, temperature=0.8, **sampling)))
+    for rollout in rollouts:
+        assert np.isnan(rollout.policy_logprobs).all()
+        expected = cut_logprobs(host.model, rollout, Sampling(max_tokens=40, temperature=0.8, **sampling))
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
+
+
+def cut_logprobs(model: Any, rollout: Rollout, sampling: Sampling) -> Any:
+    ids = torch.tensor([[*PROMPT.tolist(), *rollout.tokens.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0].double()
+    found = []
+    for i, token in enumerate(rollout.tokens.tolist()):
+        end = PROMPT.size + i
+        row = logits[end - 1].clone()
+        seen = sorted(set(ids[0, :end].tolist()))
+        row[seen] = torch.where(
+            row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
+        )
+        probabilities = (row / sampling.temperature).softmax(0)
+        order = probabilities.argsort(descending=True)
+        kept = order[: sampling.top_k or order.numel()]
+        mass = probabilities[kept] / probabilities[kept].sum()
+        kept = kept[: int((mass.cumsum(0) < sampling.top_p).sum()) + 1]
+        kept = kept[probabilities[kept] >= sampling.min_p * probabilities.max()]
+        assert token in kept
+        found.append(float((probabilities[token] / probabilities[kept].sum()).log()))
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temperature": 0.001}, r"temperature 0.01 or more"),
+        ({"min_p": 0.1, "top_p": 0.9}, r"min_p before top_p"),
+        ({"max_tokens": MAX_MODEL_LEN}, rf"needs max_model_len={MAX_MODEL_LEN + PROMPT.size}"),
+    ],
+)
+def test_what_vllm_would_sample_otherwise_is_refused(host: Host, sampling: dict[str, Any], message: str) -> None:
+    engine = host.engine(truncated="recompute")
+    with pytest.raises((ConfigError, InputError), match=message):
+        engine.submit(sampled(2, **sampling))
+    assert engine.num_unfinished == 0
+
+
+def test_settings_are_checked(host: Host) -> None:
+    for settings, message in (
+        ({"max_batch": MAX_BATCH + 1}, "max_num_seqs"),
+        ({"truncated": "no"}, "truncated is one of"),
+        ({"verification": "no"}, "verification is one of"),
+        ({"version": -1}, "version of an engine"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            host.engine(**settings)
+    with pytest.raises(InputError, match="vocab_size is 64 where the model's is 32"):
+        VLLMEngine(host.llm, build(tied=True, vocab_size=32))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "message"),
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs", 'logprobs_mode="processed_logprobs"'),
+        ("scheduler_config", "async_scheduling", True, "async_scheduling=False"),
+        ("scheduler_config", "enable_chunked_prefill", True, "enable_chunked_prefill=False"),
+        ("parallel_config", "world_size", 2, "one worker"),
+        ("model_config", "quantization", "fp8", "quantization"),
+        ("load_config", "load_format", "dummy", "load_format"),
+    ],
+)
+def test_an_llm_that_would_sample_wrongly_is_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch, section: str, name: str, value: Any, message: str
+) -> None:
+    monkeypatch.setattr(getattr(host.llm.llm_engine.vllm_config, section), name, value)
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        host.engine()

@@ -15,7 +15,7 @@ from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
-from treering.rl.loop import RlLoop
+from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.tasks.task import Task
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster
@@ -32,9 +32,10 @@ class TrainRecipe:
         """`config_dir` is the folder of the configuration file."""
         self._config = config
         self._config_dir = config_dir
+        self._make_engine: EngineFactory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_config_dir": self._config_dir}
+        return {"_config": self._config, "_config_dir": self._config_dir, "_make_engine": None}
 
     @property
     def max_batch(self) -> int:
@@ -52,7 +53,10 @@ class TrainRecipe:
 
     def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
         """See `Recipe`."""
-        return engine_factory(self._config, model, self._source)(drafter, version)
+        if self._make_engine is None:
+            # One for all engines of a process, which may share what takes long to start.
+            self._make_engine = engine_factory(self._config, model, self._source)
+        return self._make_engine(drafter, version)
 
     @cached_property
     def _source(self) -> TaskSource:

@@ -52,6 +52,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         max_importance=rl.max_importance,
         min_importance=rl.min_importance,
         importance=rl.importance,
+        old_logprobs=rl.old_logprobs,
         entropy_coefficient=rl.entropy_coefficient,
         distill=distill_options(config.teacher),
         router_losses=router_losses(config.router),
@@ -63,10 +64,11 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
-    """The run's history and drafter, in a folder if workers read it too; None if drafts are off."""
+    """The run's history and drafter, in a folder if other processes read it too; None if drafts are off."""
     if config.history.drafts == "off":
         return None
-    folder = config.run.dir / SHARED_HISTORY_FOLDER if config.runtime.workers else None
+    is_shared = config.runtime.workers > 0 or config.engine.kind == "vllm"
+    folder = config.run.dir / SHARED_HISTORY_FOLDER if is_shared else None
     return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
 
 
@@ -77,8 +79,9 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
     step, the latter up to the same size again.
     """
     engine = config.engine
-    running = engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
-    prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
+    if engine.kind == "vllm":
+        return _vllm_factory(config, model, source)
+    num_slots = _num_slots(config, source)
     is_fixed = config.history.verify_costs == "fixed"
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
@@ -89,7 +92,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
             model,
             drafter,
             max_batch=engine.max_batch,
-            max_tokens=engine.max_tokens or running + prompts,
+            max_tokens=num_slots,
             max_prefill=engine.max_prefill,
             seed=engine.seed,
             version=version,
@@ -102,6 +105,48 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
         )
 
     return make_engine
+
+
+def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
+    """Makes engines that share one LLM, which drafts from the run's history if drafts are on."""
+    from treering.integrations.vllm.engine.factory import VLLMEngineFactory
+    from treering.integrations.vllm.engine.launch import DraftsInVLLM, LLMSettings
+
+    engine, history = config.engine, config.history
+    drafts = DraftsInVLLM(
+        history=config.run.dir / SHARED_HISTORY_FOLDER,
+        max_draft=history.max_draft,
+        settings={
+            "min_acceptance": history.min_acceptance,
+            "policy": history.policy,
+            "sources": history.sources,
+            "costs": "none" if history.verify_costs == "fixed" else "observed",
+        },
+    )
+    settings = LLMSettings(
+        max_batch=engine.max_batch,
+        max_model_len=source.longest_prompt + config.sampling.max_tokens,
+        num_slots=_num_slots(config, source),
+        dtype=config.model.dtype,
+        max_prefill=engine.max_prefill,
+        num_threads=_engine_threads(config),
+        drafts=drafts if history.drafts == "on" else None,
+    )
+    return VLLMEngineFactory(
+        model,
+        settings,
+        seed=engine.seed,
+        decode=source.decode,
+        truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
+        verification=engine.verification,
+    )
+
+
+def _num_slots(config: RlConfig, source: TaskSource) -> int:
+    """Tokens whose keys and values an engine holds."""
+    running = config.engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
+    prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
+    return config.engine.max_tokens or running + prompts
 
 
 def check_room(config: RlConfig, source: TaskSource) -> None:
@@ -155,9 +200,11 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
     With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
     """
     free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
+    # Runs from before these settings existed have no entry for them.
     if config.rl.staleness == 0:
-        # Runs from before this setting existed have no entry for it.
         free |= {"staleness"}
+    if config.rl.old_logprobs == "sampled":
+        free |= {"old_logprobs"}
     return {
         **model_identity(config.model, model),
         "task": source.digest,
@@ -166,6 +213,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         # Runs from before this setting existed have no entry for it.
         **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
         "engine.seed": config.engine.seed,
+        **({"engine.kind": config.engine.kind} if config.engine.kind != "torch" else {}),
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
         **section_identity("rl", config.rl, free=free),

@@ -10,37 +10,49 @@ from dataclasses import replace
 from typing import Any
 
 _FORWARD = ("self", "metadata", "draft_probs", "logits", "sampling_metadata")
-_LOGPROBS = ("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids")
-_CONSTRAINTS = ("logits", "cu_num_draft_tokens", "sampling_metadata")
+_LOGPROBS = ("max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids")
+_CUT = ("logits", "k", "p")
 
 
 def install(runner: Any, verification: str) -> str | None:
-    """Sets a model runner's verification; returns why it cannot, or None.
+    """Sets how a model runner verifies drafts; returns why it cannot, or None.
 
-    Example: "rejection" gives a runner its own sampler back.
+    Example: "rejection" gives a runner its own sampler back, and says what is wrong where that samples wrongly.
     """
     sampler: Any = getattr(runner, "rejection_sampler", None)
+    if sampler is None:
+        return "this worker has no rejection sampler"
     if verification == "rejection":
-        if sampler is not None:
-            sampler.__dict__.pop("forward", None)
-        return None
-    problem = _problem(runner, sampler)
+        sampler.__dict__.pop("forward", None)
+        return _problem_of_rejection()
+    problem = _problem_of_exact(runner, sampler)
     if problem is None:
         # An attribute of the instance comes before the method of its class.
         sampler.forward = lambda *args: exact_forward(sampler, *args)
     return problem
 
 
-def _problem(runner: Any, sampler: Any) -> str | None:
-    device = getattr(getattr(runner, "device", None), "type", None)
-    if device != "cpu":
-        return f"on {device}, where a token's logits depend on the batch, the tokens would differ all the same"
+def _problem_of_rejection() -> str | None:
+    """VLLM's CPU build spreads temperatures over drafted positions by a kernel that writes nothing (vllm #55005)."""
+    import torch
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    values, ends = torch.tensor([0.7, 1.3]), torch.tensor([2, 5], dtype=torch.int32)
+    found = [expand_batch_to_tokens(values.to(dtype), ends, 5) for dtype in (torch.float32, torch.int32)]
+    if all(f.tolist() == values.to(f.dtype).repeat_interleave(torch.tensor([2, 3])).tolist() for f in found):
+        return None
+    return "this build of vLLM samples drafted positions at temperatures that are not those asked for (vllm #55005)"
+
+
+def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
+    if runner.device.type != "cpu":
+        return f"on {runner.device.type} a token's logits depend on the batch, so that tokens would differ all the same"
     from vllm.v1.sample import rejection_sampler as module
 
     expected = {
         "RejectionSampler.forward": (getattr(type(sampler), "forward", None), _FORWARD),
-        "RejectionSampler._get_logprobs_tensors": (getattr(sampler, "_get_logprobs_tensors", None), _LOGPROBS[1:]),
-        "apply_sampling_constraints": (getattr(module, "apply_sampling_constraints", None), _CONSTRAINTS),
+        "RejectionSampler._get_logprobs_tensors": (getattr(sampler, "_get_logprobs_tensors", None), _LOGPROBS),
+        "apply_top_k_top_p": (getattr(module, "apply_top_k_top_p", None), _CUT),
     }
     for name, (function, parameters) in expected.items():
         found = None if function is None else tuple(inspect.signature(function).parameters)
@@ -66,11 +78,11 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
     """
     import torch
     from vllm.v1.outputs import SamplerOutput
-    from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, apply_sampling_constraints
+    from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
     target = logits[metadata.target_logits_indices].to(torch.float32)
     target = sampler.apply_logits_processors(target, sampling_metadata, metadata)
-    target = apply_sampling_constraints(target, metadata.cu_num_draft_tokens, sampling_metadata)
+    target = _as_sampled(target, metadata.num_draft_tokens, sampling_metadata)
     tokens = torch.full(
         (len(metadata.num_draft_tokens), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32
     )
@@ -91,6 +103,23 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
             sampling_metadata.max_num_logprobs, metadata, logits, target, bonus.logprobs_tensors.logprobs, tokens
         )
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+def _as_sampled(logits: Any, num_drafted: list[int], sampling_metadata: Any) -> Any:
+    """The logits [D, V] of drafted positions after temperature and cuts, each row with its own."""
+    if sampling_metadata.all_greedy:
+        return logits
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    counts = torch.tensor(num_drafted)
+    # Rows that take the likeliest token have temperature 0.
+    temperature = sampling_metadata.temperature.masked_fill(sampling_metadata.temperature == 0, 1.0)
+    cuts = [
+        None if cut is None else cut.repeat_interleave(counts)
+        for cut in (sampling_metadata.top_k, sampling_metadata.top_p)
+    ]
+    return apply_top_k_top_p(logits.div_(temperature.repeat_interleave(counts)[:, None]), *cuts)
 
 
 def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: Any, tokens: Any) -> list[int]:

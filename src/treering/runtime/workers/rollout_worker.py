@@ -157,6 +157,8 @@ class _Worker:
         self._step, self._reports = message.step, message.reports
         if self._history is not None:
             self._history.begin()
+            if self._engine is not None:
+                self._engine.refresh_history()
         if self._engine is not None and self._engine.version == message.policy_version:
             # The weights are the same, but an engine's caches of the previous step would change rounding.
             self._engine = None

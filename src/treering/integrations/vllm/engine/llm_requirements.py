@@ -10,7 +10,7 @@ from treering.model.wrappers import unwrap
 from treering.types import is_count
 
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
-_PROPOSER = "treering.integrations.vllm.HistoryProposer"
+PROPOSER = "treering.integrations.vllm.HistoryProposer"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 
 
@@ -43,7 +43,7 @@ def has_extension(config: Any) -> bool:
 def has_proposer(config: Any) -> bool:
     """Whether the LLM drafts from history."""
     speculative = config.speculative_config
-    return speculative is not None and speculative.model == _PROPOSER
+    return speculative is not None and speculative.model == PROPOSER
 
 
 def _check_sampling(config: Any) -> None:

@@ -7,8 +7,9 @@ import numpy as np
 
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout
-from treering.engine.stop_strings import Decode, first_stop, turn_start
+from treering.engine.stop_strings import Decode, first_stop, turn_start, window_of
 from treering.errors import StateError
+from treering.types import TokenIds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,13 +61,18 @@ class RunningRollout:
         strings = self.request.sampling.stop_strings
         if not strings or not num_new:
             return False
-        turn = np.array([*self.start.tokens, *self.tokens], np.int32)[turn_start(self.request.so_far) :]
-        stays = first_stop(turn, num_new, strings, decode)
+        stays = first_stop(self._tail(num_new + window_of(strings)), num_new, strings, decode)
         if stays is None:
             return False
         num_kept = len(self.tokens) - num_new + stays
         del self.tokens[num_kept:], self.logprobs[num_kept:]
         return True
+
+    def _tail(self, size: int) -> TokenIds:
+        """At most so many of the last tokens of the turn that the request samples."""
+        new = self.tokens[-size:]
+        first = max(turn_start(self.request.so_far), self.start.num_tokens - (size - len(new)))
+        return np.concatenate([self.start.tokens[first:], np.array(new, np.int32)])
 
     def rollout(self, reason: FinishReason) -> Rollout:
         """The rollout with its tokens so far."""

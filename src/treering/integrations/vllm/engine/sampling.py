@@ -70,12 +70,13 @@ def noise_seed(seed: int, key: RolloutKey, start: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def sampling_params(request: Request, *, num_tokens: int, seed: int, names_prompt: bool) -> Any:
+def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed: int, names_prompt: bool) -> Any:
     """VLLM's `SamplingParams` of a request.
 
     Args:
         request: passed `check_sampling`.
         num_tokens: tokens that the rollout has already.
+        vocab_size: stop tokens beyond it are left out: no one can sample them, and vLLM refuses them.
         seed: of the engine.
         names_prompt: tell the drafter inside vLLM the prompt and the draw.
 
@@ -94,7 +95,7 @@ def sampling_params(request: Request, *, num_tokens: int, seed: int, names_promp
         top_p=float(sampling.top_p),
         min_p=float(sampling.min_p),
         repetition_penalty=float(sampling.repetition_penalty),
-        stop_token_ids=[int(token) for token in sampling.stop_tokens],
+        stop_token_ids=[int(token) for token in sampling.stop_tokens if token < vocab_size],
         seed=noise_seed(seed, request.key, num_tokens),
         logprobs=0,
         # Only the request's own stop tokens end a rollout, and only the engine reads text.

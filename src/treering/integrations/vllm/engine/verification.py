@@ -8,7 +8,8 @@ from treering.integrations.vllm.engine.llm_requirements import EXTENSION, has_ex
 Verification = Literal["rejection", "exact"]
 """rejection: vLLM's own; the distribution is right, and other drafts give other tokens. exact: a drafted position draws
 from its row's generator, as a pass without drafts would, and drafts stay while they equal what is drawn; so tokens do
-not depend on drafts. Only with vLLM's V1 runner on CPU."""
+not depend on drafts. Only with vLLM's V1 runner on CPU, whose released builds
+have no right rejection sampling above temperature 0."""
 
 
 def set_verification(llm: Any, verification: str) -> None:
@@ -16,7 +17,7 @@ def set_verification(llm: Any, verification: str) -> None:
 
     Raises:
         ConfigError: an unknown verification, or "exact" for workers that do not answer.
-        UnsupportedError: "exact" on another device or with another vLLM.
+        UnsupportedError: "exact" on another device or with another vLLM, or "rejection" where vLLM's own is wrong.
     """
     if verification not in get_args(Verification):
         raise ConfigError(f"verification is one of {', '.join(get_args(Verification))}, got {verification!r}")
@@ -26,7 +27,8 @@ def set_verification(llm: Any, verification: str) -> None:
     if has_extension(config):
         problems = [problem for problem in llm.collective_rpc("treering_verify", args=(verification,)) if problem]
         if problems:
-            raise UnsupportedError(f'verification="exact" cannot be installed: {problems[0]}; use "rejection"')
+            other = "exact" if verification == "rejection" else "rejection"
+            raise UnsupportedError(f'verification="{verification}" is wrong here: {problems[0]}; set "{other}"')
     elif verification == "exact":
         raise ConfigError(
             'verification="exact" is installed by the LLM\'s workers; make the LLM with '

@@ -212,7 +212,13 @@ class VLLMEngine(Engine):
 
     def _start(self, request: Request, start: Rollout) -> None:
         """Gives vLLM a request, whose rollout has the tokens of `start`."""
-        params = sampling_params(request, num_tokens=start.num_tokens, seed=self._seed, names_prompt=self._names_prompt)
+        params = sampling_params(
+            request,
+            num_tokens=start.num_tokens,
+            vocab_size=self._admission.vocab_size,
+            seed=self._seed,
+            names_prompt=self._names_prompt,
+        )
         prompt = [*request.prompt.tolist(), *start.tokens.tolist()]
         vllm_id = f"treering-{self._num_submitted}"
         self._num_submitted += 1

@@ -1,0 +1,89 @@
+"""`treering train` with engine.kind = "vllm", from the command line to the checkpoint, and in rollout workers."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.integrations.vllm.llms import logprobs_of
+from tests.integrations.vllm.runs import GROUP_SIZE, NUM_PROMPTS, PROMPTS_PER_STEP, train, write_run
+from treering.data import read_trajectories
+from treering.train.loop.checkpoint import STATE_FILE
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make vllm-test")
+
+
+def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    summary = train(path)
+    assert summary["total"]["num_updates"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/version"] for row in rows] == [0, 1, 2]
+    assert sum(row["rollout/num_drafted"] * row["rollout/acceptance"] for row in rows) > 0
+    # vLLM sampled step 3 with the trainer's weights after step 2.
+    last = Path(summary["checkpoint"])
+    model = AutoModelForCausalLM.from_pretrained(last.with_name(last.name.replace("3", "2")))
+    rollouts = [t for file in (tmp_path / "out" / "rollouts").iterdir() for t in read_trajectories(file) if t.step == 3]
+    assert len(rollouts) == GROUP_SIZE * (NUM_PROMPTS - 2 * PROMPTS_PER_STEP)
+    for rollout in rollouts:
+        first = int(np.argmax(rollout.loss_mask))
+        expected = logprobs_of(model, rollout.tokens[:first], rollout.tokens[first:])
+        np.testing.assert_allclose(rollout.logprobs[first:], expected, atol=2e-5)
+    # The drafter inside vLLM has learnt, and its state is in the checkpoint.
+    saved = torch.load(last / STATE_FILE, weights_only=True)
+    state = saved["loop"]["drafter"]
+    assert any(bool(values.any()) for values in state.values())
+    resumed = train(path, "rl.num_steps=4")
+    assert (resumed["resumed_from_step"], resumed["num_steps"]) == (3, 4)
+
+
+def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL to a rollout worker with vLLM inside: every rollout is sampled and trained once, and vLLM ends too."""
+    # Imported here: numba must not be loaded before the LLMs of other tests start in this process.
+    from rich.console import Console
+
+    from tests.runtime.kills import killing
+    from treering.cli.train.run import train as run
+    from treering.config import RlConfig
+    from treering.config.load import load
+
+    path = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = load(RlConfig, path, ["runtime.workers=1", "rl.staleness=1", "rl.num_steps=4"])
+    before = vllm_processes()
+    with killing({6: "rollout worker 0"}) as dead:
+        summary = run(config, config_dir=tmp_path, console=Console(quiet=True))
+    assert dead == ["rollout worker 0"]
+    account = summary.account
+    assert account is not None
+    num_rollouts = GROUP_SIZE * (2 * PROMPTS_PER_STEP + (NUM_PROMPTS - 2 * PROMPTS_PER_STEP) + PROMPTS_PER_STEP)
+    assert account["scheduled"] == account["sampled"] == account["evaluated"] == num_rollouts
+    left_out = account["without_variance"] + account["reward_errors"] + account["empty"]
+    assert account["trained"] + left_out == num_rollouts
+    assert account["worker_deaths"] == 1
+    assert wait_for_the_end_of(vllm_processes() - before)
+
+
+def vllm_processes() -> set[int]:
+    """Processes that name themselves vLLM's."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and (folder / "cmdline").read_bytes().startswith(b"VLLM::"):
+                found.add(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_the_end_of(pids: set[int], timeout_s: float = 60.0) -> bool:
+    import time
+
+    end_s = time.monotonic() + timeout_s
+    while pids & vllm_processes() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return not pids & vllm_processes()

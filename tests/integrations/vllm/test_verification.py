@@ -1,0 +1,134 @@
+"""Exact verification: drafts change no token. On real vLLM, whose CPU build samples wrongly beside drafts otherwise."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.protocol_laws import run
+from tests.integrations.vllm.hosts import Host
+from tests.integrations.vllm.llms import build, logprobs_of, make_llm
+from treering.engine.request import Request, Sampling
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import ConfigError, UnsupportedError
+
+NUM_PROMPTS, GROUP_SIZE, NUM_DRAFTED = 8, 8, 6
+DRAFTS = {
+    "method": "custom_class",
+    "model": "treering.integrations.vllm.HistoryProposer",
+    "num_speculative_tokens": NUM_DRAFTED,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    model = build(tied=False)
+    return Host(model, make_llm(model, tmp_path_factory.mktemp("plain")), is_tied=False)
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("history") / "rings"
+
+
+@pytest.fixture(scope="module")
+def drafting(plain: Host, history: Path, tmp_path_factory: pytest.TempPathFactory) -> Host:
+    settings = {
+        "speculative_config": DRAFTS,
+        "worker_extension_cls": "treering.integrations.vllm.WorkerExtension",
+        "per_request_spec_decode_metrics": "summary",
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TREERING_HISTORY", str(history))
+        llm = make_llm(plain.model, tmp_path_factory.mktemp("drafting"), **settings)
+    return Host(plain.model, llm, is_tied=False)
+
+
+def requests(draw: int = 0, **sampling: Any) -> list[Request]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 64, 20 + 7 * i).astype(np.int32) for i in range(NUM_PROMPTS)]
+    settings = Sampling(**{"max_tokens": 60, "stop_tokens": (3,), **sampling})
+    return [
+        Request(prompt_id=f"q{i}", prompt=prompt, sampling=settings, draw=draw, sample=sample)
+        for i, prompt in enumerate(prompts)
+        for sample in range(GROUP_SIZE)
+    ]
+
+
+def publish(history: Path, rollouts: dict[RolloutKey, Rollout], prompts: dict[Any, Any]) -> None:
+    from treering.history.store.store import HistoryStore
+    from treering.types import hash_of_prompt
+
+    with_store = HistoryStore(history)
+    for (prompt_id, _, _), rollout in rollouts.items():
+        with_store.add(prompt_id, [rollout.tokens], 0)
+        with_store.add(hash_of_prompt(prompts[prompt_id]), [rollout.tokens], 0)
+    with_store.publish()
+    with_store.close()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}], ids=["plain", "cut"])
+def test_64_of_64_rollouts_are_those_of_no_drafts(
+    plain: Host, drafting: Host, history: Path, sampling: dict[str, Any]
+) -> None:
+    asked = requests(**sampling)
+    expected = run(plain.engine(truncated="recompute"), asked)
+    publish(history, expected, {request.prompt_id: request.prompt for request in asked})
+    engine = drafting.engine(truncated="recompute", verification="exact")
+    found = run(engine, asked)
+    same = [key for key, rollout in found.items() if rollout.tokens.tolist() == expected[key].tokens.tolist()]
+    assert len(same) == len(expected) == 64
+    for key, rollout in found.items():
+        np.testing.assert_allclose(rollout.logprobs, expected[key].logprobs, atol=2e-5)
+        assert rollout.finish_reason == expected[key].finish_reason
+    # Drafts were verified, taken and refused.
+    assert 100 < engine.stats.num_accepted < engine.stats.num_drafted
+    assert engine.stats.tokens_per_forward > 1.2
+
+
+def test_exact_drafts_give_hugging_faces_logprobs(drafting: Host) -> None:
+    engine = drafting.engine(verification="exact")
+    asked = {request.key: request for request in requests(draw=1)[:16]}
+    for key, rollout in run(engine, list(asked.values())).items():
+        expected = logprobs_of(drafting.model, asked[key].prompt, rollout.tokens)
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
+
+
+def test_vllm_s_own_verification_is_refused_where_its_build_samples_wrongly(drafting: Host) -> None:
+    with pytest.raises(UnsupportedError, match=r"verification=\"rejection\" is wrong here.*55005.*set \"exact\""):
+        drafting.engine(verification="rejection")
+
+
+def test_exact_verification_needs_workers_that_answer(drafting: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = drafting.llm.llm_engine.vllm_config.parallel_config
+    monkeypatch.setattr(parallel, "worker_extension_cls", "")
+    with pytest.raises(ConfigError, match="worker_extension_cls"):
+        drafting.engine(verification="exact")
+
+
+def test_what_the_drafter_learns_comes_back(drafting: Host) -> None:
+    class Carrier:
+        """What a loop saves: the state of its drafter."""
+
+        def __init__(self) -> None:
+            self.arrays: dict[str, Any] = {}
+
+        def state(self) -> dict[str, Any]:
+            return self.arrays
+
+        def load_state(self, state: Any) -> None:
+            self.arrays = dict(state)
+
+    drafter = Carrier()
+    engine = drafting.engine(verification="exact")
+    run(engine, requests(draw=2)[:8])
+    learning = drafting.engine(verification="exact", drafter=None)
+    learning._draft_link._drafter = drafter
+    learning.refresh_history()
+    first = drafter.arrays
+    assert first
+    assert any(np.asarray(values).any() for values in first.values())
+    run(learning, requests(draw=3)[:8])
+    learning.refresh_history()
+    assert any(not np.array_equal(first[name], drafter.arrays[name]) for name in first)

@@ -1,0 +1,82 @@
+"""The checkpoint that vLLM loads holds each weight that the model computes with. Needs no vLLM."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.engine.test_adapters import CONFIGS, adapted
+from tests.models import build
+from treering.errors import UnsupportedError
+from treering.integrations.vllm.engine import weights
+from treering.integrations.vllm.engine.weights import checkpoint_of, fingerprint
+
+
+def loaded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with checkpoint_of(model) as folder:
+        found = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    assert not folder.exists()
+    assert sum(map(len, found)) == len({name for part in found for name in part})
+    return {name: weight for part in found for name, weight in part.items()}
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_checkpoint_is_the_state_of_the_model_with_its_head(family: str) -> None:
+    model = build(family)
+    assert "lm_head.weight" in model.state_dict()
+    assert_equal(loaded(model), model.state_dict())
+
+
+def test_a_tied_head_is_written_too() -> None:
+    model = build("qwen3", tie_word_embeddings=True)
+    found = loaded(model)
+    assert found["lm_head.weight"].equal(found["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lora_is_merged_as_peft_merges_it(name: str) -> None:
+    model = adapted(name)
+    before = fingerprint(model)
+    found = loaded(model)
+    assert fingerprint(model) == before
+    copied: PeftModel = copy.deepcopy(model)
+    assert_equal(found, copied.merge_and_unload().state_dict())
+
+
+def test_a_large_model_is_written_in_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAX_FILE_BYTES", 5000)
+    model = build("qwen3")
+    with checkpoint_of(model) as folder:
+        assert len(list(folder.iterdir())) > 3
+    assert_equal(loaded(model), model.state_dict())
+
+
+def test_a_fingerprint_changes_with_any_weight() -> None:
+    model = build("qwen3")
+    seen = {fingerprint(model)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.view(-1)[3] = torch.nextafter(weight.view(-1)[3], torch.tensor(9.0))
+            seen.add(fingerprint(model))
+        num_weights = len(list(model.parameters()))
+        assert len(seen) == num_weights + 1
+        norm = model.model.norm.weight
+        norm[0], norm[1] = 2.0, 3.0
+        seen.add(fingerprint(model))
+        norm[0], norm[1] = 3.0, 2.0
+        seen.add(fingerprint(model))
+    assert len(seen) == num_weights + 3
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="experts"):
+        loaded(build("qwen3_moe"))
