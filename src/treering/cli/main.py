@@ -284,6 +284,35 @@ def demo(
 app.command()(simulate)
 
 
+@app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`, or of a demo; it may be running.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="The page; without it report.html in the folder.")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Make one HTML page of a run: its figures, one forest, and where the tokens of a rollout came from.
+
+    The page holds everything and loads nothing from a network. A run that is running, was killed or is damaged has one
+    too, which says what is missing.
+
+    Example: treering report runs/demo --open
+
+    Example: treering report runs/train --rollouts rollouts.parquet
+    """
+    from treering.cli.report.command import run
+
+    run(folder=folder, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
+
+
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 def trl(
     context: typer.Context,
