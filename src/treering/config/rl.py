@@ -83,7 +83,7 @@ class LoopConfig(Config):
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
-    max_tokens: Count = Field(
+    max_batch_tokens: Count = Field(
         default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
     )
     parents: Parents = "auto"
@@ -241,6 +241,15 @@ class RlConfig(Config):
             raise ConfigError(
                 'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
                 "from a model that `treering sft` has trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokenizer(self) -> Self:
+        if self.task.kind == "prompts" and self.task.tokenizer is None and self.model.path is None:
+            raise ConfigError(
+                'task.kind = "prompts" needs a tokenizer, and a random model has none; set task.tokenizer, or model.path '
+                "to a model folder with its tokenizer"
             )
         return self
 

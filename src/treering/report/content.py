@@ -98,8 +98,6 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
     if not rollouts.epochs:
         return {}
     groups, chosen = rollouts.newest, choose_prompts(rollouts.newest)
-    if len(chosen) < len(groups):
-        notes.append(f"Of {len(groups)} prompts of the newest epoch, {len(chosen)} are drawn.")
     text_of = find_text(run)
     if text_of is None:
         notes.append("The tokenizer of the run was not found, so tokens are shown as ids.")
@@ -108,6 +106,7 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
     ids = sorted({token for group in drawn.values() for each in group for token in tokens_of(each).tolist()})
     return {
         "epoch": max(rollouts.epochs),
+        "num_prompts": len(groups),
         "bounds": _bounds(run, rollouts, notes),
         "prompts": [_prompt_content(prompt, group, origins[prompt]) for prompt, group in drawn.items()],
         "texts": {} if text_of is None else {str(token): text_of(token) for token in ids},

@@ -70,14 +70,21 @@ def groups_of(trajectories: Sequence[Trajectory]) -> dict[PromptId, list[Traject
 
 
 def choose_prompts(groups: dict[PromptId, list[Trajectory]]) -> list[PromptId]:
-    """The prompts to draw: those with different rewards first, as many as `MAX_DRAWN_TOKENS` allow, at least one.
+    """The prompts to draw, as many as `MAX_DRAWN_TOKENS` allow, at least one.
+
+    Those with different rewards come first, and of these the ones with the most different rollouts.
 
     Example: of 3 prompts of 30,000 tokens each, one is drawn.
     """
-    order = sorted(groups, key=lambda prompt: len({each.reward for each in groups[prompt]}) < 2)
+    order = sorted(groups, key=lambda prompt: _variety(groups[prompt]), reverse=True)
     sizes = np.cumsum([sum(tokens_of(each).size for each in groups[prompt]) for prompt in order])
     num_fitting = int((sizes <= MAX_DRAWN_TOKENS).sum())
     return order[: min(MAX_DRAWN_PROMPTS, max(1, num_fitting))]
+
+
+def _variety(group: Sequence[Trajectory]) -> tuple[bool, int]:
+    """Whether rewards differ, and how many different rollouts there are."""
+    return len({each.reward for each in group}) > 1, len({tokens_of(each).tobytes() for each in group})
 
 
 def tokens_of(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

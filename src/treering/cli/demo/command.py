@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from treering.atomic import write_text
 from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
@@ -57,6 +58,8 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
     """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
+    # Its own progress bars would flicker through ours.
+    transformers_logging.disable_progress_bar()
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
     threads = best_threads(start.model, size.max_batch)
     with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:

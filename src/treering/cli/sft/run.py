@@ -36,8 +36,8 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     if config.data.template == "hf":
         date = run_date(config.run, "data", config.data.date)
         config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
-    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
     note_compiling(console, lay_out)
     compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)

@@ -107,12 +107,15 @@ function drawLines(figure, width) {
   if (figure.to !== undefined) high = Math.max(high, figure.to);
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   const plot = frame(figure, width, 210, points.map(([x]) => x), low === figure.from ? low : low - room, high === figure.to ? high : high + room);
-  figure.series.forEach((series, i) => {
-    const style = series.style ?? STYLES[i];
+  // The solid line is drawn first and broad, so that others are seen where they lie on it.
+  const styles = figure.series.map((series, i) => series.style ?? STYLES[i]);
+  const order = figure.series.map((_, i) => i).sort((a, b) => styles[a].dash.length - styles[b].dash.length);
+  order.forEach((i) => {
+    const [series, style] = [figure.series[i], styles[i]];
     const path = series.points.map(([x, y], n) => `${n ? "L" : "M"}${plot.x(x).toFixed(1)} ${plot.y(y).toFixed(1)}`).join("");
-    plot.picture.append(svg("path", { class: "series", d: path, stroke: style.color, "stroke-dasharray": style.dash }));
+    plot.picture.append(svg("path", { class: "series", d: path, stroke: style.color, "stroke-dasharray": style.dash, "stroke-width": style.dash ? 1.8 : 3 }));
     if (series.points.length <= 40)
-      for (const [x, y] of series.points) plot.picture.append(mark(style.mark, plot.x(x), plot.y(y), 2.6, style.color));
+      for (const [x, y] of series.points) plot.picture.append(mark(style.mark, plot.x(x), plot.y(y), style.dash ? 2.2 : 3.4, style.color));
   });
   return plot;
 }
@@ -174,12 +177,14 @@ function withTable(figure) {
 // Draws again at each new width; `draw` gets the width in pixels and returns an element.
 function fitted(box, draw) {
   let drawn = 0;
-  new ResizeObserver(() => {
+  const redraw = () => {
     const width = Math.floor(box.clientWidth);
     if (!width || width === drawn) return;
     drawn = width;
     box.replaceChildren(draw(width));
-  }).observe(box);
+  };
+  // In the next frame, because drawing changes sizes, which an observer must not do.
+  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(box);
 }
 
 function card(figure) {

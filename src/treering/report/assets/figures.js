@@ -20,7 +20,6 @@ function learning() {
     { id: "reward", title: "Reward", help: "The mean reward of each step's rollouts; a step has other prompts than the one before, so look at the trend.", x: "step", series: bySteps("reward/mean") },
     { id: "length", title: "Length of rollouts", help: "Mean tokens of a rollout; growth means longer answers and longer steps.", x: "step", series: bySteps("rollout/length_mean"), from: 0 },
     { id: "zero-variance", title: "Groups that teach nothing", help: "The share of groups whose rollouts all have one reward; these are not trained.", x: "step", series: bySteps("reward/zero_variance_share"), from: 0, to: 1 },
-    { id: "loss", title: "Loss", help: "The policy loss. It moves around 0 while a policy learns; the reward says whether it does.", x: "step", series: bySteps("train/loss") },
   ];
 }
 

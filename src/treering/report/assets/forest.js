@@ -35,7 +35,7 @@ function drawForest(prompt, width) {
   const { forest } = prompt;
   const rows = forest.rows.length;
   const high = Math.max(5, Math.min(22, Math.floor(620 / rows)));
-  const right = 92;
+  const right = 118;
   const depth = Math.max(...forest.segments.map(([start, length]) => start + length));
   const scale = (width - right) / depth;
   const most = Math.max(...forest.advantages.map((value) => Math.abs(value ?? 0)));
@@ -85,7 +85,7 @@ function forestCard() {
   const show = () => {
     const { forest } = content.prompts[selected.prompt];
     select.value = selected.prompt;
-    line.textContent = `${format(forest.rows.length)} rollouts: ${format(forest.num_branch_tokens)} tokens, ${format(forest.num_tokens)} of them distinct`;
+    line.textContent = `${format(forest.rows.length)} rollouts: ${format(forest.num_branch_tokens)} tokens, ${format(forest.num_tokens)} of them distinct. ${content.prompts.length} of the epoch's ${content.num_prompts} prompts are here.`;
     if (plot.clientWidth) plot.replaceChildren(drawForest(content.prompts[selected.prompt], Math.floor(plot.clientWidth)));
   };
   select.addEventListener("change", () => choose(Number(select.value), 0));

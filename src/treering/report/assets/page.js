@@ -8,9 +8,9 @@ function part(title, elements) {
 
 part("Plain against Treering", [comparison()]);
 part(isRl ? "Learning" : "Training", learning().map(card));
+if (isRl) part("Rollouts of the newest epoch", [forestCard(), originCard()]);
 part("Drafts from history", drafting().map(card));
 part("Trees", sharing().map(card));
-if (isRl) part("Rollouts of the newest epoch", [forestCard(), originCard()]);
 part("Time", phases().map(card));
 part("Workers", workers().map(card));
 part("Everything", [...(isRl ? [account()] : []), anyMetric()]);
