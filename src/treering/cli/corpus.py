@@ -52,9 +52,7 @@ class Corpus:
         return total.hexdigest()
 
 
-def load_corpus(
-    config: DataConfig, *, config_dir: Path, vocab_size: int | None, model: Path | None = None
-) -> Corpus:
+def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None, model: Path | None = None) -> Corpus:
     """Reads and renders the configured tasks, or generates the stand-in.
 
     Args:

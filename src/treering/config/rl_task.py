@@ -30,7 +30,9 @@ class TaskConfig(Config):
         description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up next to the "
         "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
     )
-    tokenizer: FilePath | None = Field(default=None, description="Prompts: Hugging Face tokenizer folder; none: that of model.path.")
+    tokenizer: FilePath | None = Field(
+        default=None, description="Prompts: Hugging Face tokenizer folder; none: that of model.path."
+    )
     template: Literal["plain", "hf", "raw"] = Field(
         default="plain",
         description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from treering.config.load import Config
 from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_packed
+from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
@@ -141,6 +142,7 @@ class SftConfig(Config):
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
     @model_validator(mode="after")

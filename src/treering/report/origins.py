@@ -5,6 +5,7 @@ drawn prompts, so its drafts may differ a little from those of the run.
 """
 
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def token_origins(
         replay(recorded, "all", max_epochs=num_history_epochs(config), settings=_settings(config), origins=origins)
         offsets = recorded.offsets
     # A recording keeps the order within an epoch, as steps ascend in a run's files.
-    pieces = iter([origins[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)])
+    pieces = iter([origins[begin:end] for begin, end in pairwise(offsets.tolist())])
     newest, found = max(epochs, default=0), dict[PromptId, list[str]]()
     for each, one in zip(chosen, rendered, strict=True):
         piece = next(pieces) if one.loss_mask.any() else np.zeros(one.tokens.size, np.int8)

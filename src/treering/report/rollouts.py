@@ -48,7 +48,9 @@ def read_newest(folder: Path, num_epochs: int) -> Rollouts:
     for file in reversed(files):
         num_bytes += file.stat().st_size
         if num_bytes > MAX_READ_BYTES:
-            notes.append(f"{file.name} and earlier rollouts are not read: they have more than {MAX_READ_BYTES:,} bytes.")
+            notes.append(
+                f"{file.name} and earlier rollouts are not read: they have more than {MAX_READ_BYTES:,} bytes."
+            )
             break
         try:
             for each in read_trajectories(file, may_be_torn=True):

@@ -42,12 +42,12 @@ class RunData:
 
     @property
     def num_planned(self) -> int | None:
-        """Steps that the settings ask for; None if they count epochs or are missing."""
-        for section in ("rl", "train"):
-            number = _mapping(self.config.get(section)).get("num_steps")
-            if isinstance(number, int):
-                return number
-        return None
+        """Steps that the settings ask for; None where they are missing, or count epochs over a file."""
+        loop, task = (_mapping(self.config.get(name)) for name in ("rl", "task"))
+        counts = [_mapping(self.config.get(name)).get("num_steps") for name in ("rl", "train")]
+        if task.get("kind") in ("sums", "calculator") and isinstance(loop.get("num_epochs"), int):
+            counts.append(loop["num_epochs"] * -(-task["num_prompts"] // loop["prompts_per_step"]))
+        return min((count for count in counts if isinstance(count, int)), default=None)
 
     @property
     def is_supervised(self) -> bool:
@@ -108,7 +108,7 @@ def _is_run(folder: Path) -> bool:
 
 def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
     if not file.is_file():
-        notes.append(f"{file.name} is missing: no step is done yet, or the sink \"jsonl\" is off.")
+        notes.append(f'{file.name} is missing: no step is done yet, or the sink "jsonl" is off.')
         return ()
     check_regular(file)
     found = list(read_rows(file))

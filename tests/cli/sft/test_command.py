@@ -80,7 +80,9 @@ def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
 def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary, err = sft(capsys, config(folder), "run.dir=out", 'run.log=["jsonl", "tensorboard"]', "train.num_steps=12")
+    summary, err = sft(
+        capsys, config(folder), "run.dir=out", 'metrics.sinks=["jsonl", "tensorboard"]', "train.num_steps=12"
+    )
     rows = metrics_of(folder / "out")
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert (summary["first_loss"], summary["last_loss"]) == (rows[0]["train/loss"], rows[-1]["train/loss"])
@@ -151,7 +153,12 @@ def test_settings_that_change_only_memory_or_length_may_change(
 ) -> None:
     path = config(folder)
     sft(capsys, path, "run.dir=out")
-    changed = ["train.max_batch_tokens=9000", "train.gradient_checkpointing=reentrant", "run.keep=1", "train.num_steps=5"]
+    changed = [
+        "train.max_batch_tokens=9000",
+        "train.gradient_checkpointing=reentrant",
+        "run.keep=1",
+        "train.num_steps=5",
+    ]
     summary, _ = sft(capsys, path, "run.dir=out", *changed)
     assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
 
@@ -266,7 +273,9 @@ def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenize
     assert metrics_of(folder / "full")[0]["train/num_loss_tokens"] == 2
     # Trained on, the model's folder brings its tokenizer.
     further = folder / "further.toml"
-    further.write_text(f'[model]\npath = "{summary["checkpoint"]}"\n[data]\nfiles = ["a.jsonl"]\n[train]\nnum_steps = 1\n')
+    further.write_text(
+        f'[model]\npath = "{summary["checkpoint"]}"\n[data]\nfiles = ["a.jsonl"]\n[train]\nnum_steps = 1\n'
+    )
     again, _ = sft(capsys, further, "run.dir=further")
     assert metrics_of(folder / "further")[0]["train/num_loss_tokens"] == 2
     assert (Path(again["checkpoint"]) / "tokenizer.json").is_file()

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
+from treering.cli.display import RunDisplay, SftProgress
 from treering.cli.models import build_model, load_teacher
-from treering.cli.progress import StepProgress, note_compiling
+from treering.cli.progress import note_compiling
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
@@ -61,17 +62,18 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     write_settings(config, config.run)
     _announce(console, config, corpus, model, opened, num_steps)
     with printed_warnings(console):
-        sinks = open_sinks(config.run, opened)
+        sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
     with Metrics(sinks) as metrics:
         steps = run_steps(
             loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
         )
-        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
-            reports = _show_each(steps, progress)
+        title = str(config.run.dir)
+        with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
+            reports = _show_each(steps, SftProgress(display))
     return _summary(config, corpus, model, opened, reports)
 
 
-def _show_each(steps: Iterator[StepReport], progress: StepProgress) -> list[StepReport]:
+def _show_each(steps: Iterator[StepReport], progress: SftProgress) -> list[StepReport]:
     reports = []
     for report in steps:
         progress.show(report)

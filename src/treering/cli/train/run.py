@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.progress import RlProgress, StepProgress, note_compiling
+from treering.cli.display import RlProgress, RunDisplay
+from treering.cli.progress import note_compiling
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     ROLLOUTS_FOLDER,
@@ -67,9 +68,11 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     with (
         open_training(config, config_dir=config_dir, console=console) as run,
-        StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
+        RunDisplay(
+            title=str(config.run.dir), num_steps=run.num_steps, first_step=run.opened.step, console=console
+        ) as display,
     ):
-        reports = _show_each(run.steps, RlProgress(progress), console)
+        reports = _show_each(run.steps, RlProgress(display), console)
     last_step = reports[-1].step if reports else run.opened.step
     pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
     measured = None if pipeline is None else pipeline.measured
@@ -123,7 +126,9 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         if opened.step == 0:
             warm_up(config, model, console)
         with printed_warnings(console):
-            metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
+            metrics = stack.enter_context(
+                Metrics(open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json")))
+            )
             on_step = _rollout_log(config, loop, opened)
         steps = run_steps(
             loop,
