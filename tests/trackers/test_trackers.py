@@ -52,14 +52,28 @@ assert client.get_run(runs[0]).data.params["rl.seed"] == "7"
 """,
     "wandb": """
 import json
+import struct
 from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
-from wandb.sdk.internal.datastore import DataStore
+
+def records(data):
+    # LevelDB's log format after a header of 7 bytes: blocks of 32 KiB; chunks are whole (1), first, middle or last (4).
+    at, record = 7, b""
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield record
+            record = b""
+
 found, runs = {}, set()
 for file in sorted(Path("runs/a").rglob("*.wandb")):
-    store = DataStore()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    for data in records(file.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("run"):
             runs.add(record.run.run_id)

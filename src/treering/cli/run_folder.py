@@ -17,6 +17,7 @@ from treering.config.run import RunConfig
 from treering.errors import StateError
 from treering.file_lock import FileLock
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
+from treering.report.timeline import TIMELINE_FILE
 from treering.trackers.identity import TRACKERS_FILE
 from treering.trackers.mlflow_sink import MlflowSink
 from treering.trackers.trackio_sink import TrackioSink
@@ -33,7 +34,7 @@ SHARED_HISTORY_FOLDER = "history-shared"
 ROLLOUTS_FOLDER = "rollouts"
 TENSORBOARD_FOLDER = "tensorboard"
 WARMUP_FOLDER = "warmup"
-_FILES = (RUN_FILE, CONFIG_FILE, METRICS_FILE, COSTS_FILE, LOCK_FILE, TRACKERS_FILE)
+_FILES = (RUN_FILE, CONFIG_FILE, METRICS_FILE, COSTS_FILE, LOCK_FILE, TRACKERS_FILE, TIMELINE_FILE)
 _FOLDERS = (
     *(CHECKPOINTS_FOLDER, HISTORY_FOLDER, SHARED_HISTORY_FOLDER, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER, WARMUP_FOLDER),
 )
@@ -123,8 +124,12 @@ def _open_sink(
         return JsonlSink(folder / METRICS_FILE, resume_step=resume_step)
     if name == "tensorboard":
         return TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step=resume_step)
-    kind = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}[name]
-    return kind(folder, project=project, resume_step=resume_step, settings=settings)
+    kinds: dict[str, type[WandbSink | TrackioSink | MlflowSink]] = {
+        "wandb": WandbSink,
+        "trackio": TrackioSink,
+        "mlflow": MlflowSink,
+    }
+    return kinds[name](folder, project=project, resume_step=resume_step, settings=settings)
 
 
 def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:

@@ -14,6 +14,7 @@ from treering.report.forest import as_json, bounds_of, draw
 from treering.report.origins import GIVEN, SAMPLED, has_drafts, num_history_epochs, token_origins
 from treering.report.rollouts import Rollouts, choose_prompts, groups_of, read_newest, tokens_of
 from treering.report.run import METRICS_FILE, RunData, number, read_demo, read_runs
+from treering.report.timeline import read_timeline
 from treering.types import PromptId, read_shape
 
 TextOf = Callable[[int], str]
@@ -73,6 +74,7 @@ def _run_content(run: RunData) -> dict[str, Any]:
         "phases": [{"step": row["step"], **epochs.phase_seconds(row)} for row in run.rows],
         "account": epochs.account(run.rows),
         "faults": epochs.faults(run.rows),
+        "timeline": read_timeline(run.folder),
         "has_workers": any(metrics.BUBBLE in row for row in run.rows),
     }
 
@@ -100,7 +102,7 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
     groups, chosen = rollouts.newest, choose_prompts(rollouts.newest)
     text_of = find_text(run)
     if text_of is None:
-        notes.append("The tokenizer of the run was not found, so tokens are shown as ids.")
+        notes.append("The tokenizer of the run was not found here, so tokens are shown as ids.")
     origins, replayed = _origins(run, rollouts, chosen, notes)
     drawn = {prompt: groups[prompt] for prompt in chosen}
     ids = sorted({token for group in drawn.values() for each in group for token in tokens_of(each).tolist()})
@@ -190,5 +192,5 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         tiles.append(("sharing", f"{last['sharing']:.0%}", words))
     ratio = number(content["demo"].get("step_ratio"))
     if ratio is not None:
-        tiles.insert(0, ("faster than plain", f"{ratio:.2f}x", "wall time of all steps, plain over Treering"))
+        tiles.insert(0, ("as fast as plain", f"{ratio:.2f}x", "seconds of all steps, plain over Treering"))
     return tiles

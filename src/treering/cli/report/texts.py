@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from treering.cli.corpus import search_places
-from treering.extras import require
+from treering.data import data_folder
+from treering.errors import MissingExtraError
 from treering.report.content import CHECKPOINTS_FOLDER
 from treering.report.run import RunData
 
@@ -14,7 +14,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def find_text(run: RunData) -> Callable[[int], str] | None:
-    """A function of a token id; None where the run's tokenizer is not found.
+    """A function of a token id; None where the run's tokenizer is not found, or `treering[train]` not installed.
 
     It is looked up in the newest checkpoint, then where the settings say.
 
@@ -22,10 +22,13 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
     """
     task = run.config.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    if kind in ("sums", "calculator"):
-        return _text_of_symbols(str(kind))
     folder = _tokenizer_folder(run)
-    return None if folder is None else _text_of_tokenizer(folder)
+    try:
+        if kind in ("sums", "calculator"):
+            return _text_of_symbols(str(kind))
+        return None if folder is None else _text_of_tokenizer(folder)
+    except (ImportError, MissingExtraError):
+        return None
 
 
 def _text_of_symbols(kind: str) -> Callable[[int], str]:
@@ -37,7 +40,6 @@ def _text_of_symbols(kind: str) -> Callable[[int], str]:
 
 
 def _text_of_tokenizer(folder: Path) -> Callable[[int], str]:
-    require("the text of tokens", "tokenizers")
     from treering.data.rendering.encoder import open_tokenizer
 
     tokenizer = open_tokenizer(folder)
@@ -56,5 +58,6 @@ def _tokenizer_folder(run: RunData) -> Path | None:
         return checkpoints[-1].parent
     sections = [run.config.get(name) for name in ("task", "data", "model")]
     named = [each.get(key) for each in sections if isinstance(each, dict) for key in ("tokenizer", "path")]
-    places = [place / name for name in named if isinstance(name, str) for place in search_places(run.folder)]
+    roots = [Path(), *([] if (data := data_folder()) is None else [data])]
+    places = [root / name for name in named if isinstance(name, str) for root in roots]
     return next((place for place in places if (place / _TOKENIZER_FILE).is_file()), None)

@@ -26,10 +26,12 @@ from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource
+from treering.cli.train.timeline import TimelineLog
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
 from treering.metrics import Metrics, num_logged
+from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
@@ -129,7 +131,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
             metrics = stack.enter_context(
                 Metrics(open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json")))
             )
-            on_step = _rollout_log(config, loop, opened)
+            on_step = _logs(config, loop, opened, stack)
         steps = run_steps(
             loop,
             num_steps=num_steps,
@@ -150,6 +152,21 @@ def _count_steps(config: RlConfig, source: TaskSource) -> int:
     rl = config.rl
     plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
     return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
+
+
+def _logs(config: RlConfig, loop: Loop, opened: Opened, stack: ExitStack) -> Callable[[RlStepReport], dict[str, float]]:
+    """Writes the rollouts of each step and, with workers, when each of them worked."""
+    log_rollouts = _rollout_log(config, loop, opened)
+    timeline = None
+    if isinstance(loop, PipelineLoop):
+        timeline = stack.enter_context(TimelineLog(config.run.dir / TIMELINE_FILE, resume_step=opened.resume_step))
+
+    def on_step(report: RlStepReport) -> dict[str, float]:
+        if timeline is not None:
+            timeline.write(report)
+        return {} if log_rollouts is None else log_rollouts(report)
+
+    return on_step
 
 
 def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], dict[str, float]] | None:

@@ -30,7 +30,7 @@ def run(folder: Path, once: bool, json_output: bool) -> None:
     console = Console()
     states = _states(folder)
     if once:
-        console.print(_panels(states) if console.is_terminal else "\n".join(map(_titled, states)))
+        console.print(_panels(states) if console.is_terminal else "\n".join(map(_titled, states)), soft_wrap=True)
         return
     (_follow if console.is_terminal else _print_lines)(folder, states, console)
 

@@ -183,8 +183,8 @@ function fitted(box, draw) {
     drawn = width;
     box.replaceChildren(draw(width));
   };
-  // In the next frame, because drawing changes sizes, which an observer must not do.
-  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(box);
+  // Afterwards, because drawing changes sizes, which an observer must not do.
+  new ResizeObserver(() => setTimeout(redraw)).observe(box);
 }
 
 function card(figure) {

@@ -72,6 +72,44 @@ function workers() {
   ];
 }
 
+const NUM_SHOWN = 12;
+
+// When each process worked on the newest steps: a row per worker, the trainer last.
+function timeline() {
+  const newest = [...new Set(ours.timeline.map((span) => span.step))].sort((a, b) => a - b).slice(-NUM_SHOWN);
+  const spans = ours.timeline.filter((span) => newest.includes(span.step));
+  if (!spans.length) return null;
+  const names = [...new Set(spans.map((span) => span.worker))].sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
+  const [first, last] = [Math.min(...spans.map((span) => span.started_s)), Math.max(...spans.map((span) => span.ended_s))];
+  const element = html("section", { class: "card wide", id: "timeline" }, html("h3", {}, `Workers and trainer in steps ${newest[0]} to ${newest.at(-1)}`));
+  element.append(html("p", { class: "help" }, "Each row is a process and each bar its share of a step; neighbouring steps differ in colour. Gaps are bubbles: the process had nothing to do."));
+  const plot = html("div", { class: "plot" });
+  fitted(plot, (width) => {
+    const [left, high] = [66, names.length > 16 ? 12 : 22];
+    const x = (seconds) => left + ((seconds - first) / (last - first || 1)) * (width - left - 4);
+    const floor = names.length * high;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${floor + 30}`, height: floor + 30, role: "img", "aria-label": "Timeline of the workers" });
+    names.forEach((name, row) => {
+      picture.append(svg("rect", { x: left, y: row * high + 1, width: width - left - 4, height: high - 2, fill: "var(--idle)" }));
+      picture.append(svg("text", { x: 0, y: row * high + high / 2 + 4 }, name === null ? "trainer" : `worker ${name}`));
+    });
+    for (const span of spans) {
+      const row = names.indexOf(span.worker);
+      const style = STYLES[newest.indexOf(span.step) % 3];
+      const bar = svg("rect", { x: x(span.started_s), y: row * high + 1, width: Math.max(1, x(span.ended_s) - x(span.started_s)), height: high - 2, fill: style.color });
+      const busy = span.ended_s > span.started_s ? Math.min(1, span.busy_s / (span.ended_s - span.started_s)) : 1;
+      const words = span.worker === null ? "" : `\n${format(span.num_rollouts)} turns ended`;
+      bar.addEventListener("pointermove", (event) => showTip(event, `step ${span.step}: ${format(span.started_s - first)} to ${format(span.ended_s - first)} s\nbusy ${Math.round(100 * busy)} %${words}`));
+      bar.addEventListener("pointerleave", hideTip);
+      picture.append(bar);
+    }
+    for (const second of ticks(0, last - first, Math.max(2, Math.floor(width / 90))))
+      picture.append(svg("text", { x: x(first + second), y: floor + 16, "text-anchor": "middle" }, `${format(second)} s`));
+    return picture;
+  });
+  return element.append(plot), element;
+}
+
 // Bars of all seconds, one per run, over the steps that both have.
 function comparison() {
   if (runs.length < 2) return null;

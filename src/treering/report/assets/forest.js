@@ -23,7 +23,7 @@ function shade(advantage, most) {
   if (advantage === null || !most) return { fill: "var(--idle)" };
   const size = Math.abs(advantage) / most;
   if (size < 0.02) return { fill: "var(--idle)" };
-  return { fill: advantage > 0 ? "var(--plus)" : "var(--minus)", "fill-opacity": (0.28 + 0.62 * size).toFixed(2) };
+  return { fill: advantage > 0 ? "var(--plus)" : "var(--minus)", "fill-opacity": (0.2 + 0.42 * size).toFixed(2) };
 }
 
 function segmentText(prompt, [start, length, top]) {

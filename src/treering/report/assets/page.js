@@ -12,6 +12,6 @@ if (isRl) part("Rollouts of the newest epoch", [forestCard(), originCard()]);
 part("Drafts from history", drafting().map(card));
 part("Trees", sharing().map(card));
 part("Time", phases().map(card));
-part("Workers", workers().map(card));
+part("Workers", [timeline(), ...workers().map(card)]);
 part("Everything", [...(isRl ? [account()] : []), anyMetric()]);
 document.documentElement.dataset.ready = "yes";
