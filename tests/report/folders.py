@@ -62,6 +62,18 @@ def write_run(folder: Path, num_steps: int = 4, config: dict[str, Any] | None = 
     return rows
 
 
+def write_timeline(folder: Path, num_steps: int) -> list[dict[str, Any]]:
+    """The spans of a run with two workers, of which the second is idle half of the time, and a trainer."""
+    spans = [
+        {"step": step, "worker": worker, "started_s": at, "ended_s": at + size, "busy_s": size, "num_rollouts": 3}
+        for step in range(1, num_steps + 1)
+        for at in [1_000.0 + 4 * step]
+        for worker, size in ((0, 3.0), (1, 1.5), (None, 0.5))
+    ]
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+    return spans
+
+
 def group(prompt: str, epoch: int) -> list[Trajectory]:
     """Three rollouts that share their prompt, and two of them four tokens more; the same in every epoch."""
     start = [1, 2] if prompt == "a" else [3, 4]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.folders import write_run
+from tests.report.folders import write_run, write_timeline
 from treering.report.content import page_content
 from treering.report.page import as_html
 
@@ -54,6 +54,7 @@ const finish = triesLeft => {
   seen.metric = cells("any-metric");
   const plots = [...document.querySelectorAll("section.card .plot")];
   seen.pictures = plots.map(plot => plot.querySelectorAll("svg rect, svg path").length);
+  seen.spans = document.querySelectorAll("#timeline .plot rect").length;
   seen.bars = document.querySelectorAll("#forest .plot rect").length;
   seen.ready = document.documentElement.dataset.ready;
   seen.width = document.documentElement.scrollWidth <= innerWidth;
@@ -95,6 +96,7 @@ def shown(tmp_path: Path, page: str, probe: str, width: int = 1280) -> dict[str,
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_page_draws_shows_the_numbers_of_the_run_and_follows_its_choices(tmp_path: Path, width: int) -> None:
     rows = write_run(tmp_path / "run")
+    spans = write_timeline(tmp_path / "run", num_steps=4)
     page = as_html(page_content(tmp_path / "run", lambda run: lambda token: f"<{token}>"))
     seen = shown(tmp_path, page, PROBE, width)
     assert seen["errors"] == []
@@ -104,6 +106,8 @@ def test_a_page_draws_shows_the_numbers_of_the_run_and_follows_its_choices(tmp_p
     assert seen["length"] == [[each["rollout/length_mean"]] for each in rows]
     assert seen["metric"] == [[each["train/loss"]] for each in rows]
     assert all(seen["pictures"])
+    # A bar per span and an empty one per process.
+    assert seen["spans"] == len(spans) + 3
     # Five segments, and the three rows' places and the frame of the chosen one.
     assert seen["bars"] >= 9
     assert seen["first"] == "".join(f"<{token}>" for token in [1, 2, 10, 11, 12, 13, 20, 21, 22])

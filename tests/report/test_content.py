@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.folders import CONFIG, write_run
+from tests.report.folders import CONFIG, row, write_run, write_timeline
 from treering.errors import InputError
 from treering.report.content import page_content
 from treering.report.page import as_html
@@ -87,6 +87,17 @@ def test_numbers_that_are_none_stay_texts(tmp_path: Path) -> None:
     assert data["runs"][0]["rows"][1]["train/loss"] == "nan"
     assert data["runs"][0]["rows"][0]["reward/mean"] == "nan"
     assert data["runs"][0]["epochs"][0]["reward"] == pytest.approx(0.125)
+
+
+def test_the_spans_of_workers_are_shown_but_for_damaged_ones(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    spans = write_timeline(tmp_path, num_steps=4)
+    with (tmp_path / "timeline.jsonl").open("a") as log:
+        log.write('{"step": 5, "worker": 0, "started_s": "x"}\n{"step": 5, "wor')
+    assert content_of(tmp_path)["runs"][0]["timeline"] == spans
+    assert not content_of(tmp_path)["runs"][0]["has_workers"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1) | {"rollout/bubble": 0.25}) + "\n")
+    assert content_of(tmp_path)["runs"][0]["has_workers"]
 
 
 def test_both_runs_of_a_demo_are_shown_with_ours_last(tmp_path: Path) -> None:

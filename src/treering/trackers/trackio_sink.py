@@ -43,7 +43,13 @@ class TrackioSink:
         name = name_of(folder, "trackio", is_new=resume_step is None, stem=f"{folder.name}-")
         try:
             self._run = trackio.init(
-                project=project, name=name, resume="allow", config=dict(settings or {}), embed=False
+                project=project,
+                name=name,
+                resume="allow",
+                config=dict(settings or {}),
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
             )
         except Exception as error:  # the package has errors of many kinds
             raise StateError(
