@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.terminal_theme import MONOKAI
 
 from treering.cli.panel import PanelState, as_panel
 from treering.cli.report.texts import find_text
@@ -50,7 +51,7 @@ def main() -> None:
             ("page", 1200, 1130, "light"),
             ("forest", 1200, 800, "dark"),
             ("phone", 500, 1400, "light"),
-            ("panel", 780, 140, "light"),
+            ("panel", 780, 220, "light"),
         ):
             _shoot(work, work / f"{name}.html", FIGURES / f"report_{name}.png", width, height, scheme)
 
@@ -78,7 +79,7 @@ def _panel(folder: Path) -> str:
         state.add(row)
     console = Console(width=88, record=True, file=io.StringIO(), force_terminal=True)
     console.print(as_panel(state))
-    return console.export_html(inline_styles=True)
+    return console.export_html(theme=MONOKAI, inline_styles=True)
 
 
 def _shoot(work: Path, page: Path, file: Path, width: int, height: int, scheme: str) -> None:

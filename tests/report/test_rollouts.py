@@ -18,16 +18,28 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def test_a_drawing_covers_each_token_of_each_rollout_once() -> None:
-    rollouts = group("a", 0)
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [[1, 2, 10, 11, 12, 13, 20, 21, 22], [1, 2, 10, 11, 12, 13, 30, 31], [1, 2, 40, 41, 42, 43, 44]],
+        # A branch that ends right after the subtree of another one, equal branches and a prefix of others.
+        [[1, 2, 3], [1, 4], [1, 2, 5], [1, 4], [1], [1, 2]],
+        # Two trees.
+        [[1, 2], [3, 4], [1, 5], [3]],
+    ],
+)
+def test_a_drawing_covers_each_token_of_each_rollout_once(tokens: list[list[int]]) -> None:
+    rollouts = [rollout("a", 0, each) for each in tokens]
     drawing = draw(rollouts)
-    covered = np.zeros((3, 9), int)
+    longest = max(map(len, tokens))
+    covered = np.zeros((len(tokens), longest), int)
     for segment in drawing.segments:
         covered[segment.top : segment.bottom, segment.start : segment.start + segment.num_tokens] += 1
     for place, number in enumerate(drawing.rows):
-        size = len(rollouts[number].tokens)  # type: ignore[arg-type]
-        assert covered[place].tolist() == [1] * size + [0] * (9 - size)
-    assert sum(segment.num_tokens for segment in drawing.segments) == drawing.num_tokens == 2 + 4 + 3 + 2 + 5
+        size = len(tokens[number])
+        assert covered[place].tolist() == [1] * size + [0] * (longest - size)
+    prefixes = {tuple(each[:end]) for each in tokens for end in range(1, len(each) + 1)}
+    assert sum(segment.num_tokens for segment in drawing.segments) == drawing.num_tokens == len(prefixes)
 
 
 def test_a_segment_has_the_mean_advantage_of_its_branches() -> None:

@@ -188,7 +188,7 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if last["acceptance"] is not None:
         tiles.append(("drafts accepted", f"{last['acceptance']:.0%}", "of drafted tokens in the newest epoch"))
     if last["sharing"] is not None:
-        words = "of trained tokens are computed for another rollout already"
+        words = "of trained tokens are computed for another branch already"
         tiles.append(("sharing", f"{last['sharing']:.0%}", words))
     ratio = number(content["demo"].get("step_ratio"))
     if ratio is not None:

@@ -36,8 +36,8 @@ function sharing() {
   const points = (name) => content.bounds.map((row) => [row.epoch, row[name]]);
   const tokens = ours.epochs.filter((row) => row.token_bound !== null).map((row) => [row.epoch, row.token_bound]);
   return [
-    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another rollout of the tree has already computed; 0 means no tree can help.", x: "step", series: [{ name: "sharing", points: ours.rows.filter((row) => "train/num_tokens" in row).map((row) => [row.step, 1 - row["train/num_tokens"] / row["train/num_branch_tokens"]]) }], from: 0, to: 1 },
-    { id: "bounds", title: "Best possible speedup of training", help: "How many times less there is to compute as trees: in tokens (computed in training), and in FLOPs with attention (from the rollouts that the page has read).", x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
+    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another branch of the tree has already computed; 0 means no tree can help.", x: "step", series: [{ name: "sharing", points: ours.rows.filter((row) => "train/num_tokens" in row).map((row) => [row.step, 1 - row["train/num_tokens"] / row["train/num_branch_tokens"]]) }], from: 0, to: 1 },
+    { id: "bounds", title: "Best possible speedup of training", help: `How many times less there is to compute as trees: in tokens, as trained${isRl ? "; and in FLOPs with attention, from the rollouts that the page has read" : ""}.`, x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
   ];
 }
 
