@@ -142,7 +142,6 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (["simulate", "--distort", "none"], "'none' is not one of"),
         # These belong to parts of the library that are not there yet.
         (["doctor", "runs/a"], "No such command 'doctor'"),
-        (["doctor", "runs/a"], "No such command 'doctor'"),
     ],
 )
 def test_a_mistyped_call_is_one_line_on_stderr_and_exit_code_2(

@@ -43,7 +43,10 @@ def test_a_drawing_covers_each_token_of_each_rollout_once(tokens: list[list[int]
 
 
 def test_a_segment_has_the_mean_advantage_of_its_branches() -> None:
-    drawing = draw(group("a", 0))
+    first, second, third = group("a", 0)
+    # Rows are in another order than rollouts.
+    drawing = draw([first, third, second])
+    assert drawing.rows == (0, 2, 1)
     found = {(segment.start, segment.num_tokens): segment.advantage for segment in drawing.segments}
     assert found == {(0, 2): 0.0, (2, 4): 0.625, (6, 3): 1.25, (6, 2): 0.0, (2, 5): -1.25}
 

@@ -15,7 +15,7 @@ from treering.types import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A segment of a drawing: tokens `start` to `start + num_tokens` of the branches of rows `top` to `bottom`.
+    """A segment, or a part of one, in a drawing: tokens `start` to `start + num_tokens` of the branches of rows `top` to `bottom`.
 
     Attributes:
         start: depth of its first token.
@@ -58,7 +58,8 @@ def draw(group: Sequence[Trajectory]) -> Drawing:
     forest = Forest.from_sequences([tokens_of(each) for each in group])
     rows = np.argsort(forest.branch_end, kind="stable")
     ends = forest.branch_end[rows]
-    starts = forest.segment_start
+    # A rollout may end inside a segment, as a prefix of others: the rest is a bar of its own.
+    starts = np.union1d(forest.segment_start, ends[ends + 1 < forest.num_tokens] + 1)
     lengths = np.diff(starts, append=forest.num_tokens)
     tops = np.searchsorted(ends, starts)
     bottoms = np.searchsorted(ends, forest.subtree_end[starts])
