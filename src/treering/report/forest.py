@@ -15,7 +15,7 @@ from treering.types import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A segment, or a part of one, in a drawing: tokens `start` to `start + num_tokens` of the branches of rows `top` to `bottom`.
+    """A segment of a drawing, or a part of one: its tokens in the branches of rows `top` to `bottom`.
 
     Attributes:
         start: depth of its first token.

@@ -52,6 +52,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
     Console().print(as_table(report))
     console.print(
         f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
+        f"look at both on one page: treering report {out} --open\n"
         f"go on with either: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
         soft_wrap=True,
     )
