@@ -10,7 +10,8 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft gpu gpu-data peers clean
+.PHONY: venv demo test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft screenshots gpu gpu-data \
+  peers clean
 
 venv: $(STAMP)
 
@@ -104,6 +105,10 @@ bench-draft: $(STAMP)
 	  PYTHONPATH=. $(BIN)/python -m benchmarks draft $(DATA)/bench/$$name.jsonl.gz --tokenizer $(DATA)/tokenizer \
 	    --out benchmarks/results/draft_$$name.json $(ARGS) || exit 1; \
 	done
+
+# The pictures of docs/report.md, from a small demo and with Chromium; of a demo that is there: ARGS='--demo runs/demo'
+screenshots: $(STAMP)
+	$(BIN)/python tools/screenshots.py $(ARGS)
 
 # Runs in the python3 of a CUDA machine, which has torch, transformers, numba, jaxtyping and pytest, and where nothing
 # else can be installed: so no beartype (addopts), and of the tests only files that have some for a device. The engine's

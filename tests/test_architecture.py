@@ -20,6 +20,7 @@ ORDER = (
     "file_lock",
     "step_lines",
     "metrics",
+    "trackers",
     "data",
     "tree",
     "history",
@@ -42,10 +43,13 @@ ORDER = (
 NO_TORCH = {
     *("errors", "extras", "types", "arrays", "metrics", "config"),
     *("writing", "atomic", "file_lock", "step_lines"),
-    *("data", "tree", "history", "schedule", "analysis"),
+    *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.
-OPTIONAL = {"accelerate", "jaxtyping", "peft", "pyarrow", "safetensors", "tokenizers", "transformers"}
+OPTIONAL = {
+    *("accelerate", "jaxtyping", "peft", "pyarrow", "safetensors", "tokenizers", "transformers"),
+    *("mlflow", "trackio", "wandb"),
+}
 
 
 def room_of(module: str) -> str:

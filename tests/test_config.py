@@ -35,7 +35,7 @@ def refusal(path: Path | None, *overrides: str) -> str:
 def test_a_file_gives_its_values_and_defaults_fill_the_rest(minimal: Path) -> None:
     config = load(SftConfig, minimal)
     assert (config.train.num_steps, config.data.source) == (20, "generated")
-    assert (config.train.shared, config.train.layout, config.run.log) == ("sum", "tree", ("jsonl",))
+    assert (config.train.shared, config.train.layout, config.metrics.sinks) == ("sum", "tree", ("jsonl",))
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(minimal: Path) -> None:
@@ -48,10 +48,15 @@ def test_an_override_is_read_as_toml_and_else_as_a_string(minimal: Path) -> None
     config = load(
         SftConfig,
         minimal,
-        ["run.dir=runs/a b", 'run.log=["jsonl", "tensorboard"]', "train.betas=[0, 0.5]", "model.tie_embeddings=false"],
+        [
+            "run.dir=runs/a b",
+            'metrics.sinks=["jsonl", "tensorboard"]',
+            "train.betas=[0, 0.5]",
+            "model.tie_embeddings=false",
+        ],
     )
     assert config.run.dir == Path("runs/a b")
-    assert config.run.log == ("jsonl", "tensorboard")
+    assert config.metrics.sinks == ("jsonl", "tensorboard")
     assert config.train.betas == (0.0, 0.5)
     assert config.model.tie_embeddings is False
 
@@ -102,7 +107,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(minimal: Path, override
 
 
 def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal: Path) -> None:
-    assert "valid keys here: run.dir, run.save_every, run.keep, run.log" in refusal(minimal, "run.xyzzy=1")
+    assert "valid keys here: run.dir, run.save_every, run.keep" in refusal(minimal, "run.xyzzy=1")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal:
         ("train.layout=flat", "train.layout: expected 'tree' or 'packed', got 'flat' (string)"),
         ("train.learning_rate=nan", "train.learning_rate: expected a finite number, got nan (float)"),
         ("run.keep=0", "run.keep: expected greater than or equal to 1, got 0 (integer)"),
-        ("run.log=jsonl", "run.log: expected an array, got 'jsonl' (string)"),
+        ("metrics.sinks=jsonl", "metrics.sinks: expected an array, got 'jsonl' (string)"),
         ("run.dir=3", "run.dir: expected a path, as a string, got 3 (integer)"),
         ("train=3", "train: expected a table of settings, got 3 (integer)"),
         ("train.betas=[0.9]", "train.betas.1 has no default and is not set"),
@@ -144,12 +149,12 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["model.num_heads=4", "model.num_kv_heads=3"], "3 does not divide 4"),
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
-        (["data.template=hf"], "tokenizer is not set"),
+        (["data.template=hf"], "neither data.tokenizer nor model.path is set"),
         (["train.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
         (["train.divisor=3"], 'normalizer = "token_mean" with divisor = 3.0'),
         (["train.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
         (["train.layout=packed", "train.shared=once"], "cannot hold"),
-        (['run.log=["jsonl", "jsonl"]'], "repeats one"),
+        (['metrics.sinks=["jsonl", "jsonl"]'], "repeats one"),
         (["model.path=m"], "is a pre-trained model"),
         (["model.path=m", "data.source=files", 'data.files=["a"]', "data.vocab=folded"], "renumbers token ids"),
         (["train.objective=distill"], "teacher.path is not set"),

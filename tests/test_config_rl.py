@@ -75,6 +75,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
     assert f"unknown key '{key}'; did you mean '{near}'?" in refusal(STEPS, override)
 
 
+def test_the_limits_of_a_batch_and_of_a_rollout_are_told_apart() -> None:
+    message = refusal(STEPS, "rl.max_tokens=512")
+    assert "did you mean 'rl.max_batch_tokens' (Unique tokens per micro-batch, at most)" in message
+    assert "'sampling.max_tokens' (Tokens of a rollout, at most)" in message
+
+
+def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
+    config = load(RlConfig, None, [STEPS, "task.kind=prompts", "task.file=p", "model.path=m"])
+    assert config.task.tokenizer is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
@@ -82,8 +93,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
         (["task.kind=calculator", "task.reward=exact_answer"], 'kind = "calculator" has no reward'),
         ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to sums'),
         (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
-        (["task.kind=prompts"], 'kind = "prompts" needs file and tokenizer'),
-        (["task.kind=prompts", "task.file=p"], "needs tokenizer; set task.tokenizer"),
+        (["task.kind=prompts"], "file is not set; set task.file"),
+        (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),
         (["task.min_terms=6"], "min_terms is at most max_terms, and here they are 6 and 5"),
         ([*PROMPTS, "warmup.num_steps=3"], 'task.kind = "prompts" has none; set warmup.num_steps = 0'),
         (["rl.max_turns=2"], 'task.kind = "sums" never answers the policy, and rl.max_turns is 2'),

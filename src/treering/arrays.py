@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BoolArray = NDArray[np.bool_]
+Int8Array = NDArray[np.int8]
 Int16Array = NDArray[np.int16]
 UInt16Array = NDArray[np.uint16]
 Int32Array = NDArray[np.int32]

@@ -11,7 +11,12 @@ from treering.errors import MissingExtraError
 TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 """Packages of `treering[train]`."""
 
-_EXTRAS = MappingProxyType({"math_verify": "math", "pyarrow": "datasets", "trl": "trl", "vllm": "vllm"})
+_EXTRAS = MappingProxyType(
+    {
+        **{"math_verify": "math", "pyarrow": "datasets", "trl": "trl", "vllm": "vllm"},
+        **{"mlflow": "mlflow", "trackio": "trackio", "wandb": "wandb"},
+    }
+)
 """The extra of each package that is not in `TRAIN`."""
 
 

@@ -146,7 +146,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise UnsupportedError(
                 f"TensorBoard logs need the package 'tensorboard', and it cannot be imported ({error}); install it "
-                "with pip install 'treering[tensorboard]', or leave \"tensorboard\" out of run.log"
+                "with pip install 'treering[tensorboard]', or leave \"tensorboard\" out of metrics.sinks"
             ) from error
         self._event: Any = event_pb2.Event
         self._summary: Any = summary_pb2.Summary

@@ -30,7 +30,7 @@ stand_in = {{ num_tasks = 5, num_trials = 2, vocab_size = 32 }}
 [train]
 num_steps = 4
 trees_per_step = 2
-max_tokens = 4000
+max_batch_tokens = 4000
 learning_rate = 1e-2
 """
 TRAIN = f"""{MODEL}

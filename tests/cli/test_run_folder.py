@@ -186,7 +186,7 @@ DISK = Disk()
 def test_a_disk_that_fails_anywhere_is_one_line_and_the_run_can_go_on(
     commands: Commands, text: str, number: int
 ) -> None:
-    settings = ['run.log=["jsonl", "tensorboard"]', "rl.sharing=measured"]
+    settings = ['metrics.sinks=["jsonl", "tensorboard"]', "rl.sharing=measured"]
     with DISK.failing(f"out{text}" if text.startswith("/") else text, number):
         line = commands.refused("train", f"run.dir={commands.folder / 'out'}", *settings)
     assert os.strerror(number) in line

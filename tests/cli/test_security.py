@@ -104,7 +104,7 @@ def test_names_in_data_never_become_paths(tmp_path: Path, name: str) -> None:
 def test_files_and_folders_have_the_modes_that_the_umask_leaves(commands: Commands, umask: int) -> None:
     before = os.umask(umask)
     try:
-        commands.done("train", 'run.log=["jsonl", "tensorboard"]')
+        commands.done("train", 'metrics.sinks=["jsonl", "tensorboard"]')
     finally:
         os.umask(before)
     run = commands.folder / "out"
@@ -116,7 +116,7 @@ def test_files_and_folders_have_the_modes_that_the_umask_leaves(commands: Comman
 def test_the_environment_lands_in_no_file(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANYTHING"):
         monkeypatch.setenv(name, f"hidden-{name}")
-    err = commands.done("train", "runtime.workers=1", 'run.log=["jsonl", "tensorboard"]')
+    err = commands.done("train", "runtime.workers=1", 'metrics.sinks=["jsonl", "tensorboard"]')
     assert "hidden-" not in err
     for name in files_of(commands.folder / "out"):
         assert b"hidden-" not in (commands.folder / "out" / name).read_bytes(), name

@@ -10,7 +10,7 @@ from treering.config.load import load
 from treering.errors import ConfigError
 from treering.train.loop.compute import ComputeOptions
 
-MEMORY = ("max_tokens=9", "parents=recompute", "max_bytes=5000", "gradient_checkpointing=reentrant")
+MEMORY = ("max_batch_tokens=9", "parents=recompute", "max_bytes=5000", "gradient_checkpointing=reentrant")
 EXPECTED = ComputeOptions(
     max_tokens=9, parents="recompute", max_bytes=5000, autocast="bfloat16", gradient_checkpointing="reentrant"
 )

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from treering.analysis.recording import Recorded, other_prompts
-from treering.arrays import Int32Array, Int64Array
+from treering.arrays import Int8Array, Int32Array, Int64Array
 from treering.history.draft.drafter import Drafter
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
@@ -66,6 +66,7 @@ def replay(
     max_epochs: int = 2,
     settings: Mapping[str, Any] | None = None,
     on_tokens: Callable[[int], None] = lambda _: None,
+    origins: Int8Array | None = None,
 ) -> dict[int, Drafted]:
     """Replays a recording; the drafter keeps its state from epoch to epoch.
 
@@ -75,6 +76,8 @@ def replay(
         max_epochs: epochs of a prompt that the store keeps.
         settings: arguments of the `Drafter`; `sources` is used only if `look` is "all".
         on_tokens: called with the number of newly emitted tokens.
+        origins: int8 [N] of the recording; the place in `SOURCES` of each token that was drafted and accepted is
+            written there, the others are left as they are.
 
     Returns:
         Totals by epoch.
@@ -90,7 +93,7 @@ def replay(
     found: dict[int, Drafted] = {}
     for epoch, rollouts in _steps(recorded):
         drafted = found.setdefault(epoch, Drafted())
-        ReplayRows(recorded, rollouts, looked_up).run(drafter, drafted, on_tokens)
+        ReplayRows(recorded, rollouts, looked_up).run(drafter, drafted, on_tokens, origins)
         _publish(store, recorded, rollouts, epoch)
     return found
 
@@ -121,8 +124,17 @@ class ReplayRows:
         for row in range(size):
             self._take(row, next(self._waiting))
 
-    def run(self, drafter: Drafter, drafted: Drafted, on_tokens: Callable[[int], None]) -> None:
-        """Steps until no rollout is left."""
+    def run(
+        self, drafter: Drafter, drafted: Drafted, on_tokens: Callable[[int], None], origins: Int8Array | None = None
+    ) -> None:
+        """Steps until no rollout is left.
+
+        Args:
+            drafter: makes and learns from the drafts.
+            drafted: gets the counts.
+            on_tokens: called with the number of newly emitted tokens.
+            origins: int8 [N], gets the place in `SOURCES` of each accepted token.
+        """
         recorded = self._recorded
         while self._num_busy:
             rows = self._rows()
@@ -130,6 +142,10 @@ class ReplayRows:
             places = self._places[: self._num_busy]
             accepted, leaves = confirmed(recorded, places, drafts)
             emitted = np.minimum(accepted + 1, recorded.run_ends[places] - places)
+            if origins is not None:
+                write_origins(
+                    origins, places, drafts.offsets, drafts.parents, accepted, leaves, drafter.sources_of_latest()
+                )
             if drafts.tokens.size:
                 # The policy chose where a run ends, so draft tokens after its end count as rejected.
                 drafter.observe(rows, accepted, leaves=leaves)
@@ -238,3 +254,31 @@ def agreement(
                 accepted[b] += 1
                 place += 1
     return accepted, leaves
+
+
+@njit(cache=True)
+def write_origins(
+    origins: Int8Array,
+    places: Int64Array,
+    offsets: Int64Array,
+    parents: Int32Array,
+    accepted: Int64Array,
+    leaves: Int64Array,
+    sources: Int64Array,
+) -> None:
+    """Writes the source of each accepted token to its index of the recording, int8 [N].
+
+    Args:
+        origins: changed in place.
+        places: int64 [B], index of each row's next token.
+        offsets: int64 [B + 1], of the rows' drafts.
+        parents: int32 [D], see `Drafts`.
+        accepted: int64 [B], see `confirmed`.
+        leaves: int64 [B], see `confirmed`.
+        sources: int64 [D], source of each drafted token.
+    """
+    for b in range(places.size):
+        at = leaves[b]
+        for back in range(accepted[b]):
+            origins[places[b] + accepted[b] - 1 - back] = sources[offsets[b] + at]
+            at = parents[offsets[b] + at]

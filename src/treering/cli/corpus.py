@@ -52,18 +52,19 @@ class Corpus:
         return total.hexdigest()
 
 
-def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None) -> Corpus:
+def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None, model: Path | None = None) -> Corpus:
     """Reads and renders the configured tasks, or generates the stand-in.
 
     Args:
         config: the [data] section.
         config_dir: folder of the configuration file.
         vocab_size: the model's, if set; folding fits ids into it.
+        model: folder of the model, whose tokenizer reads messages if the section names none.
 
     Raises:
         InputError: a file is missing or bad, or no task has a trained token.
     """
-    corpus = _load(config, config_dir)
+    corpus = _load(config, config_dir, model)
     if config.vocab == "folded":
         corpus = _folded(corpus, vocab_size)
     trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
@@ -97,20 +98,20 @@ def search_places(config_dir: Path) -> list[Path]:
     return [config_dir, Path(), *([] if folder is None else [folder])]
 
 
-def _load(config: DataConfig, config_dir: Path) -> Corpus:
+def _load(config: DataConfig, config_dir: Path, model: Path | None) -> Corpus:
     if config.source == "generated":
         return _generate(config.stand_in, notes=())
     if config.source == "files":
-        return _read(config, search_places(config_dir))
+        return _read(config, search_places(config_dir), model)
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"
         return _generate(config.stand_in, notes=(missing,))
-    return _read(config, [folder])
+    return _read(config, [folder], model)
 
 
-def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
-    tokenizer = None if config.tokenizer is None else locate(config.tokenizer, places)
+def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Corpus:
+    tokenizer = _of_model(model) if config.tokenizer is None else locate(config.tokenizer, places)
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     tasks: list[TrainingTask] = []
     notes: list[str] = []
@@ -122,8 +123,13 @@ def _read(config: DataConfig, places: Sequence[Path]) -> Corpus:
         tasks += group_by_task(rendered)[: config.max_tasks]
         if note := branches_note(rendered):
             notes.append(f"{path.name}: {note}")
-    num_ids = max(_num_occurring(tasks), 0 if tokenizer is None else _num_ids(tokenizer))
+    num_ids = max(_num_occurring(tasks), 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
+
+
+def _of_model(folder: Path | None) -> Path | None:
+    """The folder of a model, if it has a tokenizer; files of token ids need none."""
+    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
 def _check_no_preferences(path: Path, trajectories: Sequence[Trajectory]) -> None:

@@ -304,6 +304,55 @@ def doctor(
     return run_doctor(folder=run, json_output=json_output)
 
 
+@app.command()
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`, or of a demo; it may be running."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="The page; without it report.html in the folder.")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Make one HTML page of a run: its figures, one forest, and where the tokens of a rollout came from.
+
+    The page holds everything and loads nothing from a network. A run that is running, was killed or is damaged has one
+    too, which says what is missing.
+
+    Example: treering report runs/demo --open
+
+    Example: treering report runs/train --rollouts rollouts.parquet
+    """
+    from treering.cli.report.command import run
+
+    run(folder=folder, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
+
+
+@app.command()
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft` elsewhere, or of a demo.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Show a run of another process: step, reward, speeds, drafts, sharing, phases and the time left.
+
+    It follows metrics.jsonl in the folder, ends with the run's last step, and changes nothing there.
+
+    Example: treering watch runs/train
+    """
+    from treering.cli.watch.command import run
+
+    run(folder=folder, once=once, json_output=json_output)
+
+
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 def trl(
     context: typer.Context,

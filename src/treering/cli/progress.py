@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,11 +22,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
-
-if TYPE_CHECKING:
-    # Both import torch, which `treering inspect` and `treering simulate` do not need.
-    from treering.rl.step_report import RlStepReport
-    from treering.train.loop.step_report import StepReport
 
 NUM_PLAIN_LINES = 10
 """Most step lines per run when stderr is not a terminal."""
@@ -96,8 +91,8 @@ class LiveLine:
 class StepProgress(LiveLine):
     """The steps of a run; use it in a `with` statement.
 
-    Example: `with StepProgress(num_steps=60, first_step=0, console=console) as progress: progress.show(report)` prints
-    `step 6/60 loss 4.211 tokens/s 7,910 flat 5,830 unique sharing 0.26` into a log, once per tenth of the run.
+    Example: `with StepProgress(num_steps=60, first_step=0, console=console) as progress: progress.show_text(6, "right
+    0.5")` prints `step 6/60 right 0.5` into a log, once per tenth of the run.
     """
 
     def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str = "step") -> None:
@@ -105,8 +100,6 @@ class StepProgress(LiveLine):
         self._num_steps = num_steps
         self._title = title
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
-        self._started = time.perf_counter()
-        self._num_flat = self._num_unique = 0
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -119,12 +112,6 @@ class StepProgress(LiveLine):
         super().__init__(console, *columns, is_live=console.is_terminal)
         self._job = self._live.add_task(title, total=num_steps, completed=first_step, text="")
 
-    def show(self, report: "StepReport") -> None:
-        """Shows one more supervised step; rates are averages since this object was made."""
-        self._num_flat += report.update.num_branch_tokens
-        self._num_unique += report.update.num_tokens
-        self.show_text(report.step, self._text(report))
-
     def show_text(self, step: int, text: str) -> None:
         """Shows that `step` is done, with the caller's text."""
         self._live.update(self._job, completed=step, text=text)
@@ -133,43 +120,6 @@ class StepProgress(LiveLine):
 
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or step == self._num_steps
-
-    def _text(self, report: "StepReport") -> str:
-        seconds = time.perf_counter() - self._started
-        sharing = 1.0 - self._num_unique / self._num_flat
-        rates = f"{self._num_flat / seconds:,.0f} flat {self._num_unique / seconds:,.0f} unique"
-        return f"loss {report.update.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
-
-
-class RlProgress:
-    """The text of a `StepProgress` for reinforcement learning: reward, sampling speed and sharing.
-
-    Example: after a step it says `reward 0.516 tokens/s 8,120 tokens/forward 1.84 sharing 0.37`.
-    """
-
-    def __init__(self, progress: StepProgress) -> None:
-        self._progress = progress
-        self._num_sampled = self._num_rows = 0
-        self._rollout_s = 0.0
-        self._num_flat = self._num_unique = 0
-
-    def show(self, report: "RlStepReport") -> None:
-        """Shows one more step; the reward is the step's, the rest covers all steps of this process so far."""
-        self._num_sampled += report.engine.num_sampled
-        self._num_rows += report.engine.num_rows
-        self._rollout_s += report.phases.rollout_s
-        if report.update is not None:
-            self._num_flat += report.update.num_branch_tokens
-            self._num_unique += report.update.num_tokens
-        self._progress.show_text(report.step, self._text(report))
-
-    def _text(self, report: "RlStepReport") -> str:
-        mean = report.rollouts.reward_mean
-        reward = "-" if mean is None else f"{mean:.3f}"
-        rate = self._num_sampled / self._rollout_s
-        sharing = 1.0 - self._num_unique / self._num_flat if self._num_flat else 0.0
-        per_forward = self._num_sampled / self._num_rows if self._num_rows else 0.0
-        return f"reward {reward} tokens/s {rate:,.0f} tokens/forward {per_forward:.2f} sharing {sharing:.2f}"
 
 
 class WorkProgress(LiveLine):

@@ -3,18 +3,25 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date as Date
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from treering.config import Config
+from treering.config.metrics import MetricsConfig, SinkName
 from treering.config.run import RunConfig
 from treering.errors import StateError
 from treering.file_lock import FileLock
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
+from treering.report.timeline import TIMELINE_FILE
+from treering.trackers.identity import TRACKERS_FILE
+from treering.trackers.mlflow_sink import MlflowSink
+from treering.trackers.trackio_sink import TrackioSink
+from treering.trackers.wandb_sink import WandbSink
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
 from treering.writing import check_regular, writing
 
@@ -27,7 +34,7 @@ SHARED_HISTORY_FOLDER = "history-shared"
 ROLLOUTS_FOLDER = "rollouts"
 TENSORBOARD_FOLDER = "tensorboard"
 WARMUP_FOLDER = "warmup"
-_FILES = (RUN_FILE, CONFIG_FILE, METRICS_FILE, COSTS_FILE, LOCK_FILE)
+_FILES = (RUN_FILE, CONFIG_FILE, METRICS_FILE, COSTS_FILE, LOCK_FILE, TRACKERS_FILE, TIMELINE_FILE)
 _FOLDERS = (
     *(CHECKPOINTS_FOLDER, HISTORY_FOLDER, SHARED_HISTORY_FOLDER, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER, WARMUP_FOLDER),
 )
@@ -99,17 +106,30 @@ def printed_warnings(console: Console) -> Iterator[None]:
         console.print(f"warning: {warning.message}", soft_wrap=True, markup=False)
 
 
-def open_sinks(config: RunConfig, opened: Opened) -> list[Sink]:
-    """The metric sinks that `run.log` names, in the run's folder; all or none."""
+def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Mapping[str, Any]) -> list[Sink]:
+    """The sinks that `metrics.sinks` names, of the run in `folder`; all or none. Trackers show its `settings`."""
     with ExitStack() as stack:
         sinks: list[Sink] = []
-        if "jsonl" in config.log:
-            sinks.append(JsonlSink(config.dir / METRICS_FILE, resume_step=opened.resume_step))
+        for name in config.sinks:
+            sinks.append(_open_sink(name, config.project, folder, opened.resume_step, settings))
             stack.callback(sinks[-1].close)
-        if "tensorboard" in config.log:
-            sinks.append(TensorBoardSink(config.dir / TENSORBOARD_FOLDER, resume_step=opened.resume_step))
         stack.pop_all()
     return sinks
+
+
+def _open_sink(
+    name: SinkName, project: str, folder: Path, resume_step: int | None, settings: Mapping[str, Any]
+) -> Sink:
+    if name == "jsonl":
+        return JsonlSink(folder / METRICS_FILE, resume_step=resume_step)
+    if name == "tensorboard":
+        return TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step=resume_step)
+    kinds: dict[str, type[WandbSink | TrackioSink | MlflowSink]] = {
+        "wandb": WandbSink,
+        "trackio": TrackioSink,
+        "mlflow": MlflowSink,
+    }
+    return kinds[name](folder, project=project, resume_step=resume_step, settings=settings)
 
 
 def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:

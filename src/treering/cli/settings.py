@@ -66,7 +66,7 @@ def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
 def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> ComputeOptions:
     """How the steps of a section are computed, without costs."""
     return ComputeOptions(
-        max_tokens=section.max_tokens,
+        max_tokens=section.max_batch_tokens,
         parents=section.parents,
         max_bytes=section.max_bytes,
         autocast="bfloat16" if model.dtype == "bfloat16" else "none",

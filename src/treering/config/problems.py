@@ -1,6 +1,7 @@
 """Formats validation errors as sentences: the dotted key, the rule, the value and the fix."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,10 +66,33 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
     # Settings are often written outside their section, so suggest keys of other sections too; prefer this one.
     by_name = {key.rpartition(".")[2]: key for key in _dotted_keys(config_type)} | here
+    elsewhere = [key for key in _dotted_keys(config_type) if key.rpartition(".")[2] == loc[-1]]
+    near_here = difflib.get_close_matches(str(loc[-1]), here, n=1, cutoff=_SIMILARITY)
+    if section and elsewhere and near_here:
+        # Two settings of much the same name: say what each one is.
+        candidates = [here[near_here[0]], *elsewhere]
+        return f"unknown key {dotted!r}; did you mean {_listed([_told(key, config_type) for key in candidates])}?"
     near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
     if near:
         return f"unknown key {dotted!r}; did you mean {by_name[near[0]]!r}?"
     return f"unknown key {dotted!r}; valid keys here: {', '.join(here.values())}"
+
+
+def _told(dotted: str, config_type: type[BaseModel]) -> str:
+    """A key with the beginning of its description.
+
+    Example: "'sampling.max_tokens' (Tokens of a rollout, at most)".
+    """
+    *sections, name = dotted.split(".")
+    for section in sections:
+        inner = section_type(config_type.model_fields[section].annotation)
+        assert inner is not None, f"{section!r} holds no keys"
+        config_type = inner
+    return f"{dotted!r} ({re.split('[.;:]', config_type.model_fields[name].description or '')[0]})"
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]])
 
 
 def _keys(config_type: type[BaseModel], section: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
 from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_importance, check_packed
+from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
@@ -76,7 +77,7 @@ class LoopConfig(Config):
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
-    max_tokens: Count = Field(
+    max_batch_tokens: Count = Field(
         default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
     )
     parents: Parents = "auto"
@@ -185,6 +186,7 @@ class RlConfig(Config):
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
     schedule: Schedule = Field(
@@ -203,6 +205,15 @@ class RlConfig(Config):
             raise ConfigError(
                 'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
                 "from a model that `treering sft` has trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokenizer(self) -> Self:
+        if self.task.kind == "prompts" and self.task.tokenizer is None and self.model.path is None:
+            raise ConfigError(
+                'task.kind = "prompts" needs a tokenizer, and a random model has none; set task.tokenizer, or '
+                "model.path to a model folder with its tokenizer"
             )
         return self
 

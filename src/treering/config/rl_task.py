@@ -30,7 +30,9 @@ class TaskConfig(Config):
         description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up next to the "
         "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
     )
-    tokenizer: FilePath | None = Field(default=None, description="Prompts: Hugging Face tokenizer folder.")
+    tokenizer: FilePath | None = Field(
+        default=None, description="Prompts: Hugging Face tokenizer folder; none: that of model.path."
+    )
     template: Literal["plain", "hf", "raw"] = Field(
         default="plain",
         description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "
@@ -63,9 +65,8 @@ class TaskConfig(Config):
                 f'kind = "{self.kind}" has no {", ".join(foreign)}, which belong to {other}; remove them, or set '
                 "another kind"
             )
-        missing = [name for name in ("file", "tokenizer") if self.kind == "prompts" and getattr(self, name) is None]
-        if missing:
-            raise ConfigError(f'kind = "prompts" needs {" and ".join(missing)}; set task.{missing[0]}, for one')
+        if self.kind == "prompts" and self.file is None:
+            raise ConfigError('kind = "prompts" reads prompts from a file, and file is not set; set task.file')
         if self.min_terms > self.max_terms:
             raise ConfigError(
                 f"min_terms is at most max_terms, and here they are {self.min_terms} and {self.max_terms}; swap them"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from treering.config.load import Config
 from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_packed
+from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
@@ -47,7 +48,7 @@ class DataConfig(Config):
         default="auto", description="Format of the records; auto: found from the keys of each file's first record."
     )
     tokenizer: FilePath | None = Field(
-        default=None, description="Hugging Face tokenizer folder; needed for `messages`."
+        default=None, description="Hugging Face tokenizer folder, for `messages`; none: that of model.path."
     )
     template: Literal["plain", "hf"] = Field(
         default="plain", description="How messages become text: the plain form, or the tokenizer's chat template."
@@ -73,11 +74,6 @@ class DataConfig(Config):
                 f'source = "{self.source}" needs at least one file, and files is empty; name some in files = [...], '
                 'or set source = "generated"'
             )
-        if self.template == "hf" and self.tokenizer is None:
-            raise ConfigError(
-                'template = "hf" uses the chat template of a tokenizer, and tokenizer is not set; set tokenizer to a '
-                'Hugging Face tokenizer folder, or template = "plain"'
-            )
         return self
 
 
@@ -89,7 +85,7 @@ class TrainConfig(OptimConfig):
         default=None, description="Optimizer steps; none: until num_epochs. The earlier one ends."
     )
     trees_per_step: Count = Field(default=8, description="Tasks, each one tree, per optimizer step.")
-    max_tokens: Count = Field(
+    max_batch_tokens: Count = Field(
         default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
     )
     parents: Parents = "auto"
@@ -146,6 +142,7 @@ class SftConfig(Config):
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
     @model_validator(mode="after")
@@ -159,6 +156,15 @@ class SftConfig(Config):
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
                 f"{str(self.model.path)!r} is a pre-trained model; name real files, or remove model.path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.data.template == "hf" and self.data.tokenizer is None and self.model.path is None:
+            raise ConfigError(
+                'data.template = "hf" uses the chat template of a tokenizer, and neither data.tokenizer nor model.path '
+                'is set; set data.tokenizer to a Hugging Face tokenizer folder, or data.template = "plain"'
             )
         return self
 

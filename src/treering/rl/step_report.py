@@ -74,6 +74,20 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpan:
+    """When a process worked on a step, in seconds of `time.time`; gaps between spans are idle."""
+
+    worker: int | None
+    """Number of the rollout worker; None for the trainer."""
+    started_s: float
+    ended_s: float
+    busy_s: float
+    """Seconds of it with work."""
+    num_rollouts: int
+    """Turns that ended there; of the trainer, 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
     """Overlap of sampling and training, in a run with several processes."""
 
@@ -89,6 +103,8 @@ class Overlap:
     """Migrations of a running rollout to another worker."""
     num_resampled: int
     """Rollouts restarted because their worker died."""
+    spans: tuple[WorkerSpan, ...] = ()
+    """Of the workers that had a share of the step, and of the trainer."""
 
     def values(self) -> dict[str, float]:
         """The metrics, by the names of `treering.metrics`."""

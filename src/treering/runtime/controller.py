@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.rl.step_report import WorkerSpan
 from treering.rl.turns import RewardResult
 from treering.runtime.ipc.messages import RewardRequest, TrainedStep
 from treering.runtime.ipc.process import ChildProcess
@@ -31,6 +32,7 @@ class FinishedStep:
         trainer_wait_s: how long the trainer was idle before it.
         bubble: idle fraction of the workers' time since the previous step.
         times: of forward passes and weight loads since the previous step, and of its update.
+        spans: of the workers that had a share of it, and of the trainer.
     """
 
     open_step: OpenStep
@@ -39,6 +41,7 @@ class FinishedStep:
     trainer_wait_s: float
     bubble: float
     times: PassTimes
+    spans: tuple[WorkerSpan, ...]
 
 
 class Controller:
@@ -195,4 +198,13 @@ class Controller:
             trainer_wait_s=wait_s,
             bubble=bubble,
             times=times,
+            spans=(*(open_step.spans[worker] for worker in sorted(open_step.spans)), _trainer_span(done, now - sent_s)),
         )
+
+
+def _trainer_span(done: TrainedStep, elapsed_s: float) -> WorkerSpan:
+    """The span of the trainer, which got the step `elapsed_s` ago."""
+    now = time.time()
+    return WorkerSpan(
+        worker=None, started_s=now - elapsed_s, ended_s=now, busy_s=done.train_s + done.update_s, num_rollouts=0
+    )

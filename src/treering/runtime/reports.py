@@ -49,5 +49,6 @@ def report_of(finished: FinishedStep, *, epoch: int, step_s: float) -> RlStepRep
             num_stolen=open_step.account.stolen,
             num_moved=open_step.account.moved,
             num_resampled=open_step.account.sampled_again,
+            spans=finished.spans,
         ),
     )

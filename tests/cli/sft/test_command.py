@@ -33,7 +33,7 @@ intermediate_size = 16
 [train]
 num_steps = 4
 trees_per_step = 2
-max_tokens = 4000
+max_batch_tokens = 4000
 learning_rate = 1e-2
 [run]
 save_every = 2
@@ -80,7 +80,9 @@ def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
 def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary, err = sft(capsys, config(folder), "run.dir=out", 'run.log=["jsonl", "tensorboard"]', "train.num_steps=12")
+    summary, err = sft(
+        capsys, config(folder), "run.dir=out", 'metrics.sinks=["jsonl", "tensorboard"]', "train.num_steps=12"
+    )
     rows = metrics_of(folder / "out")
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert (summary["first_loss"], summary["last_loss"]) == (rows[0]["train/loss"], rows[-1]["train/loss"])
@@ -151,7 +153,12 @@ def test_settings_that_change_only_memory_or_length_may_change(
 ) -> None:
     path = config(folder)
     sft(capsys, path, "run.dir=out")
-    changed = ["train.max_tokens=9000", "train.gradient_checkpointing=reentrant", "run.keep=1", "train.num_steps=5"]
+    changed = [
+        "train.max_batch_tokens=9000",
+        "train.gradient_checkpointing=reentrant",
+        "run.keep=1",
+        "train.num_steps=5",
+    ]
     summary, _ = sft(capsys, path, "run.dir=out", *changed)
     assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
 
@@ -173,7 +180,7 @@ def test_a_tree_over_the_budget_trains_to_the_same_loss(folder: Path, capsys: py
     path = config(folder)
     whole, _ = sft(capsys, path, "run.dir=whole")
     for parents in ("keep", "recompute"):
-        cut, _ = sft(capsys, path, f"run.dir={parents}", "train.max_tokens=20", f"train.parents={parents}")
+        cut, _ = sft(capsys, path, f"run.dir={parents}", "train.max_batch_tokens=20", f"train.parents={parents}")
         assert cut["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-5)
         assert cut["num_micro_batches"] > whole["num_micro_batches"]
 
@@ -264,6 +271,14 @@ def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenize
     assert (Path(summary["checkpoint"]) / "tokenizer.json").is_file()
     assert weights_of(summary["checkpoint"])["lm_head.weight"].shape[0] == len(words)
     assert metrics_of(folder / "full")[0]["train/num_loss_tokens"] == 2
+    # Trained on, the model's folder brings its tokenizer.
+    further = folder / "further.toml"
+    further.write_text(
+        f'[model]\npath = "{summary["checkpoint"]}"\n[data]\nfiles = ["a.jsonl"]\n[train]\nnum_steps = 1\n'
+    )
+    again, _ = sft(capsys, further, "run.dir=further")
+    assert metrics_of(folder / "further")[0]["train/num_loss_tokens"] == 2
+    assert (Path(again["checkpoint"]) / "tokenizer.json").is_file()
     folded, _ = sft(capsys, path, "run.dir=folded", "data.vocab=folded")
     # hi, yes and no; the folded ids are of no use to the tokenizer, which is not copied.
     assert weights_of(folded["checkpoint"])["lm_head.weight"].shape[0] == 3

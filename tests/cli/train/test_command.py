@@ -246,7 +246,7 @@ def test_settings_that_change_only_memory_speed_or_length_may_change(
     path = config(folder)
     train(capsys, path, "run.dir=out")
     changed = [
-        "rl.max_tokens=9",
+        "rl.max_batch_tokens=9",
         "rl.parents=recompute",
         "rl.sharing=measured",
         "engine.max_batch=4",
@@ -422,6 +422,20 @@ def test_a_policy_that_was_trained_can_be_trained_on_from_its_folder(
         "num_steps = 1\n"
     )
     assert train(capsys, path, "run.dir=second")[0]["num_parameters"] == first["num_parameters"]
+
+
+def test_prompts_are_read_by_the_tokenizer_of_the_model_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = train(capsys, prompts(folder), "run.dir=first", "rl.num_steps=1")
+    path = folder / "second.toml"
+    path.write_text(
+        f'[model]\npath = "{first["checkpoint"]}"\n[task]\nkind = "prompts"\nfile = "p.jsonl"\ntemplate = "raw"\n'
+        'reward = "tests_rewards:length_of"\n[sampling]\nmax_tokens = 4\n[rl]\nnum_steps = 1\n'
+    )
+    second, _ = train(capsys, path, "run.dir=second")
+    assert second["num_prompts"] == first["num_prompts"] == 5
+    assert (Path(second["checkpoint"]) / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize(

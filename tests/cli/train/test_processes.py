@@ -14,6 +14,7 @@ from treering.cli.training import run_train as run
 from treering.config.runtime import Lengths, Schedule
 from treering.data import read_trajectories
 from treering.errors import ConfigError, StateError
+from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import RUN_POLICIES
 from treering.schedule.predict.lengths import PredictorName
@@ -26,6 +27,19 @@ REWARD = "tests.cli.train.test_command:length_of"
 def train(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> dict[str, Any]:
     run(config_path=path, overrides=list(overrides), json_output=True)
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def check_timeline(spans: list[dict[str, Any]], *, num_steps: int) -> None:
+    """Every rollout of a step ends in a worker's span, and the trainer works after the last of them has begun."""
+    assert {span["step"] for span in spans} == set(range(1, num_steps + 1))
+    for step in range(1, num_steps + 1):
+        own = [span for span in spans if span["step"] == step]
+        workers, trainers = ([span for span in own if (span["worker"] is None) == is_it] for is_it in (False, True))
+        assert len(trainers) == 1
+        # Two prompts in groups of three; one prompt in the last step of an epoch of five.
+        assert sum(span["num_rollouts"] for span in workers) == (3 if step == 3 else 6)
+        assert all(span["started_s"] <= span["ended_s"] for span in own)
+        assert all(span["started_s"] <= trainers[0]["ended_s"] for span in workers)
 
 
 def rows_of(run_dir: Path) -> list[tuple[object, ...]]:
@@ -42,6 +56,8 @@ def test_workers_change_neither_rollouts_nor_weights(folder: Path, capsys: pytes
     assert plain["account"] is None
     assert plain["total"]["num_updates"] > 0
     assert rows_of(folder / "plain") == rows_of(folder / "several")
+    assert not (folder / "plain" / "timeline.jsonl").exists()
+    check_timeline(read_timeline(folder / "several"), num_steps=several["num_steps"])
     left, right = (AutoModelForCausalLM.from_pretrained(each["checkpoint"]).state_dict() for each in (plain, several))
     # float32: which rollouts run side by side decides how sums are rounded.
     assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)

@@ -6,12 +6,14 @@ from itertools import count
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from treering.atomic import write_text
 from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
+from treering.cli.display import RunDisplay
 from treering.cli.progress import StepProgress, note_compiling, warnings_as_lines
 from treering.cli.run_folder import LOCK_FILE, locked
 from treering.cli.signals import advising
@@ -50,6 +52,7 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
     Console().print(as_table(report))
     console.print(
         f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
+        f"look at both on one page: treering report {out} --open\n"
         f"go on with either: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
         soft_wrap=True,
     )
@@ -57,15 +60,17 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
 
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
     """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
+    # Its own progress bars would flicker through ours.
+    transformers_logging.disable_progress_bar()
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
     threads = best_threads(start.model, size.max_batch)
-    with StepProgress(num_steps=size.num_steps, first_step=0, console=console) as progress:
+    with RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console) as display:
         compared = compare(
             out,
             size,
             threads,
             seed=seed,
-            on_step=lambda so_far: progress.show_text(so_far.num_steps, _standing(so_far)),
+            on_step=lambda so_far: _show(display, so_far),
         )
     report = make_report(start, out / START_FOLDER, size, threads, compared, seed=seed)
     with writing(out / REPORT_FILE):
@@ -93,6 +98,13 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
         soft_wrap=True,
     )
     return start
+
+
+def _show(display: RunDisplay, compared: Comparison) -> None:
+    plain, ours = compared.reports["plain"], compared.reports["treering"]
+    ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
+    note = f"{ratio:.2f}x as fast as the plain loop, which takes its turn after each step"
+    display.show({"step": ours[-1].step, **ours[-1].values()}, _standing(compared), note=note)
 
 
 def _standing(compared: Comparison) -> str:

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
+from treering.cli.display import RunDisplay, SftProgress
 from treering.cli.models import build_model, load_teacher
-from treering.cli.progress import StepProgress, note_compiling
+from treering.cli.progress import note_compiling
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import attention_in_words, compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
@@ -36,8 +37,8 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     if config.data.template == "hf":
         date = run_date(config.run, "data", config.data.date)
         config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
-    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size)
     folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
     note_compiling(console, lay_out)
     compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
@@ -61,17 +62,18 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     write_settings(config, config.run)
     _announce(console, config, corpus, model, opened, num_steps)
     with printed_warnings(console):
-        sinks = open_sinks(config.run, opened)
+        sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
     with Metrics(sinks) as metrics:
         steps = run_steps(
             loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
         )
-        with StepProgress(num_steps=num_steps, first_step=opened.step, console=console) as progress:
-            reports = _show_each(steps, progress)
+        title = str(config.run.dir)
+        with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
+            reports = _show_each(steps, SftProgress(display))
     return _summary(config, corpus, model, opened, reports)
 
 
-def _show_each(steps: Iterator[StepReport], progress: StepProgress) -> list[StepReport]:
+def _show_each(steps: Iterator[StepReport], progress: SftProgress) -> list[StepReport]:
     reports = []
     for report in steps:
         progress.show(report)

@@ -17,7 +17,7 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions
 
 # Settings that change rounding at most.
-_FREE_TO_CHANGE = frozenset({"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
+_FREE_TO_CHANGE = frozenset({"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 

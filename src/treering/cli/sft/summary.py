@@ -30,7 +30,7 @@ class SftSummary:
     unique_tokens: int
     sharing: float
     num_micro_batches: int
-    """Forward passes; more than steps if the trees of a step do not fit `max_tokens` together."""
+    """Forward passes; more than steps if the trees of a step do not fit `max_batch_tokens` together."""
     flat_tokens_per_s: float
     unique_tokens_per_s: float
     checkpoint: str

@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.progress import RlProgress, StepProgress, note_compiling
+from treering.cli.display import RlProgress, RunDisplay
+from treering.cli.progress import note_compiling
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     ROLLOUTS_FOLDER,
@@ -25,10 +26,12 @@ from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource
+from treering.cli.train.timeline import TimelineLog
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
 from treering.metrics import Metrics, num_logged
+from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
@@ -67,9 +70,11 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     with (
         open_training(config, config_dir=config_dir, console=console) as run,
-        StepProgress(num_steps=run.num_steps, first_step=run.opened.step, console=console) as progress,
+        RunDisplay(
+            title=str(config.run.dir), num_steps=run.num_steps, first_step=run.opened.step, console=console
+        ) as display,
     ):
-        reports = _show_each(run.steps, RlProgress(progress), console)
+        reports = _show_each(run.steps, RlProgress(display), console)
     last_step = reports[-1].step if reports else run.opened.step
     pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
     measured = None if pipeline is None else pipeline.measured
@@ -123,8 +128,10 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         if opened.step == 0:
             warm_up(config, model, console)
         with printed_warnings(console):
-            metrics = stack.enter_context(Metrics(open_sinks(config.run, opened)))
-            on_step = _rollout_log(config, loop, opened)
+            metrics = stack.enter_context(
+                Metrics(open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json")))
+            )
+            on_step = _logs(config, loop, opened, stack)
         steps = run_steps(
             loop,
             num_steps=num_steps,
@@ -145,6 +152,21 @@ def _count_steps(config: RlConfig, source: TaskSource) -> int:
     rl = config.rl
     plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
     return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
+
+
+def _logs(config: RlConfig, loop: Loop, opened: Opened, stack: ExitStack) -> Callable[[RlStepReport], dict[str, float]]:
+    """Writes the rollouts of each step and, with workers, when each of them worked."""
+    log_rollouts = _rollout_log(config, loop, opened)
+    timeline = None
+    if isinstance(loop, PipelineLoop):
+        timeline = stack.enter_context(TimelineLog(config.run.dir / TIMELINE_FILE, resume_step=opened.resume_step))
+
+    def on_step(report: RlStepReport) -> dict[str, float]:
+        if timeline is not None:
+            timeline.write(report)
+        return {} if log_rollouts is None else log_rollouts(report)
+
+    return on_step
 
 
 def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], dict[str, float]] | None:

@@ -31,7 +31,7 @@ from treering.train.loop.sft import LoopOptions
 # Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
 # except its seed: no rollout's tokens depend on them.
 _FREE_TO_CHANGE = frozenset(
-    {"max_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
+    {"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 

@@ -78,9 +78,9 @@ def draw_sums(config: TaskConfig) -> SumTask:
 
 def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
-    assert config.tokenizer is not None, "the configuration checks it"
     places = search_places(config_dir)
-    tokenizer = locate(config.tokenizer, places)
+    tokenizer = model if config.tokenizer is None else locate(config.tokenizer, places)
+    assert tokenizer is not None, "the configuration checks it"
     task = PromptsFile(
         locate(config.file, places),
         tokenizer=tokenizer,

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from treering.cli.progress import StepProgress
+from treering.cli.display import RunDisplay, SftProgress
 from treering.cli.run_folder import WARMUP_FOLDER, open_sinks, printed_warnings
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums
 from treering.config import RlConfig
+from treering.config.metrics import MetricsConfig
 from treering.config.run import RunConfig
 from treering.metrics import Metrics
 from treering.train.loop.batches import TrainingTask
@@ -32,11 +33,14 @@ def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
     )
     with printed_warnings(console):
         opened = open_run(run.dir, loop, checkpoints)
-        sinks = open_sinks(run, opened)
+        sinks = open_sinks(MetricsConfig(), run.dir, opened, {})
     with (
         Metrics(sinks) as metrics,
-        StepProgress(num_steps=num_steps, first_step=opened.step, console=console, title="warm-up") as progress,
+        RunDisplay(
+            title=str(run.dir), num_steps=num_steps, first_step=opened.step, console=console, unit="warm-up"
+        ) as display,
     ):
+        progress = SftProgress(display)
         for report in run_steps(
             loop, num_steps=num_steps, save_every=run.save_every, checkpoints=checkpoints, metrics=metrics
         ):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.errors import ConfigError, InputError
+from treering.arrays import Int64Array
+from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance, learn
@@ -20,7 +21,7 @@ from treering.history.draft.output import Output
 from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
 from treering.history.draft.tree import Model
-from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source
+from treering.history.features import FIRST, NUM_KINDS, NUM_LENGTHS, NUM_VOTES, SOURCES, Source
 from treering.history.match.source_gate import EnabledSources
 from treering.history.match.sources import Rows
 from treering.history.match.state import SearchState
@@ -249,6 +250,20 @@ class Drafter:
                 twin.propose(rows)
                 twin.observe(rows, counts)
             twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
+
+    def sources_of_latest(self) -> Int64Array:
+        """int64 [D]: the place in `SOURCES` of the strongest match of each token of the latest drafts.
+
+        Call it between `propose` and `observe`.
+
+        Raises:
+            StateError: there are no drafts that `observe` has not seen.
+        """
+        if self._latest is None:
+            raise StateError("the sources are those of drafts that were not observed yet, and there are none; propose")
+        # The kind of feature 1 is the length of the strongest match, of each source its own range.
+        num_drafted = self._latest[1].tokens.size
+        return (self._features[:num_drafted, 1].astype(np.int64) - FIRST[1]) // NUM_LENGTHS
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

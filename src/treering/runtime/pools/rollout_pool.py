@@ -184,6 +184,8 @@ class RolloutPool:
             assert not message.rollouts, "a step ends after its rollouts"
             return []
         open_step.note_stats(message.stats)
+        number = self._workers.index(worker)
+        open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.rollouts))
         self._note_progress(worker, message.progress, open_step)
         if message.rollouts:
             # Only finished rollouts count as progress: a worker may die at the same token every time.

@@ -11,7 +11,7 @@ from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.collect import Collection
-from treering.rl.step_report import total_stats
+from treering.rl.step_report import WorkerSpan, total_stats
 from treering.runtime.account import Account
 from treering.runtime.step.expected_lengths import ExpectedLengths
 from treering.runtime.step.planning import RolloutPlan
@@ -54,6 +54,7 @@ class OpenStep:
         self.account = Account(scheduled=len(requests))
         self.stats = EngineStats()
         self.started_s = self.ended_s = 0.0
+        self.spans: dict[int, WorkerSpan] = {}
         self._number = {request.key: number for number, request in enumerate(requests)}
         corrected = plan.assignment.predicted_lengths
         initial = plan.predicted if corrected is None else corrected
@@ -135,6 +136,20 @@ class OpenStep:
     def note_stats(self, stats: EngineStats) -> None:
         """Adds an engine's counts for this step."""
         self.stats = total_stats([self.stats, stats])
+
+    def note_span(self, worker: int, *, busy_s: float, num_rollouts: int) -> None:
+        """Records that a worker was busy for so long until now, and that so many turns ended there."""
+        if busy_s == 0.0 and num_rollouts == 0:
+            return
+        now = time.time()
+        before = self.spans.get(worker)
+        self.spans[worker] = WorkerSpan(
+            worker=worker,
+            started_s=now - busy_s if before is None else before.started_s,
+            ended_s=now,
+            busy_s=busy_s + (0.0 if before is None else before.busy_s),
+            num_rollouts=num_rollouts + (0 if before is None else before.num_rollouts),
+        )
 
     def note_progress(self, key: RolloutKey, num_tokens: int) -> None:
         """Records the tokens of a running rollout."""

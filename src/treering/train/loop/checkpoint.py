@@ -178,7 +178,8 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
     if differing:
         raise StateError(
             f"a run resumes with the settings that it began with, and {where} is of another one: "
-            f"{'; '.join(differing)}; set these back, or choose another run folder"
+            f"{'; '.join(differing)}; set these back, or begin anew: in another folder with run.dir=..., "
+            f"or here after `rm -r {where}`"
         )
 
 

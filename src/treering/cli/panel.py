@@ -1,0 +1,158 @@
+"""A panel of a running loop: step, reward with a sparkline, speeds, sharing, phases and the time left.
+
+It is made from rows of metrics alone, so that `treering train` shows it of itself and `treering watch` of any run.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from treering import metrics
+from treering.report.epochs import phase_seconds
+from treering.report.run import number
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_NUM_SPARKS = 40
+_NUM_RECENT = 8
+"""Steps whose mean time predicts the time left."""
+_PHASE_WIDTH = 36
+_LEAST_SHARE = 0.005
+"""Phases below are not named."""
+_PHASE_STYLES = {"rollout": "blue", "training": "yellow", "update": "green", "other": "bright_black"}
+
+
+@dataclass(slots=True, kw_only=True)
+class PanelState:
+    """What a panel shows of a run.
+
+    Attributes:
+        title: of the panel.
+        num_steps: of the whole run; None if unknown.
+        step: the newest one.
+        note: a line of the caller's.
+    """
+
+    title: str
+    num_steps: int | None
+    step: int = 0
+    note: str = ""
+    _scores: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SPARKS))
+    _score_name: str = "reward"
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    _last: dict[str, float] = field(default_factory=dict)
+    _phases: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Takes the metrics of one more step, with its "step"."""
+        self.step = row["step"]
+        self._last |= {name: value for name in row if (value := number(row[name])) is not None}
+        for phase, seconds in phase_seconds(row).items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+        name = metrics.REWARD_MEAN if metrics.NUM_SAMPLED in row else metrics.LOSS
+        self._score_name = "reward" if name == metrics.REWARD_MEAN else "loss"
+        for values, key in ((self._scores, name), (self._step_s, metrics.STEP_S)):
+            value = number(row.get(key))
+            if value is not None:
+                values.append(value)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Steps left times the mean of the newest steps; None if unknown."""
+        if self.num_steps is None or not self._step_s:
+            return None
+        return max(0, self.num_steps - self.step) * sum(self._step_s) / len(self._step_s)
+
+    @property
+    def scores(self) -> str:
+        """The newest reward or loss with a sparkline of those before."""
+        if not self._scores:
+            return f"{self._score_name} -"
+        return f"{self._score_name} {self._scores[-1]:.3f}  {sparkline(list(self._scores))}"
+
+    @property
+    def figures(self) -> str:
+        """Speeds, drafts and sharing of the newest step; those that the run has."""
+        speed = self._last.get(metrics.SAMPLED_PER_S, self._last.get(metrics.TOKENS_PER_S))
+        accepted = self._last.get(metrics.ACCEPTANCE) if self._last.get(metrics.NUM_DRAFTED) else None
+        parts = {
+            "tokens/s {:,.0f}": speed,
+            "tokens/forward {:.2f}": self._last.get(metrics.TOKENS_PER_FORWARD),
+            "drafts accepted {:.0%}": accepted,
+            "sharing {:.2f}": self._last.get(metrics.SHARING),
+        }
+        return "   ".join(words.format(value) for words, value in parts.items() if value is not None)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The share of each phase in the seconds of all steps so far."""
+        total = sum(self._phases.values())
+        return {phase: seconds / total for phase, seconds in self._phases.items()} if total else {}
+
+
+def as_panel(state: PanelState) -> Panel:
+    """The panel for a terminal."""
+    lines: list[Any] = [_progress(state), Text(state.scores), Text(state.figures)]
+    if state.phases:
+        lines.append(_phases(state.phases))
+    if state.note:
+        lines.append(Text(state.note, style="dim"))
+    return Panel(Group(*lines), title=state.title, title_align="left", border_style="blue", expand=False)
+
+
+def as_line(state: PanelState) -> str:
+    """The panel as a plain line.
+
+    Example: "step 12/32 reward 0.829 tokens/s 9,804   tokens/forward 7.05   sharing 0.89, 2 min left".
+    """
+    total = "" if state.num_steps is None else f"/{state.num_steps}"
+    left = "" if state.seconds_left is None else f", {_duration(state.seconds_left)} left"
+    score = state.scores.partition("  ")[0]
+    return f"step {state.step}{total} {score} {state.figures.replace('   ', ' ')}{left}"
+
+
+def sparkline(values: list[float]) -> str:
+    """A block character per value, from the lowest to the highest.
+
+    Example: [0.0, 0.5, 1.0] is "▁▅█".
+    """
+    low, high = min(values), max(values)
+    span = high - low
+    last = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[0 if span == 0 else int((value - low) / span * last + 0.5)] for value in values)
+
+
+def _progress(state: PanelState) -> Table:
+    table = Table.grid(padding=(0, 1))
+    total = "" if state.num_steps is None else f"/{state.num_steps}"
+    left = "" if state.seconds_left is None else f"{_duration(state.seconds_left)} left"
+    bar = ProgressBar(total=state.num_steps or 1, completed=min(state.step, state.num_steps or 0), width=28)
+    table.add_row(f"step {state.step}{total}", bar, left)
+    return table
+
+
+def _phases(shares: Mapping[str, float]) -> Text:
+    text = Text()
+    for phase, share in shares.items():
+        text.append("█" * round(share * _PHASE_WIDTH), style=_PHASE_STYLES[phase])
+    for phase, share in shares.items():
+        if share < _LEAST_SHARE:
+            continue
+        text.append(f"  {phase} {share:.0%}", style=_PHASE_STYLES[phase])
+    return text
+
+
+def _duration(seconds: float) -> str:
+    """Example: 42 is "42 s", 150 is "2 min 30 s", 7,300 is "2 h 1 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

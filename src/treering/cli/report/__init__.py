@@ -1,0 +1,1 @@
+"""`treering report`: the page of a run."""

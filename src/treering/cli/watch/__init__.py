@@ -1,0 +1,1 @@
+"""`treering watch`: the panel of a run elsewhere."""

@@ -1,0 +1,206 @@
+// Which figures a run has: titles, reading help and series.
+
+const runs = content.runs;
+const ours = runs[runs.length - 1];
+const isRl = content.kind === "rl";
+
+// A run's place among the styles: ours is always the first one.
+const styled = (run) => ({ style: STYLES[runs.length - 1 - runs.indexOf(run)] });
+const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : name, ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
+const byEpochs = (name, label) => runs.map((run) => ({ name: runs.length > 1 ? run.name : label, ...styled(run), points: run.epochs.filter((row) => row[name] !== null).map((row) => [row.epoch, row[name]]) }));
+
+function learning() {
+  if (!isRl)
+    return [
+      { id: "loss", title: "Loss", help: "The mean loss of each step's trained tokens; lower is better.", x: "step", series: bySteps("train/loss") },
+      { id: "speed", title: "Speed of training", help: "Tokens of all branches that a second trains; shared ones count once per branch.", x: "step", series: bySteps("time/tokens_per_s"), from: 0 },
+      { id: "grad-norm", title: "Gradient norm", help: "Before clipping; a spike is a step with unusual data or too high a rate.", x: "step", series: bySteps("train/grad_norm"), from: 0 },
+    ];
+  return [
+    { id: "reward", title: "Reward", help: "The mean reward of each step's rollouts; a step has other prompts than the one before, so look at the trend.", x: "step", series: bySteps("reward/mean") },
+    { id: "length", title: "Length of rollouts", help: "Mean tokens of a rollout; growth means longer answers and longer steps.", x: "step", series: bySteps("rollout/length_mean"), from: 0 },
+    { id: "zero-variance", title: "Groups that teach nothing", help: "The share of groups whose rollouts all have one reward; these are not trained.", x: "step", series: bySteps("reward/zero_variance_share"), from: 0, to: 1 },
+  ];
+}
+
+function drafting() {
+  if (!isRl) return [];
+  return [
+    { id: "tokens-per-forward", title: "Tokens per forward pass", help: "Tokens that a rollout gains in one pass of the model: 1 without drafts, more where drafts are accepted.", x: "epoch", series: byEpochs("tokens_per_forward", "tokens per forward"), from: 1 },
+    { id: "acceptance", title: "Accepted drafts", help: "The share of drafted tokens that the model would have sampled itself; it rises as history fills.", x: "epoch", series: byEpochs("acceptance", "acceptance"), from: 0, to: 1 },
+    { id: "sampling-speed", title: "Speed of sampling", help: "Sampled tokens per second while rollouts run.", x: "step", series: bySteps("time/sampled_per_s"), from: 0 },
+  ];
+}
+
+function sharing() {
+  const points = (name) => content.bounds.map((row) => [row.epoch, row[name]]);
+  const tokens = ours.epochs.filter((row) => row.token_bound !== null).map((row) => [row.epoch, row.token_bound]);
+  return [
+    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another branch of the tree has already computed; 0 means no tree can help.", x: "step", series: [{ name: "sharing", points: ours.rows.filter((row) => "train/num_tokens" in row).map((row) => [row.step, 1 - row["train/num_tokens"] / row["train/num_branch_tokens"]]) }], from: 0, to: 1 },
+    { id: "bounds", title: "Best possible speedup of training", help: `How many times less there is to compute as trees: in tokens, as trained${isRl ? "; and in FLOPs with attention, from the rollouts that the page has read" : ""}.`, x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
+  ];
+}
+
+const PHASES = [
+  ["rollout", "var(--c0)"],
+  ["training", "var(--c1)"],
+  ["update", "var(--c2)"],
+  ["other", "var(--c4)"],
+];
+
+const secondsOf = (rows, phase) => rows.reduce((total, row) => total + (row[phase] ?? 0), 0);
+
+function phases() {
+  return [...runs].reverse().map((run) => {
+    const all = PHASES.reduce((total, [phase]) => total + secondsOf(run.phases, phase), 0);
+    const series = PHASES.map(([phase, color]) => {
+      const share = all ? Math.round((100 * secondsOf(run.phases, phase)) / all) : 0;
+      return { name: phase, label: `${phase} ${share} %`, style: { color }, points: run.phases.filter((row) => phase in row).map((row) => [row.step, row[phase]]) };
+    });
+    const name = runs.length > 1 ? `: ${run.name}` : "";
+    const overlap = run.has_workers ? " Phases of several processes overlap, so a bar may be longer than its step." : "";
+    return { id: `phases-${run.name}`, title: `Seconds of each step${name}`, help: `What a step spends its time on; the legend has the shares of the whole run.${overlap}`, x: "step", kind: "stack", series: series.filter((each) => each.points.some(([, y]) => y > 0)) };
+  });
+}
+
+function workers() {
+  if (!ours.has_workers) return [];
+  return [
+    { id: "bubble", title: "Idle time of the workers", help: "The bubble: the share of the workers' time without a rollout to decode; 0 is best.", x: "step", series: bySteps("rollout/bubble"), from: 0, to: 1 },
+    { id: "staleness", title: "Staleness", help: "Steps between the weights that sampled a step and the weights that it trained; 0 is on-policy.", x: "step", series: bySteps("rollout/staleness"), from: 0 },
+    { id: "trainer-wait", title: "Idle time of the trainer", help: "Seconds that the trainer waited for the rollouts of each step.", x: "step", series: bySteps("time/trainer_wait_s"), from: 0 },
+  ];
+}
+
+const NUM_SHOWN = 12;
+
+// When each process worked on the newest steps: a row per worker, the trainer last.
+function timeline() {
+  const newest = [...new Set(ours.timeline.map((span) => span.step))].sort((a, b) => a - b).slice(-NUM_SHOWN);
+  const spans = ours.timeline.filter((span) => newest.includes(span.step));
+  if (!spans.length) return null;
+  const names = [...new Set(spans.map((span) => span.worker))].sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
+  const [first, last] = [Math.min(...spans.map((span) => span.started_s)), Math.max(...spans.map((span) => span.ended_s))];
+  const element = html("section", { class: "card wide", id: "timeline" }, html("h3", {}, `Workers and trainer in steps ${newest[0]} to ${newest.at(-1)}`));
+  element.append(html("p", { class: "help" }, "Each row is a process and each bar its share of a step; neighbouring steps differ in colour. Gaps are bubbles: the process had nothing to do."));
+  const plot = html("div", { class: "plot" });
+  fitted(plot, (width) => {
+    const [left, high] = [66, names.length > 16 ? 12 : 22];
+    const x = (seconds) => left + ((seconds - first) / (last - first || 1)) * (width - left - 4);
+    const floor = names.length * high;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${floor + 30}`, height: floor + 30, role: "img", "aria-label": "Timeline of the workers" });
+    names.forEach((name, row) => {
+      picture.append(svg("rect", { x: left, y: row * high + 1, width: width - left - 4, height: high - 2, fill: "var(--idle)" }));
+      picture.append(svg("text", { x: 0, y: row * high + high / 2 + 4 }, name === null ? "trainer" : `worker ${name}`));
+    });
+    for (const span of spans) {
+      const row = names.indexOf(span.worker);
+      const style = STYLES[newest.indexOf(span.step) % 3];
+      const bar = svg("rect", { x: x(span.started_s), y: row * high + 1, width: Math.max(1, x(span.ended_s) - x(span.started_s)), height: high - 2, fill: style.color });
+      const busy = span.ended_s > span.started_s ? Math.min(1, span.busy_s / (span.ended_s - span.started_s)) : 1;
+      const words = span.worker === null ? "" : `\n${format(span.num_rollouts)} turns ended`;
+      bar.addEventListener("pointermove", (event) => showTip(event, `step ${span.step}: ${format(span.started_s - first)} to ${format(span.ended_s - first)} s\nbusy ${Math.round(100 * busy)} %${words}`));
+      bar.addEventListener("pointerleave", hideTip);
+      picture.append(bar);
+    }
+    for (const second of ticks(0, last - first, Math.max(2, Math.floor(width / 90))))
+      picture.append(svg("text", { x: x(first + second), y: floor + 16, "text-anchor": "middle" }, `${format(second)} s`));
+    return picture;
+  });
+  return element.append(plot), element;
+}
+
+// Bars of all seconds, one per run, over the steps that both have.
+function comparison() {
+  if (runs.length < 2) return null;
+  const steps = Math.min(...runs.map((run) => run.phases.length));
+  const totals = runs.map((run) => PHASES.map(([phase]) => secondsOf(run.phases.slice(0, steps), phase)));
+  const sums = totals.map((parts) => parts.reduce((a, b) => a + b, 0));
+  if (!steps || !sums.every((sum) => sum > 0)) return null;
+  const element = html("section", { class: "card wide", id: "comparison" }, html("h3", {}, `Plain against Treering: ${format(sums[0] / sums[1])}x as fast`));
+  element.append(html("p", { class: "help" }, `All seconds of the first ${steps} steps, same start and seeds. The shorter bar is the faster loop; each colour is a phase.`));
+  element.append(legend({ kind: "stack", series: PHASES.map(([name, color]) => ({ name, style: { color } })) }));
+  const plot = html("div", { class: "plot" });
+  fitted(plot, (width) => {
+    const [left, right] = [68, 64];
+    const picture = svg("svg", { viewBox: `0 0 ${width} 92`, height: 92, role: "img", "aria-label": "Plain against Treering" });
+    runs.forEach((run, i) => {
+      const top = 6 + 44 * i;
+      let x = left;
+      picture.append(svg("text", { class: "label", x: 0, y: top + 22 }, run.name));
+      totals[i].forEach((seconds, p) => {
+        const size = (seconds / Math.max(...sums)) * (width - left - right);
+        const bar = svg("rect", { x, y: top, width: size, height: 34, fill: PHASES[p][1] });
+        bar.addEventListener("pointermove", (event) => showTip(event, `${run.name}, ${PHASES[p][0]}: ${format(seconds)} s`));
+        bar.addEventListener("pointerleave", hideTip);
+        picture.append(bar);
+        x += size;
+      });
+      picture.append(svg("text", { class: "ink", x: x + 6, y: top + 22 }, `${format(sums[i])} s`));
+    });
+    return picture;
+  });
+  const rows = PHASES.map(([phase], p) => [`${phase}, seconds`, ...totals.map((parts) => parts[p]), totals[0][p] / totals[1][p]]);
+  rows.push(["all, seconds", ...sums, sums[0] / sums[1]]);
+  const known = rows.filter((row) => isNumber(row[3]));
+  element.append(plot, facts(["", ...runs.map((run) => run.name), "plain / treering"], known));
+  if (content.demo.num_steps) {
+    const different = content.demo.first_difference;
+    const words = different === null ? "Both runs sampled the same tokens in every step." : `Both runs sampled the same tokens up to step ${different - 1}.`;
+    element.append(html("p", { class: "help" }, `${words} ${content.demo.machine}; torch ${content.demo.versions?.torch}.`));
+  }
+  return element;
+}
+
+function facts(head, rows) {
+  const cells = (row) => row.map((value, i) => html("td", i && isNumber(value) ? { "data-value": value } : {}, format(value)));
+  const body = html("tbody", {}, ...rows.map((row) => html("tr", {}, ...cells(row))));
+  const names = html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name))));
+  return html("table", { class: "plain" }, ...(head.length ? [names] : []), body);
+}
+
+// Where the rollouts went, as one bar and a table.
+function account() {
+  const parts = Object.entries(ours.account);
+  const all = parts.reduce((total, [, count]) => total + count, 0);
+  const element = html("section", { class: "card", id: "account" }, html("h3", {}, `Account of ${format(all)} rollouts`));
+  element.append(html("p", { class: "help" }, "Each sampled rollout is trained once, or left out for one of these reasons."));
+  const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c3)"];
+  const plot = html("div", { class: "plot" });
+  fitted(plot, (width) => {
+    const picture = svg("svg", { viewBox: `0 0 ${width} 30`, height: 30, role: "img", "aria-label": "Account of the rollouts" });
+    let x = 0;
+    parts.forEach(([name, count], i) => {
+      const size = all ? (count / all) * width : 0;
+      const bar = svg("rect", { x, y: 2, width: size, height: 24, fill: colors[i] });
+      bar.addEventListener("pointermove", (event) => showTip(event, `${name}: ${format(count)}`));
+      bar.addEventListener("pointerleave", hideTip);
+      picture.append(bar);
+      x += size;
+    });
+    return picture;
+  });
+  element.append(plot, facts([], parts));
+  const extra = Object.entries(ours.faults);
+  if (extra.length) element.append(html("h3", { style: "margin-top:12px" }, "Faults and moves"), facts([], extra));
+  return element;
+}
+
+// Any metric of metrics.jsonl.
+function anyMetric() {
+  const names = [...new Set(runs.flatMap((run) => run.names))].sort();
+  const element = html("section", { class: "card wide", id: "any-metric" }, html("h3", {}, "Any metric"));
+  if (!names.length) return element;
+  const select = html("select", { id: "metric-select" }, ...names.map((name) => html("option", { value: name }, name)));
+  const place = html("div", {});
+  const show = () => {
+    const figure = card({ id: "metric", title: select.value, help: "As metrics.jsonl has it.", x: "step", series: bySteps(select.value) });
+    figure.className = "";
+    place.replaceChildren(figure);
+  };
+  select.value = names.includes("train/grad_norm") ? "train/grad_norm" : names[0];
+  select.addEventListener("change", show);
+  element.append(html("div", { class: "controls" }, html("label", {}, "Metric", select)), place);
+  show();
+  return element;
+}

@@ -1,0 +1,141 @@
+// The forest of one prompt and the origin of one rollout's tokens, both selectable.
+
+const ORIGINS = {
+  g: ["given", "the prompt, or what the environment answered"],
+  n: ["sampled", "the model sampled it itself, one per forward pass"],
+  h: ["history", "drafted from earlier rollouts of the prompt"],
+  s: ["siblings", "drafted from the running rollouts of the group"],
+  o: ["own context", "drafted from earlier in the same rollout"],
+  x: ["others", "drafted from rollouts of other prompts"],
+};
+const hasTexts = Object.keys(content.texts).length > 0;
+const textOf = (token) => content.texts[token] ?? String(token);
+const oneLine = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+const selected = { prompt: 0, rollout: 0 };
+const listeners = [];
+
+function choose(prompt, rollout) {
+  Object.assign(selected, { prompt, rollout });
+  for (const listener of listeners) listener();
+}
+
+function shade(advantage, most) {
+  if (advantage === null || !most) return { fill: "var(--idle)" };
+  const size = Math.abs(advantage) / most;
+  if (size < 0.02) return { fill: "var(--idle)" };
+  return { fill: advantage > 0 ? "var(--plus)" : "var(--minus)", "fill-opacity": (0.2 + 0.42 * size).toFixed(2) };
+}
+
+function segmentText(prompt, [start, length, top]) {
+  const tokens = prompt.rollouts[prompt.forest.rows[top]].tokens.slice(start, start + length);
+  return oneLine(tokens.map(textOf).join(hasTexts ? "" : " "));
+}
+
+function drawForest(prompt, width) {
+  const { forest } = prompt;
+  const rows = forest.rows.length;
+  const high = Math.max(5, Math.min(22, Math.floor(620 / rows)));
+  const right = 118;
+  const depth = Math.max(...forest.segments.map(([start, length]) => start + length));
+  const scale = (width - right) / depth;
+  const most = Math.max(...forest.advantages.map((value) => Math.abs(value ?? 0)));
+  const height = rows * high + 24;
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Forest of ${prompt.id}` });
+  picture.append(svg("text", { x: width - right + 10, y: 12 }, "reward"), svg("text", { x: width, y: 12, "text-anchor": "end" }, "advantage"));
+  for (const segment of forest.segments) {
+    const [start, length, top, bottom, advantage] = segment;
+    const box = { x: start * scale + 0.5, y: 18 + top * high + 0.5, width: Math.max(1, length * scale - 1), height: (bottom - top) * high - 1, rx: 2, ...shade(advantage, most) };
+    const bar = svg("rect", box);
+    const words = segmentText(prompt, segment);
+    bar.addEventListener("pointermove", (event) => showTip(event, `${length} token${length > 1 ? "s" : ""}, shared by ${bottom - top} rollout${bottom - top > 1 ? "s" : ""}\nmean advantage ${format(advantage)}\n${words.slice(0, 300)}`));
+    bar.addEventListener("pointerleave", hideTip);
+    bar.addEventListener("click", () => choose(selected.prompt, forest.rows[top]));
+    picture.append(bar);
+    const room = Math.floor((box.width - 6) / 6.7);
+    if (box.height >= 13 && room >= Math.min(3, words.length))
+      picture.append(svg("text", { class: "code", x: box.x + 4, y: box.y + box.height / 2 + 4 }, words.length > room ? `${words.slice(0, Math.max(1, room - 1))}…` : words));
+  }
+  forest.rows.forEach((rollout, row) => {
+    const y = 18 + row * high;
+    const place = svg("rect", { class: "row", x: width - right, y, width: right, height: high, fill: "transparent" });
+    place.addEventListener("click", () => choose(selected.prompt, rollout));
+    if (high >= 9) {
+      picture.append(svg("text", { class: "ink", x: width - right + 10, y: y + high / 2 + 4 }, format(forest.rewards[rollout])));
+      picture.append(svg("text", { x: width, y: y + high / 2 + 4, "text-anchor": "end" }, signed(forest.advantages[rollout])));
+    } else {
+      picture.append(svg("rect", { x: width - right + 10, y: y + 1, width: 30, height: high - 2, ...shade(forest.advantages[rollout], most) }));
+    }
+    if (rollout === selected.rollout) picture.append(svg("rect", { class: "selected", x: 1, y: y + 0.5, width: width - 2, height: high - 1, rx: 3 }));
+    picture.append(place);
+  });
+  return picture;
+}
+
+const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${value.toFixed(2)}`);
+
+function forestCard() {
+  const element = html("section", { class: "card wide", id: "forest" }, html("h3", {}, "One forest: the rollouts of a prompt"));
+  const most = content.prompts.length ? "" : " No rollouts yet.";
+  element.append(html("p", { class: "help" }, `From left to right, tokens; each row is a rollout, and a bar over several rows is computed once for all of them. Blue: above the group's mean reward. Orange: below. Grey: 0 on average.${most}`));
+  if (!content.prompts.length) return element;
+  const options = content.prompts.map((prompt, i) => html("option", { value: i }, oneLine(prompt.id)));
+  const select = html("select", { id: "prompt-select" }, ...options);
+  const line = html("span", { class: "status", id: "forest-line" });
+  const plot = html("div", { class: "plot" });
+  const show = () => {
+    const { forest } = content.prompts[selected.prompt];
+    select.value = selected.prompt;
+    line.textContent = `${format(forest.rows.length)} rollouts: ${format(forest.num_branch_tokens)} tokens, ${format(forest.num_tokens)} of them distinct. ${content.prompts.length} of the epoch's ${content.num_prompts} prompts are here.`;
+    if (plot.clientWidth) plot.replaceChildren(drawForest(content.prompts[selected.prompt], Math.floor(plot.clientWidth)));
+  };
+  select.addEventListener("change", () => choose(Number(select.value), 0));
+  fitted(plot, (width) => drawForest(content.prompts[selected.prompt], width));
+  listeners.push(show);
+  element.append(html("div", { class: "controls" }, html("label", {}, "Prompt", select), line), plot);
+  show();
+  return element;
+}
+
+function tokenSpan(rollout, at) {
+  const letter = rollout.origins[at];
+  const token = rollout.tokens[at];
+  const text = textOf(token);
+  const span = html("i", { class: hasTexts ? letter : `${letter} ids` }, text === "\n" ? "⏎\n" : text);
+  span.addEventListener("pointermove", (event) => {
+    const logprob = rollout.logprobs?.[at];
+    const chance = isNumber(logprob) && letter !== "g" ? `\nprobability ${format(Math.exp(logprob))}` : "";
+    showTip(event, `${ORIGINS[letter][0]}: ${ORIGINS[letter][1]}\ntoken ${token}, position ${at}${chance}`);
+  });
+  span.addEventListener("pointerleave", hideTip);
+  return span;
+}
+
+function originCard() {
+  const element = html("section", { class: "card wide", id: "origins" }, html("h3", {}, "One rollout: where its tokens came from"));
+  const how = content.replayed
+    ? "The run does not record this: the page replayed its drafter over the stored rollouts of the prompts drawn here, which may differ a little from what the run drafted."
+    : "This run has no drafts, so the model sampled each token itself.";
+  element.append(html("p", { class: "help" }, `Coloured tokens were drafted and accepted, so they cost no forward pass of their own. ${how}`));
+  if (!content.prompts.length) return element;
+  const select = html("select", { id: "rollout-select" });
+  const keys = html("div", { class: "legend", id: "origin-counts" });
+  const text = html("div", { class: "text", id: "rollout-text", tabindex: "0" });
+  const show = () => {
+    const prompt = content.prompts[selected.prompt];
+    const rollout = prompt.rollouts[selected.rollout];
+    const names = prompt.rollouts.map((_, i) => `${i + 1}: reward ${format(prompt.forest.rewards[i])}, advantage ${signed(prompt.forest.advantages[i])}`);
+    select.replaceChildren(...names.map((name, i) => html("option", { value: i }, name)));
+    select.value = selected.rollout;
+    const counts = Object.fromEntries(Object.keys(ORIGINS).map((letter) => [letter, 0]));
+    for (const letter of rollout.origins) counts[letter]++;
+    const all = rollout.origins.length - counts.g;
+    const shown = Object.entries(counts).filter(([letter, count]) => count || letter !== "g");
+    keys.replaceChildren(...shown.map(([letter, count]) => html("span", { "data-origin": letter, "data-value": count }, html("span", { class: `key ${letter}` }, ORIGINS[letter][0]), letter === "g" ? format(count) : `${format(count)} (${all ? Math.round((100 * count) / all) : 0} %)`)));
+    text.replaceChildren(...rollout.tokens.map((_, at) => tokenSpan(rollout, at)));
+  };
+  select.addEventListener("change", () => choose(selected.prompt, Number(select.value)));
+  listeners.push(show);
+  element.append(html("div", { class: "controls" }, html("label", {}, "Rollout", select)), keys, text);
+  show();
+  return element;
+}

@@ -1,0 +1,56 @@
+"""The page of a run: one HTML file with its figures, tables and scripts inside. It loads nothing from a network."""
+
+import json
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from treering.report.content import tiles_of
+
+_SCRIPTS = ("chart.js", "figures.js", "forest.js", "page.js")
+
+
+def as_html(content: Mapping[str, Any]) -> str:
+    """The page of what `content.page_content` found.
+
+    The figures are SVG that the page's own script draws from the JSON in `<script id="data">`; it follows the width
+    and the light or dark setting of the browser.
+
+    Example: `Path("report.html").write_text(as_html(page_content(folder, find_text)), encoding="utf-8")`
+    """
+    parts = {
+        "title": escape(str(content["title"])),
+        "style": _asset("page.css"),
+        "data": _inline_json(content),
+        "tiles": "".join(_tile(*tile) for tile in tiles_of(content)),
+        "status": escape(f"{content['status']}; page made {content['made']}"),
+        "notes": _notes(content["notes"]),
+        "script": "\n".join(_asset(name) for name in _SCRIPTS),
+    }
+    page = _asset("page.html")
+    for name, part in parts.items():
+        # The data may contain any text, also that of a marker, so it is put in last.
+        if name != "data":
+            page = page.replace(f"<!--{name}-->", part)
+    return page.replace("<!--data-->", parts["data"])
+
+
+def _inline_json(content: Mapping[str, Any]) -> str:
+    """JSON that cannot end its script element, whatever texts it holds."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _tile(label: str, value: str, words: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span><small>{escape(words)}</small></div>'
+
+
+def _notes(notes: list[str]) -> str:
+    if not notes:
+        return ""
+    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<aside class="notes"><h2>What is missing here</h2><ul>{lines}</ul></aside>'
+
+
+def _asset(name: str) -> str:
+    return (files("treering.report") / "assets" / name).read_text(encoding="utf-8")

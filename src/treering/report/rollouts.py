@@ -1,0 +1,95 @@
+"""The newest rollouts of a run, as far as a page needs them: which are read, and which prompts are drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from treering.data import Trajectory, read_trajectories
+from treering.errors import InputError
+from treering.types import PromptId
+
+ROLLOUTS_FOLDER = "rollouts"
+MAX_READ_BYTES = 200_000_000
+"""Rollout files that are read, newest first; the newest one is skipped too if it is larger."""
+MAX_DRAWN_TOKENS = 40_000
+"""Tokens of all rollouts on a page; at least one prompt is drawn."""
+MAX_DRAWN_PROMPTS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollouts:
+    """Rollouts of the newest epochs.
+
+    Attributes:
+        epochs: by epoch, ascending, in the order of their steps; all have tokens.
+        notes: what is missing, in sentences.
+    """
+
+    epochs: dict[int, list[Trajectory]]
+    notes: tuple[str, ...]
+
+    @property
+    def newest(self) -> dict[PromptId, list[Trajectory]]:
+        """The newest epoch's rollouts by prompt, in order; empty if there are none."""
+        return groups_of(self.epochs[max(self.epochs)]) if self.epochs else {}
+
+
+def read_newest(folder: Path, num_epochs: int) -> Rollouts:
+    """Reads the rollout files of the last `num_epochs` epochs of a run's folder, as far as `MAX_READ_BYTES` allow.
+
+    Example: of a run with the files of epochs 0 to 7, `read_newest(folder, 3)` reads epochs 5, 6 and 7.
+    """
+    files = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"))[-num_epochs:]
+    notes = [] if files else ["There are no rollouts: none is logged yet, or run.rollouts is off."]
+    found: dict[int, list[Trajectory]] = {}
+    num_bytes = 0
+    for file in reversed(files):
+        num_bytes += file.stat().st_size
+        if num_bytes > MAX_READ_BYTES:
+            notes.append(
+                f"{file.name} and earlier rollouts are not read: they have more than {MAX_READ_BYTES:,} bytes."
+            )
+            break
+        try:
+            for each in read_trajectories(file, may_be_torn=True):
+                if each.tokens is not None and each.epoch is not None:
+                    found.setdefault(each.epoch, []).append(each)
+        except (InputError, OSError) as error:
+            notes.append(f"{file.name} is left out: {error}")
+    for rollouts in found.values():
+        rollouts.sort(key=lambda each: each.step or 0)
+    return Rollouts(epochs={epoch: found[epoch] for epoch in sorted(found)}, notes=tuple(notes))
+
+
+def groups_of(trajectories: Sequence[Trajectory]) -> dict[PromptId, list[Trajectory]]:
+    """Rollouts by prompt, prompts and rollouts in order."""
+    groups: dict[PromptId, list[Trajectory]] = {}
+    for each in trajectories:
+        groups.setdefault(each.task_id, []).append(each)
+    return groups
+
+
+def choose_prompts(groups: dict[PromptId, list[Trajectory]]) -> list[PromptId]:
+    """The prompts to draw, as many as `MAX_DRAWN_TOKENS` allow, at least one.
+
+    Those with different rewards come first, and of these the ones with the most different rollouts.
+
+    Example: of 3 prompts of 30,000 tokens each, one is drawn.
+    """
+    order = sorted(groups, key=lambda prompt: _variety(groups[prompt]), reverse=True)
+    sizes = np.cumsum([sum(tokens_of(each).size for each in groups[prompt]) for prompt in order])
+    num_fitting = int((sizes <= MAX_DRAWN_TOKENS).sum())
+    return order[: min(MAX_DRAWN_PROMPTS, max(1, num_fitting))]
+
+
+def _variety(group: Sequence[Trajectory]) -> tuple[bool, int]:
+    """Whether rewards differ, and how many different rollouts there are."""
+    return len({each.reward for each in group}) > 1, len({tokens_of(each).tobytes() for each in group})
+
+
+def tokens_of(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """int32 [T], its tokens."""
+    assert trajectory.tokens is not None, "rollouts are read with tokens"
+    return trajectory.tokens

@@ -1,0 +1,60 @@
+"""`treering report` writes a page and a table of rollouts, and prints where."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.report.folders import write_run
+from treering.cli.report.command import run
+from treering.cli.report.texts import find_text
+from treering.errors import StateError
+from treering.report.run import read_run
+
+
+def test_the_page_goes_into_the_folder_or_where_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a")
+    run(tmp_path / "a", out=None, open_page=False, rollouts=None, json_output=False)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a" / "report.html")
+    run(tmp_path / "a", out=tmp_path / "page.html", open_page=False, rollouts=None, json_output=False)
+    for page in (tmp_path / "a" / "report.html", tmp_path / "page.html"):
+        assert page.read_text().startswith("<!doctype html>")
+
+
+def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_run(tmp_path / "a")
+    run(tmp_path / "a", out=None, open_page=False, rollouts=None, json_output=True)
+    assert json.loads(capsys.readouterr().out)["runs"][0]["rows"] == rows
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_a_page_does_not_replace_a_folder(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    with pytest.raises(StateError, match="belongs to a file"):
+        run(tmp_path / "a", out=tmp_path, open_page=False, rollouts=None, json_output=False)
+
+
+def test_a_run_on_sums_has_the_texts_of_its_symbols(tmp_path: Path) -> None:
+    from treering.rl.tasks.sums import ChainedSums
+
+    write_run(tmp_path / "a", config={"task": {"kind": "sums"}, "rl": {}})
+    text_of = find_text(read_run(tmp_path / "a"))
+    assert text_of is not None
+    assert "".join(map(text_of, ChainedSums.encode("12+3").tolist())) == "12+3"
+
+
+def test_every_rollout_is_a_row_of_the_table(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    write_run(tmp_path / "a", num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
+    run(tmp_path / "a", out=None, open_page=False, rollouts=tmp_path / "rollouts.parquet", json_output=False)
+    rows = parquet.read_table(tmp_path / "rollouts.parquet").to_pylist()
+    assert [(each["epoch"], each["prompt_id"]) for each in rows[:4]] == [(0, "a"), (0, "a"), (0, "a"), (0, "b")]
+    assert len(rows) == 3 * 2 * 3
+    first = rows[0]
+    assert first["tokens"] == [1, 2, 10, 11, 12, 13, 20, 21, 22]
+    assert (first["reward"], first["advantage"], first["num_tokens"], first["num_sampled"]) == (1.0, 1.25, 9, 7)
+    text_of = find_text(read_run(tmp_path / "a"))
+    assert text_of is not None
+    assert first["prompt"] == text_of(1) + text_of(2)

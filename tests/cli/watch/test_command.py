@@ -1,0 +1,49 @@
+"""`treering watch` follows the metrics of a run elsewhere to its last step."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.report.folders import row, write_run
+from treering.cli.watch import command
+from treering.errors import InputError
+
+
+def test_off_a_terminal_it_prints_a_line_per_new_step_until_the_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_EVERY_S", 0.01)
+    write_run(tmp_path / "a", num_steps=6)
+
+    def train() -> None:
+        for step in (7, 8):
+            time.sleep(0.3)
+            with (tmp_path / "a" / "metrics.jsonl").open("a") as log:
+                log.write(json.dumps(row(step)) + "\n")
+
+    loop = threading.Thread(target=train)
+    loop.start()
+    command.run(tmp_path / "a", once=False, json_output=False)
+    loop.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" reward")[0] for line in lines] == ["a: step 6/8", "a: step 7/8", "a: step 8/8"]
+
+
+def test_once_shows_what_there_is_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", num_steps=2)
+    command.run(tmp_path / "a", once=True, json_output=False)
+    assert "a: step 2/8 reward 0.125" in capsys.readouterr().out
+
+
+def test_json_is_the_newest_row_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write_run(tmp_path / "plain"), write_run(tmp_path / "treering", num_steps=3)
+    command.run(tmp_path, once=False, json_output=True)
+    assert json.loads(capsys.readouterr().out) == {"plain": rows[0][-1], "treering": rows[1][-1]}
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds metrics\.jsonl"):
+        command.run(tmp_path, once=True, json_output=False)

@@ -1,0 +1,124 @@
+"""The page in a browser: it draws without an error, shows the run's numbers, and its choices work."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.folders import write_run, write_timeline
+from treering.report.content import page_content
+from treering.report.page import as_html
+
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+pytestmark = pytest.mark.skipif(not BROWSER, reason="needs chromium")
+
+# Notes errors from the first script on.
+WATCH = """<script>
+const errors = [];
+addEventListener("error", event => errors.push(String(event.message)));
+console.error = (...words) => errors.push(words.join(" "));
+</script>"""
+# Runs after the page's own script, chooses as a reader does, and writes down what the page shows then.
+PROBE = """<script>
+{
+const choose = (id, value) => {
+  const select = document.getElementById(id);
+  select.value = value;
+  select.dispatchEvent(new Event("change"));
+};
+const cells = id => {
+  document.querySelector(`#${id} details`).open = true;
+  document.querySelector(`#${id} details`).dispatchEvent(new Event("toggle"));
+  const rows = [...document.querySelectorAll(`#${id} tbody tr`)];
+  return rows.map(row => [...row.querySelectorAll("[data-value]")].map(cell => Number(cell.dataset.value)));
+};
+const seen = { first: document.getElementById("rollout-text").textContent };
+choose("prompt-select", "1");
+seen.prompt = document.getElementById("rollout-text").textContent;
+choose("rollout-select", "2");
+seen.rollout = document.getElementById("rollout-text").textContent;
+seen.letters = [...document.querySelectorAll("#rollout-text i")].map(span => span.className[0]).join("");
+choose("metric-select", "train/loss");
+const finish = triesLeft => {
+  const undrawn = [...document.querySelectorAll("section.card .plot")].filter(plot => !plot.querySelector("svg"));
+  if (undrawn.length && triesLeft) return setTimeout(finish, 20, triesLeft - 1);
+  seen.reward = cells("reward");
+  seen.length = cells("length");
+  seen.metric = cells("any-metric");
+  const plots = [...document.querySelectorAll("section.card .plot")];
+  seen.pictures = plots.map(plot => plot.querySelectorAll("svg rect, svg path").length);
+  seen.spans = document.querySelectorAll("#timeline .plot rect").length;
+  seen.bars = document.querySelectorAll("#forest .plot rect").length;
+  seen.ready = document.documentElement.dataset.ready;
+  seen.width = document.documentElement.scrollWidth <= innerWidth;
+  seen.errors = errors;
+  const answer = document.createElement("pre");
+  answer.id = "answer";
+  answer.textContent = JSON.stringify(seen);
+  document.body.append(answer);
+};
+finish(100);
+}
+</script>"""
+
+
+ANSWER = """<script>
+const answer = document.createElement("pre");
+answer.id = "answer";
+answer.textContent = JSON.stringify({ errors, ready: document.documentElement.dataset.ready });
+document.body.append(answer);
+</script>"""
+
+
+def shown(tmp_path: Path, page: str, probe: str, width: int = 1280) -> dict[str, Any]:
+    """What a probe finds on a page in a browser, without a network."""
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("<style>", WATCH + "<style>", 1).replace("</body>", probe + "</body>"))
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000", "--virtual-time-budget=5000",
+        "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    document = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    answer = re.search('<pre id="answer">(.*?)</pre>', document, re.DOTALL)
+    assert answer is not None, document[-2000:]
+    found: dict[str, Any] = json.loads(unescape(answer[1]))
+    return found
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_page_draws_shows_the_numbers_of_the_run_and_follows_its_choices(tmp_path: Path, width: int) -> None:
+    rows = write_run(tmp_path / "run")
+    spans = write_timeline(tmp_path / "run", num_steps=4)
+    page = as_html(page_content(tmp_path / "run", lambda run: lambda token: f"<{token}>"))
+    seen = shown(tmp_path, page, PROBE, width)
+    assert seen["errors"] == []
+    assert seen["ready"] == "yes"
+    assert seen["width"]
+    assert seen["reward"] == [[each["reward/mean"]] for each in rows]
+    assert seen["length"] == [[each["rollout/length_mean"]] for each in rows]
+    assert seen["metric"] == [[each["train/loss"]] for each in rows]
+    assert all(seen["pictures"])
+    # A bar per span and an empty one per process.
+    assert seen["spans"] == len(spans) + 3
+    # Five segments, and the three rows' places and the frame of the chosen one.
+    assert seen["bars"] >= 9
+    assert seen["first"] == "".join(f"<{token}>" for token in [1, 2, 10, 11, 12, 13, 20, 21, 22])
+    assert seen["prompt"] == "".join(f"<{token}>" for token in [3, 4, 10, 11, 12, 13, 20, 21, 22])
+    assert seen["rollout"] == "".join(f"<{token}>" for token in [3, 4, 40, 41, 42, 43, 44])
+    assert seen["letters"].startswith("gg")
+    assert len(seen["letters"]) == 7
+
+
+def test_a_run_before_its_first_step_draws_without_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    page = as_html(page_content(tmp_path / "run", lambda run: None))
+    assert shown(tmp_path, page, ANSWER) == {"errors": [], "ready": "yes"}

@@ -1,0 +1,99 @@
+"""What is drawn of the newest rollouts: every token once, with its branches, and the source that drafted it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.folders import CONFIG, group, rollout, write_run
+from treering.data import Trajectory
+from treering.report.forest import bounds_of, draw
+from treering.report.origins import token_origins
+from treering.report.rollouts import MAX_DRAWN_TOKENS, choose_prompts, read_newest
+from treering.types import ModelShape
+
+SHAPE = ModelShape(
+    name="tiny", num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, head_size=4, intermediate_size=8,
+    vocab_size=64, num_experts=1, num_active_experts=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [[1, 2, 10, 11, 12, 13, 20, 21, 22], [1, 2, 10, 11, 12, 13, 30, 31], [1, 2, 40, 41, 42, 43, 44]],
+        # A branch that ends right after the subtree of another one, equal branches and a prefix of others.
+        [[1, 2, 3], [1, 4], [1, 2, 5], [1, 4], [1], [1, 2]],
+        # Two trees.
+        [[1, 2], [3, 4], [1, 5], [3]],
+    ],
+)
+def test_a_drawing_covers_each_token_of_each_rollout_once(tokens: list[list[int]]) -> None:
+    rollouts = [rollout("a", 0, each) for each in tokens]
+    drawing = draw(rollouts)
+    longest = max(map(len, tokens))
+    covered = np.zeros((len(tokens), longest), int)
+    for segment in drawing.segments:
+        covered[segment.top : segment.bottom, segment.start : segment.start + segment.num_tokens] += 1
+    for place, number in enumerate(drawing.rows):
+        size = len(tokens[number])
+        assert covered[place].tolist() == [1] * size + [0] * (longest - size)
+    prefixes = {tuple(each[:end]) for each in tokens for end in range(1, len(each) + 1)}
+    assert sum(segment.num_tokens for segment in drawing.segments) == drawing.num_tokens == len(prefixes)
+
+
+def test_a_segment_has_the_mean_advantage_of_its_branches() -> None:
+    first, second, third = group("a", 0)
+    # Rows are in another order than rollouts.
+    drawing = draw([first, third, second])
+    assert drawing.rows == (0, 2, 1)
+    found = {(segment.start, segment.num_tokens): segment.advantage for segment in drawing.segments}
+    assert found == {(0, 2): 0.0, (2, 4): 0.625, (6, 3): 1.25, (6, 2): 0.0, (2, 5): -1.25}
+
+
+def test_equal_rollouts_and_prefixes_have_rows_of_their_own() -> None:
+    rollouts = [rollout("a", 0, tokens) for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5])]
+    drawing = draw(rollouts)
+    assert sorted(drawing.rows) == [0, 1, 2]
+    assert drawing.num_tokens == 5
+    assert sorted((segment.top, segment.bottom) for segment in drawing.segments)[0] == (0, 3)
+
+
+def test_the_bounds_are_those_of_the_trained_groups() -> None:
+    alike = [rollout("c", 0, [1, 2, 3, 4], reward=1.0, advantage=0.0) for _ in range(4)]
+    found = bounds_of([group("a", 0), alike], SHAPE)
+    assert found["token_bound"] == pytest.approx((9 + 8 + 7) / 16)
+    assert 1.0 < found["flop_bound"] < found["token_bound"]
+
+
+def test_repeated_rollouts_come_from_history(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=6)
+    epochs = read_newest(tmp_path, 3).epochs
+    found = token_origins(epochs, ["a", "b"], CONFIG)
+    for prompt in ("a", "b"):
+        assert [letters[:2] for letters in found[prompt]] == ["gg"] * 3
+        assert [len(letters) for letters in found[prompt]] == [9, 8, 7]
+        assert sum(letters.count("h") for letters in found[prompt]) > 9
+
+
+def test_first_rollouts_of_a_run_alone_are_sampled() -> None:
+    alone = {0: [rollout("a", 0, [1, 2, 3, 4, 5, 6, 7])]}
+    assert token_origins(alone, ["a"], CONFIG) == {"a": ["ggnnnnn"]}
+
+
+def test_a_rollout_that_repeats_itself_drafts_from_its_own_context() -> None:
+    alone = {0: [rollout("a", 0, [1, 2, *[3, 4, 5, 6, 7, 8] * 12])]}
+    letters = token_origins(alone, ["a"], CONFIG)["a"][0]
+    assert letters[:8] == "ggnnnnnn"
+    assert set(letters[20:]) == {"n", "o"}
+
+
+def test_prompts_are_drawn_until_the_page_is_full() -> None:
+    long = {str(i): [rollout(str(i), 0, list(range(MAX_DRAWN_TOKENS // 3)))] for i in range(5)}
+    assert choose_prompts(long) == ["0", "1", "2"]
+    assert len(choose_prompts({"a": [rollout("a", 0, list(range(MAX_DRAWN_TOKENS + 9)))]})) == 1
+
+
+def test_prompts_whose_rewards_differ_are_drawn_first() -> None:
+    alike: list[Trajectory] = [rollout("c", 0, [1, 2, 3], reward=1.0) for _ in range(4)]
+    assert choose_prompts({"c": alike, "a": group("a", 0)}) == ["a", "c"]
