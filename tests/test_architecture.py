@@ -25,6 +25,7 @@ ORDER = (
     "history",
     "schedule",
     "attention",
+    "ranks",
     "model",
     "train",
     "objectives",

@@ -59,7 +59,10 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     parts = find_parts(model)
     check_no_dropout(model)
     weight = next(parts.decoder.parameters())
-    choice = choose_backend(backend, weight.device, dtype=_dtype(weight), head_size=_head_size(parts.config))
+    dtype = weight.dtype if parts.shards is None else parts.shards.dtype or weight.dtype
+    choice = choose_backend(
+        backend, parts.device, dtype=_dtype(parts.device, dtype), head_size=_head_size(parts.config)
+    )
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
@@ -73,10 +76,9 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         yield TreeContext(backend=choice.backend, reason=choice.reason)
 
 
-def _dtype(weight: Tensor) -> torch.dtype:
+def _dtype(device: torch.device, of_weights: torch.dtype) -> torch.dtype:
     """The dtype in which attention is computed."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else of_weights
 
 
 def _head_size(config: PreTrainedConfig) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from treering.errors import ConfigError
 from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Target
-from treering.model.families import ModelParts, find_parts
+from treering.model.families import ModelParts, check_whole, find_parts
 from treering.model.forward import check_forest, check_temperature, hidden_states
 from treering.model.logits import scaled_logits
 from treering.model.scoring import max_logit_rows
@@ -137,6 +137,7 @@ def score(
         (tensor([7, 8]), tensor([-0.69, -0.71]))
     """
     parts = find_parts(teacher)
+    check_whole(parts, "a teacher")
     check_forest(forest, parts)
     check_temperature(temperature)
     check_top_k(top_k, parts)

@@ -16,7 +16,7 @@ from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.teacher import check_top_k, states_of
 from treering.model.edges import EdgeTable, edge_table
-from treering.model.families import ModelParts, find_parts
+from treering.model.families import ModelParts, check_whole, find_parts
 from treering.model.forward import check_forest, hidden_states
 from treering.train.distillation import Distillation
 from treering.train.gradient.flat_batch import Selection
@@ -43,6 +43,7 @@ def teacher_parts(
     if distillation is None or not isinstance(distillation.teacher, nn.Module):
         return None
     parts = find_parts(distillation.teacher)
+    check_whole(parts, "a teacher")
     if parts.num_logits != student.num_logits:
         raise InputError(
             f"a teacher shares the student's tokenizer, and its head has {parts.num_logits} tokens where the student's "
