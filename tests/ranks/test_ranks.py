@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from tests.ranks.exact import cases
+from tests.ranks.loops import MODES, resume_alone, run_alone
 
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = (2, 4)
 EXACT = 1e-10
+SAME_WEIGHTS = 1e-8
 START_TIMEOUT_S = 500
 
 Found = dict[int, list[dict[str, Any]]]
@@ -32,17 +34,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def run_under_torchrun(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.ranks.worker", str(folder)]
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    alone = run_alone(folder)
+    done = torchrun(num_ranks, "tests.ranks.worker", str(folder))
     files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
     facts = [json.loads(file.read_text()) if file.exists() else {"failure": done.stderr[-2000:]} for file in files]
     failures = [fact["failure"] for fact in facts if "failure" in fact]
     if failures:
         pytest.fail("\n".join(failures))
+    facts[0] |= {"alone": alone, "folder": str(folder)}
     return facts
+
+
+def torchrun(num_ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", module, *arguments]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,32 @@ def run_under_torchrun(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
 )
 def test_gradients_are_those_of_one_process(size: int, name: str, found: Found) -> None:
     assert max(rank["exact"][name] for rank in found[size]) <= EXACT
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_of_several_ranks_has_the_weights_of_one(mode: str, size: int, found: Found) -> None:
+    assert max(rank["loops"][mode]["error"] for rank in found[size]) <= SAME_WEIGHTS
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_reports_what_one_would(mode: str, size: int, found: Found) -> None:
+    passes = {"train/num_micro_batches", "train/num_recomputed_tokens"}
+    for rank in found[size]:
+        for own, alone in zip(rank["loops"][mode]["values"], found[size][0]["alone"]["values"], strict=True):
+            assert own.keys() == alone.keys()
+            names = own.keys() - passes
+            assert {name: own[name] for name in names} == pytest.approx(
+                {name: alone[name] for name in names}, rel=SAME_WEIGHTS
+            )
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found: Found) -> None:
+    assert max(rank["loops"][mode]["resumed"] for rank in found[size]) <= SAME_WEIGHTS
+    assert resume_alone(Path(found[size][0]["folder"]), mode) <= SAME_WEIGHTS
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

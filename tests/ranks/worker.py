@@ -5,13 +5,14 @@ import json
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.ranks import exact, guards
+from tests.ranks import exact, guards, loops
 
 TIMEOUT_S = 60
 PARTS = {"guards": guards.run_guards, "bfloat16": exact.run_in_bfloat16, "exact": exact.run_cases}
@@ -23,7 +24,7 @@ def main(folder: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     try:
-        for name, part in PARTS.items():
+        for name, part in {**PARTS, "loops": partial(loops.run_loops, folder)}.items():
             started = time.perf_counter()
             found[name] = part(size, rank)
             print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)

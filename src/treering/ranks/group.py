@@ -21,6 +21,11 @@ def is_running() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def all_ranks() -> "RankGroup":
+    """All processes as one group; this one alone without torch.distributed."""
+    return RankGroup(rank=dist.get_rank(), size=dist.get_world_size()) if num_ranks() > 1 else RankGroup()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankGroup:
     """Data-parallel ranks. Every rank of the group calls the same methods in the same order.

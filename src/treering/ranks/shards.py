@@ -52,9 +52,9 @@ class Shards:
 
     def zero(self, hidden: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
         """0 with gradients of 0 for all weights, the head's too, which ranks that score nothing must reduce as well."""
-        first: Tensor = hidden[0, 0]
-        of_head: Tensor = self.on_head(lambda head, rows: head(rows[:1])[0, 0], hidden)
-        return 0.0 * first + 0.0 * of_head
+        # Scaled inside, because a unit warns of views that it returns.
+        of_head: Tensor = self.on_head(lambda head, rows: 0.0 * head(rows[:1])[0, 0], hidden)
+        return of_head + 0.0 * hidden[0, 0]
 
     def zero_in_one_entry(self, hidden_of: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
         """`zero` of one forward that enters each unit once: its backward reduces what earlier passes left in one go.
