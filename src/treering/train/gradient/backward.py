@@ -151,6 +151,9 @@ def backward(
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     model = without_ddp(model)
     team = ranks_of(model, ranks, sums_itself=sum_over_ranks is not None)
+    if team.mode == "sharded":
+        # No tree is cut that fits, because the other ranks' trees would have to be cut alike.
+        min_micro_batches = max(min_micro_batches, 1)
     # All checks come before the first gradient is added and before ranks communicate.
     with agreeing(team.group) as agreement:
         parts = find_parts(model)
