@@ -67,7 +67,10 @@ def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
     groups = [tree(number) for number in range(num_ranks)]
     expected: dict[str, Tensor] = {}
     for group in groups:
-        single = build_stock().bfloat16()
+        single = build_stock()
+        for weight in single.parameters():
+            # The policy casts weights alone, not the buffer of rotations.
+            weight.data = weight.data.bfloat16()
         backward(single, Forest.from_sequences(group), sft(normalizer="sum"), ranks="alone")
         for name, gradient in gradients(single).items():
             expected[name] = expected.get(name, 0.0) + gradient.float()

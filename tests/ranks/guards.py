@@ -72,6 +72,9 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "alone", lambda: step(build_float64(), ranks="alone")
     yield "own sums", lambda: step(build_float64(), sum_over_ranks=lambda values: values)
     yield "forward", lambda: forward_is_that_of_one(num_ranks, rank)
+    # On CPU one process would cut it at 2,048 tokens.
+    large = tree(rank, num_branches=2, depth=800 if rank == 0 else 2)
+    yield "a large tree in step", lambda: step(prepared(), [large], max_tokens=4096, ranks="sharded")
     yield "goes on after an error", lambda: goes_on(rank)
 
 
@@ -139,16 +142,27 @@ def with_values() -> Objective:
 
 def goes_on(rank: int) -> None:
     """A step that failed on all ranks leaves nothing in the next one's gradients."""
+    for mode in ("gathered", "sharded"):
+        goes_on_in(mode, rank)
+
+
+def goes_on_in(mode: str, rank: int) -> None:
     model: Any = prepared()
-    step(model, [tree(rank)], ranks="gathered")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2.0)
+    step(model, [tree(rank)], ranks=mode)
     before = [weight.grad.full_tensor().clone() for weight in model.parameters()]
     model.zero_grad()
+    with torch.no_grad():
+        model.model.norm.weight.div_(2.0)
     handle = model.model.norm.register_forward_hook(fail)
     try:
-        step(model, [tree(rank)], ranks="gathered")
+        step(model, [tree(rank)], ranks=mode)
     except ZeroDivisionError:
         handle.remove()
-    step(model, [tree(rank)], ranks="gathered")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2.0)
+    step(model, [tree(rank)], ranks=mode)
     for weight, gradient in zip(model.parameters(), before, strict=True):
         assert torch.equal(weight.grad.full_tensor(), gradient)
     dist.barrier()

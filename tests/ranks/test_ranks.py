@@ -121,7 +121,7 @@ GUARDS = {
     "sharded engine": ("UnsupportedError", "the engine reads whole weights"),
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
 }
-WORKS = ("alone", "own sums", "forward", "goes on after an error")
+WORKS = ("alone", "own sums", "forward", "a large tree in step", "goes on after an error")
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

@@ -43,9 +43,6 @@ def gathered(units: Sequence[Any], zero: Callable[[], Tensor]) -> Iterator[None]
         total = zero()
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-    except BaseException:
-        _drop_gradients(groups)
-        raise
     finally:
         for group, (mesh_info, after_backward) in zip(groups, before, strict=True):
             group.post_forward_mesh_info, group.reshard_after_backward = mesh_info, after_backward
@@ -97,10 +94,14 @@ def _begin(units: Sequence[Any]) -> None:
         unit._get_fsdp_state()._lazy_init()
 
 
-def _drop_gradients(groups: Sequence[Any]) -> None:
-    """Removes the gradients of gathered weights, which `zero_grad` does not see."""
-    for group in groups:
+def reset(units: Sequence[Any]) -> None:
+    """Shards all weights again after an error, and drops the gradients of gathered ones, which `zero_grad` misses."""
+    for group in groups_of(units):
         for weight in group.fsdp_params:
             weight.unsharded_accumulated_grad = None
             if hasattr(weight, "_unsharded_param"):
                 weight._unsharded_param.grad = None
+    for unit in units:
+        state = unit._get_fsdp_state()
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from treering.errors import UnsupportedError
 from treering.model.families import ModelParts
 from treering.model.forward import ONE_TOKEN, hidden_states
-from treering.ranks.gathering import gathered, summed, whole_weights
+from treering.ranks.gathering import gathered, reset, summed, whole_weights
 from treering.ranks.setup import StepRanks
 from treering.ranks.units import units_of
 
@@ -42,5 +42,9 @@ def reduced_over_ranks(
         return shards.zero_in_one_entry(lambda run: hidden_states(replace(parts, run=run), ONE_TOKEN))
 
     weights = whole_weights(units, model, value_head)
-    with summed(weights, team.group), gathered(units if team.mode == "gathered" else (), zero):
-        yield
+    try:
+        with summed(weights, team.group), gathered(units if team.mode == "gathered" else (), zero):
+            yield
+    except BaseException:
+        reset(units)
+        raise
