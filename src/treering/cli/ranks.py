@@ -17,7 +17,7 @@ def num_started() -> int:
 
 def is_first() -> bool:
     """Whether this process is the one that speaks and writes."""
-    return os.environ.get("RANK", "0") == "0"
+    return num_started() == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def refuse_torchrun(command: str, instead: str) -> None:

@@ -1,4 +1,4 @@
-"""The passes that a rank announces are those that it runs, so ranks that announce the same never wait for each other."""
+"""The passes that a rank announces are those that it runs: ranks that announce the same never wait for each other."""
 
 from typing import Any
 
@@ -39,9 +39,12 @@ def test_a_rank_runs_what_it_announces(
     monkeypatch.setattr(step, "ranks_of", lambda *_, **__: StepRanks(group=RankGroup(), mode="sharded"))
     announced: list[Passes] = []
     honest = step.pass_order
-    monkeypatch.setattr(
-        step, "pass_order", lambda *args, **given: announced.append(honest(*args, **given)) or announced[-1]
-    )
+
+    def announce(*args: Any, **given: Any) -> Passes:
+        announced.append(honest(*args, **given))
+        return announced[-1]
+
+    monkeypatch.setattr(step, "pass_order", announce)
     ran: list[str] = []
 
     def watch(module: object, args: object, output: Any) -> None:
