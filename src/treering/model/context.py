@@ -19,7 +19,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from treering.attention import BACKENDS, Backend, Form, TreeLayout, attend, choose_backend
 from treering.errors import StateError
-from treering.model.families import ModelParts, check_no_dropout, find_parts
+from treering.model.checks import check_no_dropout
+from treering.model.families import ModelParts, find_parts
 from treering.model.recurrence.routing import routed
 
 _PREFIX = "treering_"

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from treering.attention import TreeLayout
 from treering.errors import ConfigError, InputError
+from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
-from treering.model.families import ModelParts, check_no_hooks, find_parts
+from treering.model.families import ModelParts, find_parts
 from treering.model.logits import EntropyOf
 from treering.tree.forest import Forest
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from treering.engine.decoder.adapters import check_adapter, plain_of
 from treering.errors import UnsupportedError
-from treering.model.families import ModelParts, check_whole
+from treering.model.checks import check_whole
+from treering.model.families import ModelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Supported values of `config.model_type`, with full attention only; fewer than the tree step trains."""

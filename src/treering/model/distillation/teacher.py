@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.errors import ConfigError
+from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Target
-from treering.model.families import ModelParts, check_whole, find_parts
+from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, check_temperature, hidden_states
 from treering.model.logits import scaled_logits
 from treering.model.scoring import max_logit_rows

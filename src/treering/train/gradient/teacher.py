@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from treering.arrays import BoolArray, Int64Array
 from treering.errors import InputError
+from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.teacher import check_top_k, states_of
 from treering.model.edges import EdgeTable, edge_table
-from treering.model.families import ModelParts, check_whole, find_parts
+from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, hidden_states
 from treering.train.distillation import Distillation
 from treering.train.gradient.flat_batch import Selection
