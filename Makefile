@@ -1,8 +1,8 @@
 # One entry for people and CI. `make test` on a fresh clone does all its set-up.
 SHELL := /bin/bash
 PYTHON ?= python3
-# Which tests `make test` runs; without the slow ones: make test MARKS='not gpu and not slow'
-MARKS ?= not gpu
+# Which tests `make test` runs; without the slow ones: make test MARKS='not gpu and not ranks and not slow'
+MARKS ?= not gpu and not ranks
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -10,8 +10,8 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft screenshots gpu gpu-data \
-  peers clean
+.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft \
+  screenshots gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -27,6 +27,10 @@ demo: $(STAMP)
 # Two workers of one thread each: on two cores twice as fast as one worker of two. WORKERS=0 runs everything in one process.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKS)" tests
+
+# Models that several processes train together, 2 and 4 of one thread each, on gloo. About four minutes on two cores.
+ranks-test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ranks tests/ranks
 
 # With the lowest versions that pyproject.toml admits, in an environment of its own: tests of the model, the gradients, the
 # engine and the command line. Kernels are left out, as the interpreter of Triton 3.6 fails. PyPI has this torch for CUDA

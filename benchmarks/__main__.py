@@ -26,6 +26,7 @@ SUBJECTS = {
     "loop": "the plain RL loop, each part of Treering alone, and all together",
     "trl_rollouts": "rollouts of TRL's trainer: drafts where they pay against none, by batch and epoch",
     "vllm": "inside vLLM: drafts from history against its own drafters and none",
+    "ranks": "one and two ranks under torchrun: tokens per second, and trees shared by cost against equal counts",
     "faults": "kills, damaged files and full disks: each run ends right or says why",
 }
 EXIT_FAILED = 1
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts", "vllm"):
+    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts", "vllm", "ranks"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parsers["vllm"].add_argument("--only", type=_names, metavar="NAMES", help="methods, such as none,history")
     parsers["vllm"].add_argument("--policy", type=Path, metavar="DIR", help="a saved policy; without it one is trained")
     parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")
+    parsers["ranks"].add_argument("--only", type=_names, metavar="NAMES", help="toolbench, hotpotqa, math, text")
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
     )

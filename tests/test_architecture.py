@@ -26,6 +26,7 @@ ORDER = (
     "history",
     "schedule",
     "attention",
+    "ranks",
     "model",
     "train",
     "objectives",

@@ -14,7 +14,7 @@ import pytest
 from tests.models import build
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("tree", "history", "schedule", "attention", "model", "train", "engine", "rl")
+ROOMS = ("tree", "history", "schedule", "attention", "model", "train", "engine", "rl", "ranks")
 DOCUMENTS = (
     "README.md",
     "docs/tree.md",

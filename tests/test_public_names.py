@@ -45,7 +45,7 @@ OBJECTIVES = {"sft", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "ppo", 
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    assert set(treering.__all__) == {*HOMES, "errors", "objectives", "schedule", "__version__"}
+    assert set(treering.__all__) == {*HOMES, "errors", "objectives", "ranks", "schedule", "__version__"}
     assert set(treering.objectives.__all__) == OBJECTIVES
     assert set(treering.schedule.__all__) == set(SCHEDULE)
 

@@ -11,6 +11,7 @@ from treering.extras import require
 if TYPE_CHECKING:
     from treering import errors as errors
     from treering import objectives as objectives
+    from treering import ranks as ranks
     from treering import schedule as schedule
     from treering.engine.request import Request as Request
     from treering.engine.request import Sampling as Sampling
@@ -49,8 +50,10 @@ _HOMES = {
     "tree_advantages": "treering.rl.tree_advantages",
     "tree_attention": "treering.model.context",
 }
-_MODULES = frozenset({"errors", "objectives", "schedule"})
-_NEED_TRAIN = frozenset({"RouterLosses", "TorchEngine", "backward", "forward", "patch", "score", "tree_attention"})
+_MODULES = frozenset({"errors", "objectives", "ranks", "schedule"})
+_NEED_TRAIN = frozenset(
+    {"RouterLosses", "TorchEngine", "backward", "forward", "patch", "ranks", "score", "tree_attention"}
+)
 """Names that need the packages of `treering[train]`."""
 
 __all__ = [
@@ -70,6 +73,7 @@ __all__ = [
     "forward",
     "objectives",
     "patch",
+    "ranks",
     "schedule",
     "score",
     "tree_advantages",
@@ -79,6 +83,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
+        if name in _NEED_TRAIN:
+            require(f"treering.{name}")
         return import_module(f"treering.{name}")
     if name == "__version__":
         return _version()

@@ -39,7 +39,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
     parent = target.parent
     parent.mkdir(parents=True, exist_ok=True)
     clear_unfinished(parent)
-    draft = parent / f"{_HIDDEN}{target.name}"
+    draft = draft_path(target)
     draft.mkdir()
     try:
         fill(draft)
@@ -51,6 +51,11 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
         shutil.rmtree(draft, ignore_errors=True)
         raise
     _flush(parent)
+
+
+def draft_path(target: Path) -> Path:
+    """The folder that `write_folder` fills before it becomes `target`."""
+    return target.parent / f"{_HIDDEN}{target.name}"
 
 
 def _seal(draft: Path, facts: Mapping[str, Any]) -> None:

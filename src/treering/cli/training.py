@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treering.cli.progress import warnings_as_lines
+from treering.cli.ranks import is_first, refuse_torchrun
 from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
@@ -33,12 +34,14 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         console = _stderr()
         with warnings_as_lines(console):
             summary = train(config, config_dir=config_path.parent, console=console)
-        _report(summary, as_table, json_output, results)
+        if is_first():
+            _report(summary, as_table, json_output, results)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = load(RlConfig, config_path, overrides)
+    refuse_torchrun("treering train", "start it without torchrun, with runtime.workers for processes that roll out")
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         from treering.cli.train.run import train
         from treering.cli.train.summary import as_table
@@ -54,7 +57,7 @@ def _how_to_resume(run: RunConfig) -> str:
 
 
 def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, quiet=not is_first())
 
 
 def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool, results: TextIO) -> None:

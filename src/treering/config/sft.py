@@ -106,6 +106,11 @@ class TrainConfig(OptimConfig):
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
+    ranks: Literal["gathered", "sharded"] = Field(
+        default="gathered",
+        description="Under torchrun. gathered: weights stay gathered during a step, and gradients are reduced once. "
+        "sharded: they are gathered in every pass, and all ranks run the same passes, so no tree may be cut.",
+    )
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )

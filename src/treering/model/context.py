@@ -19,7 +19,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
 from treering.errors import StateError
-from treering.model.families import ModelParts, check_no_dropout, find_parts
+from treering.model.checks import check_no_dropout
+from treering.model.families import ModelParts, find_parts
 from treering.model.recurrence.routing import routed
 
 _PREFIX = "treering_"
@@ -59,7 +60,8 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     parts = find_parts(model)
     check_no_dropout(model)
     weight = next(parts.decoder.parameters())
-    choice = choose_backend(backend, attention_shape(parts.config, weight))
+    dtype = weight.dtype if parts.shards is None else parts.shards.dtype or weight.dtype
+    choice = choose_backend(backend, attention_shape(parts.config, parts.device, dtype))
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
@@ -73,19 +75,18 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         yield TreeContext(backend=choice.backend, reason=choice.reason)
 
 
-def attention_shape(config: PreTrainedConfig, weight: Tensor) -> AttentionShape:
-    """The heads of a model, and the device and dtype in which its attention is computed.
+def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
+    """The heads of a model with weights of a dtype, and the dtype in which its attention is computed.
 
     Example: under bfloat16 autocast a float32 model has the dtype bfloat16.
     """
     num_heads: int = config.num_attention_heads
-    device = weight.device.type
     return AttentionShape(
         num_heads=num_heads,
         num_key_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype,
-        device=weight.device,
+        dtype=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype,
+        device=device,
         softcap=getattr(config, "attn_logit_softcapping", None),
     )
 

@@ -7,7 +7,7 @@ An edge is (parent token -> token): the last token of a segment predicts the fir
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.errors import InputError
+from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf
 from treering.model.scoring import Scores, score_rows
 from treering.tree.forest import Forest
@@ -57,6 +58,21 @@ class EdgeScores:
     entropy: Float[Tensor, " E"]
     values: Float[Tensor, " E"] | None = None
     divergence: Float[Tensor, " E"] | None = None
+
+
+def scored_on_head(
+    parts: ModelParts, score: Callable[[nn.Module, Tensor], EdgeScores], hidden: Float[Tensor, "N C"]
+) -> EdgeScores:
+    """`score(head, hidden)` with the model's head, gathered if it is sharded."""
+    if parts.shards is None:
+        return score(parts.head, hidden)
+    names = [field.name for field in fields(EdgeScores)]
+
+    def as_tuple(head: nn.Module, rows: Tensor) -> tuple[Tensor | None, ...]:
+        scores = score(head, rows)
+        return tuple(getattr(scores, name) for name in names)
+
+    return EdgeScores(**dict(zip(names, parts.on_head(as_tuple, hidden), strict=True)))
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:

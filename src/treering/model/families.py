@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from treering.errors import UnsupportedError
 from treering.model.wrappers import unwrap
+from treering.ranks.refusals import check_parallel
+from treering.ranks.shards import Shards, find_shards
+from treering.ranks.units import units_of
 
 _MIXERS = {
     "qwen3_next": "linear_attn",
@@ -45,7 +49,7 @@ class ModelParts:
 
     Attributes:
         decoder: embeddings to last hidden state (the model without its output head).
-        run: calls the decoder, compiled if the model was.
+        run: calls the decoder, compiled if the model was, inside the units that shard it.
         layers: the decoder's blocks, each called with `attention_mask` by keyword.
         mixers: the recurrent layers inside blocks (Gated DeltaNet, Mamba-2), in order.
         embedding: token embedding.
@@ -55,6 +59,8 @@ class ModelParts:
         config: the configuration object that the attention modules read their implementation from.
         vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
         num_logits: rows of the head, unused ones at its end included.
+        device: where the model computes.
+        shards: the units of `fully_shard`; None for a model that is not sharded.
     """
 
     decoder: nn.Module
@@ -68,6 +74,12 @@ class ModelParts:
     config: PreTrainedConfig
     vocab_size: int
     num_logits: int
+    device: torch.device
+    shards: Shards | None = None
+
+    def on_head(self, run: Callable[[nn.Module, Tensor], Any], hidden: Tensor) -> Any:
+        """`run(head, hidden)`, with the head's weights gathered if they are sharded; see `Shards.on_head`."""
+        return run(self.head, hidden) if self.shards is None else self.shards.on_head(run, hidden)
 
 
 def find_parts(model: nn.Module) -> ModelParts:
@@ -76,6 +88,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     Raises:
         UnsupportedError: a model, layer, position encoding or head that would not be exact, with the reason.
     """
+    check_parallel(model, units_of(model))
     compile_part, inner = unwrap(model)
     causal_lm = _as_causal_lm(inner)
     config = causal_lm.config
@@ -87,9 +100,14 @@ def find_parts(model: nn.Module) -> ModelParts:
     _check_head(head, config)
     decoder = causal_lm.get_decoder()
     embedding = causal_lm.get_input_embeddings()
+    run = compile_part(decoder)
+    shards = find_shards(model, decoder=decoder, head=head, run=run)
+    if shards is not None:
+        _check_tied(config, embedding, head)
+        run = shards.run_decoder
     return ModelParts(
         decoder=decoder,
-        run=compile_part(decoder),
+        run=run,
         layers=tuple(decoder.layers),
         mixers=tuple(_mixers(decoder.layers, config)),
         embedding=embedding,
@@ -99,47 +117,17 @@ def find_parts(model: nn.Module) -> ModelParts:
         config=config,
         vocab_size=min(_num_rows(embedding), _num_rows(head)),
         num_logits=_num_rows(head),
+        device=next(embedding.parameters()).device if shards is None else shards.device,
+        shards=shards,
     )
-
-
-def check_no_dropout(model: nn.Module) -> None:
-    """Refuses active dropout: a shared token would get one mask, its branches trained separately several.
-
-    Raises:
-        UnsupportedError: a training-mode dropout with p > 0, named.
-    """
-    for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
-            raise UnsupportedError(
-                f"dropout {name!r} has p={module.p} in training mode: set it to 0 or call model.eval()"
-            )
-        rate = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-        if isinstance(rate, int | float) and rate > 0:
-            raise UnsupportedError(f"{name!r} has attention_dropout={rate} in training mode: set it to 0 in the config")
-
-
-def check_no_hooks(model: nn.Module) -> None:
-    """Refuses forward hooks on the causal LM itself, for a caller that computes log-probs without calling it.
-
-    A hook could change the logits or read them, and nothing tells which without calling it. Where the model's own
-    forward runs (`patch`), or its logits are compared (an engine), hooks need no check.
-
-    Raises:
-        UnsupportedError: a hook, with the model's class.
-    """
-    causal_lm = unwrap(model).model
-    if causal_lm._forward_hooks or causal_lm._forward_pre_hooks:
-        raise UnsupportedError(
-            f"{type(causal_lm).__name__} has a forward hook, which would not run on a forest: remove it, hook its "
-            "decoder or its head, or use treering.patch(model), which calls the model itself"
-        )
 
 
 def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         # The module inside DDP would not synchronise its gradients.
         fix = (
-            "treering.patch the model before it is wrapped, and train the wrapper"
+            "train it with treering.backward after treering.ranks.prepare, or treering.patch the model before it is "
+            "wrapped, and train the wrapper"
             if _holds_module(model)
             else "load it with AutoModelForCausalLM"
         )
@@ -248,6 +236,16 @@ def _num_rows(table: nn.Module) -> int:
 def _inner(module: nn.Module) -> Any:
     """The module inside a PEFT adapter (LoRA, or a trained copy), or the module itself."""
     return getattr(module, "base_layer", getattr(module, "original_module", module))
+
+
+def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module) -> None:
+    """Refuses tied embeddings of which sharding has made two weights, each with half of the gradient."""
+    if getattr(config, "tie_word_embeddings", False) and _inner(embedding).weight is not _inner(head).weight:
+        raise UnsupportedError(
+            "tied embeddings are one weight, and fully_shard has made two of them in different units: shard the layers "
+            "and then the whole model, `for layer in model.model.layers: fully_shard(layer)`, `fully_shard(model)`, "
+            "with no unit for the decoder or the head, or untie them before"
+        )
 
 
 def _check_head(head: nn.Module, config: PreTrainedConfig) -> None:

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from treering.attention import TreeLayout
 from treering.errors import ConfigError, InputError
+from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
-from treering.model.edges import edge_table, score_edges
-from treering.model.families import ModelParts, check_no_hooks, find_parts
+from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
+from treering.model.families import ModelParts, find_parts
 from treering.model.logits import EntropyOf
 from treering.tree.forest import Forest
+
+ONE_TOKEN = Forest.from_sequences([[0]])
+"""What a rank runs that has nothing to run, so that it gathers weights when the others do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +54,8 @@ def forward(
 ) -> ForwardOutput:
     """Computes every token of a forest once and scores its edges.
 
-    Enters `tree_attention` unless the caller is already inside it. The outputs are differentiable.
+    Enters `tree_attention` unless the caller is already inside it. The outputs are differentiable. All ranks of a model
+    that `fully_shard` has sharded call it equally often; an empty forest will do.
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
@@ -78,20 +83,29 @@ def forward(
     wanted = None if wanted is None else _as_wanted(wanted, forest)
     if entropy_of not in get_args(EntropyOf):
         raise ConfigError(f"entropy_of is one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
+    is_sharded = parts.shards is not None
     with nullcontext() if is_active(parts) else tree_attention(model, backend):
-        hidden = hidden_states(parts, forest)
+        # Every rank of a sharded model runs a forward, also one whose forest is empty.
+        hidden = hidden_states(parts, ONE_TOKEN if is_sharded and forest.num_tokens == 0 else forest)
     table = edge_table(forest, wanted)
-    scores = score_edges(
-        hidden,
-        parts.head,
-        forest,
-        temperature=temperature * parts.logit_divisor,
-        vocab_size=parts.vocab_size,
-        table=table,
-        entropy_of=entropy_of,
-        value_head=value_head,
-        softcap=parts.softcap,
-    )
+    if parts.shards is not None and table.edges.size == 0:
+        zeros = torch.zeros(forest.num_tokens, device=hidden.device) + parts.shards.zero(hidden)
+        return ForwardOutput(logprobs=zeros, entropy=zeros, values=None if value_head is None else zeros)
+
+    def score(head: nn.Module, rows: Tensor) -> EdgeScores:
+        return score_edges(
+            rows,
+            head,
+            forest,
+            temperature=temperature * parts.logit_divisor,
+            vocab_size=parts.vocab_size,
+            table=table,
+            entropy_of=entropy_of,
+            value_head=value_head,
+            softcap=parts.softcap,
+        )
+
+    scores = scored_on_head(parts, score, hidden)
     spread = partial(_spread, edges=table.edges, forest=forest, hidden=hidden)
     values = None if scores.values is None else spread(scores.values)
     return ForwardOutput(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
@@ -113,16 +127,16 @@ def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None =
         forest: N tokens.
         layout: of a partition with its ancestors; None builds the layout of the forest.
     """
-    weight = next(parts.embedding.parameters())
     if forest.num_tokens == 0:
-        return weight.new_zeros(0, weight.shape[1])
-    tokens, positions = (torch.tensor(a, device=weight.device)[None] for a in (forest.tokens, forest.position))
+        weight = next(parts.embedding.parameters())
+        return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
+    tokens, positions = (torch.tensor(a, device=parts.device)[None] for a in (forest.tokens, forest.position))
     output = parts.run(
         input_ids=tokens.long(),
         position_ids=positions.long(),
         use_cache=False,
         return_dict=True,
-        tree_layout=layout or TreeLayout(forest, weight.device),
+        tree_layout=layout or TreeLayout(forest, parts.device),
     )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 

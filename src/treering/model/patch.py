@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
+from treering.model.checks import check_no_dropout
 from treering.model.context import tree_attention
-from treering.model.families import check_no_dropout, find_parts
+from treering.model.families import find_parts
 from treering.model.fused_head import as_batch, label_pairs, parts_of
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts

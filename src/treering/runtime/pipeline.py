@@ -31,8 +31,8 @@ from treering.schedule.latency import Latency
 from treering.schedule.policy import Policy
 from treering.schedule.predict.lengths import LengthPredictor
 from treering.train.gradient.router_losses import check_routers
-from treering.train.loop.checkpoint import set_random_state
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.restore import set_random_state
 from treering.train.loop.resumable import Resumable
 
 

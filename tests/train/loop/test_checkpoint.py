@@ -17,8 +17,9 @@ from tests.models import build
 from tests.train.loop.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
 from treering.atomic import MANIFEST, read_facts, write_folder
 from treering.errors import StateError, UnsupportedError
-from treering.train.loop.checkpoint import STATE_FILE, checkpoint_path
+from treering.train.loop.checkpoint import checkpoint_path
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.restore import STATE_FILE
 from treering.train.loop.run import METRICS_FILE, open_run
 from treering.train.loop.sft import LoopOptions, SftLoop
 

@@ -20,8 +20,8 @@ from treering.cli.run_folder import CONFIG_FILE, ROLLOUTS_FOLDER
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError
 from treering.model.forward import forward
-from treering.train.loop.checkpoint import STATE_FILE
 from treering.train.loop.compute import Autocast, precision
+from treering.train.loop.restore import STATE_FILE
 from treering.tree.forest import Forest
 
 MAX_ROLLOUTS = 256

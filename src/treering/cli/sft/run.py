@@ -1,6 +1,7 @@
 """Runs `treering sft`: builds data, model, loop, run folder and metric sinks from a configuration, and trains."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -11,14 +12,17 @@ from treering.cli.corpus import Corpus, load_corpus, locate, search_places
 from treering.cli.display import RunDisplay, SftProgress
 from treering.cli.models import build_model, load_teacher
 from treering.cli.progress import note_compiling
+from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import attention_in_words, compute_options, count_steps, optim_options, with_costs
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
 from treering.config import SftConfig
-from treering.metrics import Metrics
+from treering.metrics import Metrics, Sink
+from treering.ranks.group import all_ranks
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
+from treering.train.loop.ranks import shard_model
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.loop.step_report import StepReport
@@ -27,21 +31,26 @@ from treering.tree.build import lay_out
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
-    with locked(config.run.dir):
+    with joined(), locked(config.run.dir) if is_first() else nullcontext():
         return _train(config, config_dir=config_dir, console=console)
 
 
 def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
+    group = all_ranks()
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     if config.data.template == "hf":
-        date = run_date(config.run, "data", config.data.date)
+        date = group.gather(run_date(config.run, "data", config.data.date))[0]
         config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
     folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
     model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
     note_compiling(console, lay_out)
-    compute = with_costs(compute_options(config.model, config.train), config.train.sharing, model, config.run.dir)
+    compute = compute_options(config.model, config.train)
+    if group.rank == 0:
+        compute = with_costs(compute, config.train.sharing, model, config.run.dir)
+    # Costs that one rank has measured, so that all share trees alike.
+    compute = group.gather(compute)[0]
     options = loop_options(config, compute)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
@@ -50,19 +59,24 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         folder = locate(config.teacher.path, search_places(config_dir))
         teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
     optim = optim_options(config.train, num_steps)
-    loop = SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher)
+    if group.size > 1:
+        shard_model(model)
+    loop = SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher, group=group)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, corpus, model),
         keep=config.run.keep,
         tokenizer=corpus.tokenizer,
+        group=group,
     )
     with printed_warnings(console):
         opened = open_run(config.run.dir, loop, checkpoints)
-    write_settings(config, config.run)
-    _announce(console, config, corpus, model, opened, num_steps)
-    with printed_warnings(console):
-        sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
+    sinks: list[Sink] = []
+    if group.rank == 0:
+        write_settings(config, config.run)
+        _announce(console, config, corpus, model, opened, num_steps)
+        with printed_warnings(console):
+            sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
     with Metrics(sinks) as metrics:
         steps = run_steps(
             loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics

@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
+from treering.cli.ranks import num_started
 from treering.cli.settings import (
     Scalar,
     distill_options,
@@ -17,7 +18,7 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions
 
 # Settings that change rounding at most.
-_FREE_TO_CHANGE = frozenset({"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing"})
+_FREE_TO_CHANGE = frozenset({"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "ranks"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
@@ -33,6 +34,7 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         router_losses=router_losses(config.router),
         distill=distill_options(config.teacher),
         seed=config.train.seed,
+        ranks=config.train.ranks if num_started() > 1 else None,
     )
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from treering.engine.decoder.adapters import check_adapter, plain_of
 from treering.errors import UnsupportedError
+from treering.model.checks import check_whole
 from treering.model.families import ModelParts
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -18,6 +19,7 @@ def check_runnable(parts: ModelParts) -> None:
     Raises:
         UnsupportedError: names the unsupported family, window, projection, activation or head.
     """
+    check_whole(parts, "the engine")
     _check_family(parts)
     _check_modules(parts)
     _check_head(parts)

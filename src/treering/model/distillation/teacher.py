@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.errors import ConfigError
+from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Target
 from treering.model.families import ModelParts, find_parts
@@ -137,6 +138,7 @@ def score(
         (tensor([7, 8]), tensor([-0.69, -0.71]))
     """
     parts = find_parts(teacher)
+    check_whole(parts, "a teacher")
     check_forest(forest, parts)
     check_temperature(temperature)
     check_top_k(top_k, parts)

@@ -12,7 +12,7 @@ from treering.runtime.ipc.child import Port, Ready
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
 from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.ipc.weight_ring import BASE, WeightRing
-from treering.train.loop.checkpoint import random_state, set_random_state
+from treering.train.loop.restore import random_state, set_random_state
 
 
 def run_trainer(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:

@@ -14,14 +14,17 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from treering.arrays import Float64Array
 from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.families import find_parts
 from treering.model.routers import router_hooks
+from treering.ranks.agreement import agreeing
+from treering.ranks.setup import RanksOption, ranks_of, without_ddp
 from treering.train.gradient.activation_policy import ParentsChoice, ParentsOption, check_parents
 from treering.train.gradient.checks import check_inputs, routers_of
-from treering.train.gradient.flat_batch import flatten_batch
+from treering.train.gradient.flat_batch import flatten_batch, read_entries
+from treering.train.gradient.pass_order import pass_order
+from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
 from treering.train.gradient.scoring import Scorer
@@ -93,6 +96,7 @@ def backward(
     min_micro_batches: int = 0,
     backend: str = "auto",
     sum_over_ranks: SumOverRanks | None = None,
+    ranks: RanksOption | None = None,
     router_losses: RouterLosses | None = None,
 ) -> BackwardResult:
     """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
@@ -101,8 +105,10 @@ def backward(
     batch, so `max_tokens` changes memory and rounding, never the gradient. A tree over the budget runs in partitions.
 
     Args:
-        model: a supported Hugging Face causal language model, or a PEFT model of one.
-        forests: the optimizer batch; per-branch values of the objective are in the order of forests, then sequences.
+        model: a supported Hugging Face causal language model, or a PEFT model of one; on several ranks as it was passed
+            to `treering.ranks.prepare`.
+        forests: the optimizer batch, on several ranks this one's share; per-branch values of the objective are in the
+            order of forests, then sequences.
         objective: from `treering.objectives`.
         max_tokens: most distinct tokens per micro-batch and partition; fewer are used where that is faster
             (`FILL_TOKENS`). None runs everything at once.
@@ -114,8 +120,12 @@ def backward(
         costs: skips sharing in trees where it would be slower; None always shares.
         min_micro_batches: run at least that many, empty ones if needed, so that ranks of a sharded model stay in step.
         backend: attention backend; ignored inside `tree_attention`.
-        sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; gradients
-            are then to be summed, not averaged, over ranks. None on one rank.
+        sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; the
+            caller then sums gradients, not averages them, over ranks. None on one rank, and for a prepared model.
+        ranks: how ranks of a prepared model keep step. "sharded": weights of `fully_shard` are gathered in every pass,
+            and all ranks run the same passes; where only their number differs, empty ones follow. "gathered": weights
+            stay gathered during the step, ranks run any passes, and gradients are reduced once at its end. None takes
+            "sharded" where weights are sharded, else "gathered". "alone": this rank trains a model by itself.
         router_losses: losses on a mixture of experts' routers that are added to the objective's; None adds none.
 
     Raises:
@@ -123,7 +133,8 @@ def backward(
             the objective trains none, or none where it does; a teacher of another vocabulary, or scores of one that do
             not fit the branches. No gradient has been added then.
         ConfigError: options that contradict each other.
-        StateError: gradients are switched off, or no parameter requires one.
+        StateError: gradients are switched off, or no parameter requires one; several ranks run and the model is not
+            prepared, or another rank has other passes or refuses its share.
         UnsupportedError: a model that would not be exact; router losses of a model without routers, or under
             reentrant gradient checkpointing.
 
@@ -138,32 +149,42 @@ def backward(
     if not isinstance(forests, Iterable | Forest):
         raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
+    model = without_ddp(model)
+    team = ranks_of(model, ranks, sums_itself=sum_over_ranks is not None)
+    if team.mode == "sharded":
+        # No tree is cut that fits, because the other ranks' trees would have to be cut alike.
+        min_micro_batches = max(min_micro_batches, 1)
     # All checks come before the first gradient is added and before ranks communicate.
-    parts = find_parts(model)
-    check_inputs(model, parts, forests, objective, temperature, value_head)
-    scorer = Scorer(
-        parts=parts,
-        temperature=temperature,
-        entropy_of="all" if "entropy" in objective.needs else "none",
-        value_head=value_head,
-        reads_logprobs=objective.reads_logprobs,
-    )
-    of_teacher = teacher_parts(objective.distillation, student=parts, forests=forests)
-    check_parents(parents, scorer.device, max_bytes)
-    routers = routers_of(router_losses, parts)
-    plan = plan_step(
-        forests,
-        objective,
-        max_tokens,
-        device=scorer.device,
-        costs=costs,
-        min_micro_batches=min_micro_batches,
-        router_losses=router_losses,
-    )
-    sum_over_ranks = sum_over_ranks or _on_one_rank
+    with agreeing(team.group) as agreement:
+        parts = find_parts(model)
+        check_inputs(model, parts, forests, objective, temperature, value_head)
+        scorer = Scorer(
+            parts=parts,
+            temperature=temperature,
+            entropy_of="all" if "entropy" in objective.needs else "none",
+            value_head=value_head,
+            reads_logprobs=objective.reads_logprobs,
+        )
+        of_teacher = teacher_parts(objective.distillation, student=parts, forests=forests)
+        check_parents(parents, scorer.device, max_bytes)
+        routers = routers_of(router_losses, parts)
+        plan = plan_step(
+            forests,
+            objective,
+            max_tokens,
+            device=scorer.device,
+            costs=costs,
+            min_micro_batches=min_micro_batches,
+            router_losses=router_losses,
+        )
+        entries = read_entries(forests, objective)
+        agreement.own = pass_order(plan, objective, parents=parents, router_losses=router_losses, ranks=team.mode)
+    sum_over_ranks = sum_over_ranks or team.group.sum
+    min_micro_batches = max(min_micro_batches, agreement.num_passes)
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
-    with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers):
-        batch = flatten_batch(forests, objective, sum_over_ranks)
+    reducing = reduced_over_ranks(team, parts, model, value_head)
+    with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
+        batch = flatten_batch(entries, objective, sum_over_ranks)
         routing = None
         if router_losses is not None and routers is not None:
             routing = Routing(router_losses, routers, plan.num_branch_tokens, sum_over_ranks)
@@ -181,6 +202,7 @@ def backward(
             parents=parents,
             max_bytes=max_bytes,
             min_micro_batches=min_micro_batches,
+            in_step=team.mode == "sharded",
             routing=routing,
             teacher=teacher,
         )
@@ -190,7 +212,7 @@ def backward(
         loss=run.totals.loss + (0.0 if routing is None else routing.total),
         num_trained_tokens=batch.num_trained,
         averages=run.totals.averages(num_terms) | ({} if routing is None else routing.metrics()),
-        plan=plan,
+        plan=replace(plan, ranks=team.mode),
         parents=run.parents,
         num_recomputed_tokens=run.num_recomputed_tokens,
         num_scoring_tokens=run.num_scoring_tokens,
@@ -231,7 +253,3 @@ def plan_step(
         costs=costs,
         min_micro_batches=min_micro_batches,
     )
-
-
-def _on_one_rank(values: Float64Array) -> Float64Array:
-    return values

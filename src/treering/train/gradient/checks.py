@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from treering.errors import InputError, StateError
-from treering.model.families import ModelParts, check_no_hooks
+from treering.model.checks import check_no_hooks
+from treering.model.families import ModelParts
 from treering.model.forward import check_forest, check_temperature
 from treering.model.routers import Routers, find_routers
 from treering.train.gradient.router_losses import RouterLosses

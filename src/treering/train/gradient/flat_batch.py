@@ -107,8 +107,25 @@ class Selection:
         )
 
 
-def flatten_batch(forests: Sequence[Forest], objective: Objective, sum_over_ranks: SumOverRanks) -> FlatBatch:
-    """The flat batch of an objective over forests; denominators cover all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchEntries:
+    """What a flat batch is made of, before any rank has told its denominators; K branches, F entries.
+
+    Attributes:
+        branch_length: int64 [K].
+        branch_tree: int64 [K], see `entry_weights`.
+        counts: [F], see `FlatBatch`.
+        values: see `FlatBatch`.
+    """
+
+    branch_length: Int64Array
+    branch_tree: Int64Array
+    counts: Float64Array
+    values: Mapping[str, Float64Array]
+
+
+def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntries:
+    """The entries of an objective over forests.
 
     Raises:
         InputError: per-branch values or pairs that do not fit the branches.
@@ -119,20 +136,29 @@ def flatten_batch(forests: Sequence[Forest], objective: Objective, sum_over_rank
     branch_tree = [forest.branch_tree + first for forest, first in zip(forests, tree_offsets, strict=False)]
     _check_pairs(objective, branch_length.size)
     counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
-    values = objective.flat_values(branch_length, trained=counts > 0)
-    weights = entry_weights(
-        counts,
+    return BatchEntries(
         branch_length=branch_length,
         branch_tree=np.concatenate([empty, *branch_tree]),
+        counts=counts,
+        values=objective.flat_values(branch_length, trained=counts > 0),
+    )
+
+
+def flatten_batch(entries: BatchEntries, objective: Objective, sum_over_ranks: SumOverRanks) -> FlatBatch:
+    """The flat batch of an objective; denominators cover all ranks."""
+    weights = entry_weights(
+        entries.counts,
+        branch_length=entries.branch_length,
+        branch_tree=entries.branch_tree,
         weighting=objective.weighting,
         sum_over_ranks=sum_over_ranks,
     )
     num_pairs = 0.0 if objective.pairs is None else float(sum_over_ranks(np.array([len(objective.pairs)], float))[0])
     return FlatBatch(
-        offsets=np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64),
-        counts=counts,
+        offsets=np.concatenate([[0], np.cumsum(entries.branch_length)]).astype(np.int64),
+        counts=entries.counts,
         weights=weights,
-        values=values,
+        values=entries.values,
         pairs=objective.pairs,
         pair_weight=1.0 / max(num_pairs, 1.0),
     )

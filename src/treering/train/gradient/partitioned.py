@@ -11,7 +11,6 @@ logits are held.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -26,14 +25,13 @@ from treering.model.forward import hidden_states
 from treering.train.gradient.activation_policy import Parents
 from treering.train.gradient.boundaries import boundary_of
 from treering.train.gradient.edge_vectors import put_scores
+from treering.train.gradient.pass_order import Event, depth_first
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.saved_tensors import saved_on_host
 from treering.train.gradient.scoring import Scorer
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
 from treering.tree.plan.partition import PartitionedTree
-
-Event = tuple[Literal["enter", "leave"], int]
 
 LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
 """(partition number, its edges, their scores) -> their loss, a scalar."""
@@ -66,11 +64,15 @@ class PartitionedStep:
         scorer: Scorer,
         parents: Parents,
         routing: Routing | None = None,
+        *,
+        in_step: bool = False,
     ) -> None:
         """`wanted`: bool [N], the tokens whose edges are scored; partitions without any in or below them are skipped.
 
-        With `routing`, whose losses cover every token, no partition is skipped.
+        With `routing`, whose losses cover every token, and for ranks that run the same passes (`in_step`), no partition
+        is skipped.
         """
+        self._runs_all = in_step or routing is not None
         self._tree = tree
         self._scorer = scorer
         self._parents = parents
@@ -144,11 +146,11 @@ class PartitionedStep:
             self._compute(live)
         hidden = live.hidden
         assert hidden is not None
+        table = self.tables[number]
         # Gradients come back through the gateways even where the partition itself trains nothing.
-        loss = 0.0 * hidden[0, 0]
+        loss = 0.0 * hidden[0, 0] if table.edges.size else self._scorer.zero(hidden)
         if live.router_loss is not None:
             loss = loss + live.router_loss.to(loss.device)
-        table = self.tables[number]
         if table.edges.size:
             loss = loss + loss_of(number, table, self._scorer.scores(hidden, self._tree.forest, table))
         if loss.requires_grad:
@@ -193,7 +195,7 @@ class PartitionedStep:
         return _OpenPartition(fragment=fragment, layout=layout, branches=self._branches[tokens])
 
     def _needed_children(self) -> list[list[int]]:
-        """The children of each partition with scored edges in or below them; all children if there is a routing."""
+        """The children of each partition with scored edges in or below them; all children if none is skipped."""
         children: list[list[int]] = [[] for _ in self._tree.partitions]
         for number in range(len(children) - 1, 0, -1):
             if children[number] or self._has_loss(number):
@@ -202,15 +204,8 @@ class PartitionedStep:
         return [numbers[::-1] for numbers in children]
 
     def _has_loss(self, number: int) -> bool:
-        return self._routing is not None or self.tables[number].edges.size > 0
+        return self._runs_all or self.tables[number].edges.size > 0
 
     def _events(self) -> Iterator[Event]:
-        """Depth-first: a partition is entered before and left after all partitions below it."""
-        stack: list[Event] = [("leave", 0), ("enter", 0)] if self._children[0] or self._has_loss(0) else []
-        while stack:
-            event, number = stack.pop()
-            yield event, number
-            if event == "enter":
-                stack += [
-                    step for child in reversed(self._children[number]) for step in (("leave", child), ("enter", child))
-                ]
+        if self._children[0] or self._has_loss(0):
+            yield from depth_first(self._children)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treering.arrays import Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
-from treering.model.forward import hidden_states
+from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
 from treering.train.gradient.activation_policy import (
     ActivationMemory,
@@ -27,6 +27,7 @@ from treering.train.gradient.edge_vectors import joined_leaves, put_scores, spli
 from treering.train.gradient.evaluation import LossTotals, evaluate
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep
+from treering.train.gradient.pass_order import crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.saved_tensors import bytes_per_token
 from treering.train.gradient.scoring import Scorer
@@ -58,15 +59,19 @@ class StepRun:
         parents: ParentsOption,
         max_bytes: int | None,
         min_micro_batches: int,
+        in_step: bool = False,
         routing: Routing | None = None,
         teacher: StepTeacher | None = None,
     ) -> None:
         """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
 
+        With `in_step` every unit runs, trained or not, as `pass_order` says.
+
         Raises:
             InputError: given scores of a teacher that are not those of the branches.
         """
         self._teacher = teacher
+        self._in_step = in_step
         self._min_passes = min_micro_batches
         self._routing = routing
         self._num_passes = 0
@@ -85,7 +90,7 @@ class StepRun:
 
     def backward(self) -> None:
         """Adds all gradients to `.grad`."""
-        crossing = self._crossing()
+        crossing = crossing_units(self._units, self._objective)
         load_first = self._load_first()
         vectors = self._vectors(crossing, load_first)
         if load_first is not None:
@@ -104,6 +109,8 @@ class StepRun:
         if selected.entries.size == 0:
             self._evaluate_nothing(selected, vectors)
         if unit.forest.num_tokens == 0 or (selected.entries.size == 0 and self._routing is None):
+            if self._in_step:
+                self._run_nothing()
             return
         self._num_passes += 1
         scorer = self._scorer_of(unit, selected)
@@ -112,6 +119,8 @@ class StepRun:
         losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors, scorer)] if selected.entries.size else []
         if self._routing is not None:
             losses.append(_router_loss(self._routing, routes, unit.forest).to(hidden.device))
+        if not selected.entries.size and self._in_step:
+            losses.append(scorer.zero(hidden))
         loss = sum(losses[1:], start=losses[0])
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -140,15 +149,16 @@ class StepRun:
 
     def _run_nothing(self) -> None:
         """A forward and backward of one token that adds zeros, so that a rank without work stays in step."""
-        hidden = hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
-        if hidden.requires_grad:
-            (0.0 * hidden[0, 0]).backward()  # type: ignore[no-untyped-call]
+        self._num_passes += 1
+        nothing = self._scorer.zero(hidden_states(self._scorer.parts, ONE_TOKEN))
+        if nothing.requires_grad:
+            nothing.backward()  # type: ignore[no-untyped-call]
 
     def _run_partitioned(self, unit: PartitionedTree, selected: Selection, vectors: EdgeScores | None) -> None:
         assert self.parents is not None
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
-        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing)
+        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing, in_step=self._in_step)
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
@@ -168,38 +178,24 @@ class StepRun:
         self.totals.add(evaluation)
         return evaluation.loss
 
-    def _crossing(self) -> list[int]:
-        """Units that hold only part of a branch or pair that the objective needs whole."""
-        if self._objective.scope == "entry":
-            return []
-        crossing = {i for i, unit in enumerate(self._units) if isinstance(unit, PartitionedTree)}
-        if self._batch.pairs is not None:
-            unit_of = np.full(self._batch.offsets.size - 1, -1, np.int64)
-            for number, unit in enumerate(self._units):
-                unit_of[unit.branches] = number
-            sides = unit_of[self._batch.pairs]
-            crossing |= set(sides[sides[:, 0] != sides[:, 1]].ravel().tolist())
-            # A unit that shares a pair with a crossing unit crosses too; all other pairs are within their unit.
-        return sorted(crossing)
-
     def _load_first(self) -> Routing | None:
         """The routing, if its load needs a separate pass: with several forwards, or several ranks."""
         if self._routing is None or self._routing.losses.balance == 0:
             return None
         is_cut = any(isinstance(unit, PartitionedTree) for unit in self._units)
-        is_one_forward = not is_cut and sum(map(_num_forwards, self._units)) == 1
+        is_one_forward = not is_cut and sum(map(num_forwards, self._units)) == 1
         return None if is_one_forward and self._min_passes == 0 else self._routing
 
     def _find_load(self, routing: Routing, already: Sequence[int]) -> None:
         """Counts the routes of all units except `already`, in a pass without gradients, and sums over ranks."""
         started = time.perf_counter()
         for number, unit in enumerate(self._units):
-            if number not in already and _num_forwards(unit) > 0:
+            if number not in already and num_forwards(unit) > 0:
                 self._score(unit, self._selected[number].only(np.zeros(0, np.int64)), routing)
-        num_passes = sum(_num_forwards(unit) for unit in self._units)
+        num_passes = sum(num_forwards(unit) for unit in self._units)
         with torch.no_grad():
             for _ in range(num_passes, self._min_passes):
-                hidden_states(self._scorer.parts, Forest.from_sequences([[0]]))
+                self._scorer.zero(hidden_states(self._scorer.parts, ONE_TOKEN))
         routing.share_load()
         self.scoring_s += time.perf_counter() - started
 
@@ -227,7 +223,7 @@ class StepRun:
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
         if isinstance(unit, PartitionedTree):
-            return PartitionedStep(unit, wanted, scorer, "keep", routing).score()
+            return PartitionedStep(unit, wanted, scorer, "keep", routing, in_step=self._in_step).score()
         table = edge_table(unit.forest, wanted)
         with torch.no_grad():
             with recorded_by(routing) as routes:
@@ -240,6 +236,10 @@ class StepRun:
         return everywhere
 
     def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
+        if self._in_step and parents == "auto":
+            # Measuring runs forwards, which the ranks would have to run alike.
+            return ParentsChoice(parents="keep", reason="auto: ranks in step keep parents, without measuring")
+
         def measure() -> ActivationMemory:
             free, free_host = free_memory(self._scorer.device, max_bytes)
             return ActivationMemory(
@@ -259,7 +259,3 @@ def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> 
         routing.count(routes, branches)
         routing.share_load()
     return routing.loss(routes, branches)
-
-
-def _num_forwards(unit: Unit) -> int:
-    return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from treering.arrays import Int64Array
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.divergence_rows import divergence_rows
-from treering.model.edges import EdgeScores, EdgeTable, score_edges
+from treering.model.edges import EdgeScores, EdgeTable, score_edges, scored_on_head
 from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf
 from treering.train.gradient.targets import TargetRows
@@ -39,8 +39,8 @@ class Scorer:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's embedding."""
-        return next(self.parts.embedding.parameters()).device
+        """Device that the model computes on."""
+        return self.parts.device
 
     def no_scores(self, num_edges: int) -> EdgeScores:
         """Zeros in the format of `scores`."""
@@ -56,12 +56,20 @@ class Scorer:
 
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         """Scores of the table's edges, whose tokens are those of `forest`."""
-        scores = self._own_scores(hidden, forest, table) if self.reads_logprobs else self.no_scores(table.edges.size)
+        return scored_on_head(self.parts, lambda head, rows: self._scores(head, rows, forest, table), hidden)
+
+    def zero(self, hidden: Tensor) -> Tensor:
+        """0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
+        return 0.0 * hidden[0, 0] if self.parts.shards is None else self.parts.shards.zero(hidden)
+
+    def _scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
+        own = self._own_scores
+        scores = own(head, hidden, forest, table) if self.reads_logprobs else self.no_scores(table.edges.size)
         if self.divergence is None or self.targets is None or table.edges.size == 0:
             return scores
         by_row = divergence_rows(
             hidden[_on(hidden.device, table.rows)],
-            self.parts.head,
+            head,
             self.targets.of(forest, table),
             self.divergence,
             vocab_size=self.parts.num_logits,
@@ -69,10 +77,10 @@ class Scorer:
         )
         return replace(scores, divergence=by_row[_on(hidden.device, table.edge_row)])
 
-    def _own_scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
+    def _own_scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         return score_edges(
             hidden,
-            self.parts.head,
+            head,
             forest,
             temperature=self.temperature * self.parts.logit_divisor,
             vocab_size=self.parts.vocab_size,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from treering.arrays import BoolArray, Int64Array
 from treering.errors import InputError
+from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.teacher import check_top_k, states_of
@@ -43,6 +44,7 @@ def teacher_parts(
     if distillation is None or not isinstance(distillation.teacher, nn.Module):
         return None
     parts = find_parts(distillation.teacher)
+    check_whole(parts, "a teacher")
     if parts.num_logits != student.num_logits:
         raise InputError(
             f"a teacher shares the student's tokenizer, and its head has {parts.num_logits} tokens where the student's "

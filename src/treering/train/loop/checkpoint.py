@@ -5,28 +5,29 @@ A checkpoint holds weights, optimizer state and torch's random state; `Checkpoin
 safetensors, and torch unpickles the state with `weights_only=True`, which knows tensors and plain values alone.
 """
 
-import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from treering.atomic import clear_unfinished, read_facts, remove, write_folder
+from treering.atomic import clear_unfinished, draft_path, read_facts, remove, write_folder
 from treering.errors import StateError, UnsupportedError
+from treering.ranks.group import RankGroup
+from treering.ranks.state import split_state, whole_state_dict, write_shards
+from treering.ranks.together import write_together
+from treering.train.loop.restore import SHARDS_FOLDER, STATE_FILE, random_state, restore
 from treering.train.loop.resumable import ReportT, Resumable
 from treering.writing import allocate, writing
 
-STATE_FILE = "training_state.pt"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,6 +46,13 @@ Identity = Mapping[str, str | int | float | bool | None]
 """The settings that identify a run: name to value, in JSON types."""
 
 
+class Gathered(NamedTuple):
+    """The whole weights of a sharded model, and what the ranks do once the folder for them is there."""
+
+    weights: Mapping[str, Tensor]
+    begin: Callable[[], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStore:
     """The checkpoints of one run, `step-000123` and so on in one folder.
@@ -56,6 +64,7 @@ class CheckpointStore:
         tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
         hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
             to it does not affect them; None keeps no hints.
+        group: the ranks of a sharded model, which save and restore together in a folder that all of them see.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
     """
@@ -65,6 +74,7 @@ class CheckpointStore:
     keep: int = 2
     tokenizer: Path | None = None
     hints: Path | None = None
+    group: RankGroup = field(default_factory=RankGroup)
 
     def save(self, loop: Resumable[ReportT]) -> Path:
         """Writes a checkpoint of the loop and removes those beyond `keep`; returns the checkpoint's folder.
@@ -79,13 +89,38 @@ class CheckpointStore:
                 f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters first, or "
                 "save them yourself"
             )
+        if self.group.size > 1:
+            return self._save_together(loop, model)
+        self._write(loop, model, {"loop": loop.state(), "random": random_state()}, None)
+        return checkpoint_path(self.folder, loop.num_steps_done)
+
+    def _save_together(self, loop: Resumable[ReportT], model: PreTrainedModel) -> Path:
+        """Rank 0 writes what one rank would, from gathered weights; each rank writes its part of the sharded state."""
+        weights, shards = whole_state_dict(model), dict[str, Tensor]()
+        state = split_state({"loop": loop.state(), "random": random_state()}, shards)
         target = checkpoint_path(self.folder, loop.num_steps_done)
-        state = {"loop": loop.state(), "random": random_state()}
-        num_bytes = num_tensor_bytes(model.state_dict()) + num_tensor_bytes(state)
+        write_together(
+            self.group,
+            make=lambda begin: self._write(loop, model, state, Gathered(weights, begin)),
+            write_own=lambda: write_shards(shards, draft_path(target) / SHARDS_FOLDER),
+        )
+        return target
+
+    def _write(
+        self, loop: Resumable[ReportT], model: PreTrainedModel, state: dict[str, Any], gathered: Gathered | None
+    ) -> None:
+        """Writes a checkpoint of the model, or of its gathered weights, and tidies up."""
+        target = checkpoint_path(self.folder, loop.num_steps_done)
+        weights = model.state_dict() if gathered is None else gathered.weights
+        num_bytes = num_tensor_bytes(weights) + num_tensor_bytes(state)
 
         def fill(draft: Path) -> None:
             with told_why(draft / STATE_FILE, num_bytes):
-                model.save_pretrained(draft)
+                if gathered is None:
+                    model.save_pretrained(draft)
+                else:
+                    gathered.begin()
+                    model.save_pretrained(draft, state_dict=gathered.weights)
                 torch.save(state, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
 
@@ -99,10 +134,11 @@ class CheckpointStore:
             # Later checkpoints are damaged: otherwise this run would have resumed from them.
             self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
             self._remove_leftovers(loop.num_steps_done)
-        return target
 
     def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
         """Loads the newest complete checkpoint into the loop, bitwise; one warning names the damaged ones.
+
+        It may be of another number of ranks.
 
         Returns:
             The step to resume from, or None if there is no checkpoint.
@@ -111,6 +147,20 @@ class CheckpointStore:
             StateError: all checkpoints are damaged, the newest complete one is of another run, or the folder cannot be
                 written.
         """
+        chosen = self._choose() if self.group.rank == 0 else None
+        chosen = self.group.gather(chosen)[0]
+        if chosen is None:
+            return None
+        restore(chosen, loop)
+        if self.hints is not None:
+            loop.load_hints(self.hints / chosen.name)
+        if self.group.rank == 0:
+            with writing(self.folder):
+                self._remove_leftovers(loop.num_steps_done)
+        return loop.num_steps_done
+
+    def _choose(self) -> Path | None:
+        """The newest complete checkpoint, of this run."""
         damaged: list[str] = []
         for checkpoint in self._newest_first():
             try:
@@ -120,12 +170,7 @@ class CheckpointStore:
                 continue
             self._warn(damaged, checkpoint)
             check_identity(identity, self.identity, where=checkpoint)
-            _restore(checkpoint, loop)
-            if self.hints is not None:
-                loop.load_hints(self.hints / checkpoint.name)
-            with writing(self.folder):
-                self._remove_leftovers(loop.num_steps_done)
-            return loop.num_steps_done
+            return checkpoint
         if damaged:
             raise StateError(
                 f"resuming needs one whole checkpoint in {self.folder}, and all are damaged ({'; '.join(damaged)}); "
@@ -138,7 +183,7 @@ class CheckpointStore:
 
     def _warn(self, damaged: list[str], used: Path) -> None:
         if damaged:
-            warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=3)
+            warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=4)
 
     def _remove_leftovers(self, step: int) -> None:
         """Removes unfinished drafts, checkpoints up to `step` beyond `keep`, and hints without a checkpoint."""
@@ -198,24 +243,6 @@ def _identity_of(checkpoint: Path) -> Identity:
     return identity
 
 
-def _restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
-    # Its checksums are right, so whoever wrote the manifest wrote what cannot be read.
-    try:
-        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-        _load_weights(loop.model, checkpoint)
-        parts = state["loop"], state["random"]
-    except (OSError, pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(
-            f"a checkpoint holds tensors and plain values, and {checkpoint} holds something else "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); nothing of it was run; remove it, "
-            "and start again"
-        ) from error
-    loop.load_state(parts[0])
-    set_random_state(parts[1])
-
-
 @contextmanager
 def told_why(file: Path, num_bytes: int) -> Iterator[None]:
     """Raises the system's error where a library hides why the block could not write so many bytes of tensors.
@@ -245,47 +272,8 @@ def num_tensor_bytes(state: object) -> int:
     return sum(map(num_tensor_bytes, state)) if isinstance(state, list | tuple) else 0
 
 
-def _load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Copies the stored tensors into the model's, in the same dtypes; tied tensors are stored once."""
-    own = model.state_dict()
-    loaded: set[int] = set()
-    for name, tensor in _stored_tensors(checkpoint):
-        target = own.get(name)
-        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-            expected = "nothing" if target is None else f"{target.dtype} {tuple(target.shape)}"
-            raise StateError(
-                f"{checkpoint} holds {name!r} as {tensor.dtype} {tuple(tensor.shape)}, and the model has {expected} "
-                "there; resume with the model that was saved"
-            )
-        target.copy_(tensor)
-        loaded.add(target.data_ptr())
-    missing = [name for name, target in own.items() if target.data_ptr() not in loaded]
-    if missing:
-        raise StateError(
-            f"{checkpoint} has no {missing[0]!r}, which the model has; resume with the model that was saved"
-        )
-
-
-def _stored_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        yield from load_file(file).items()
-
-
 def _copy_tokenizer(tokenizer: Path | None, draft: Path) -> None:
     for name in TOKENIZER_FILES if tokenizer is not None else ():
         source = Path(tokenizer or "", name)
         if source.is_file():
             shutil.copyfile(source, draft / name)
-
-
-def random_state() -> dict[str, Any]:
-    """Torch's random state on every device, as tensors."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restores a `random_state`."""
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

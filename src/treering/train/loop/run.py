@@ -48,6 +48,10 @@ def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStor
         StateError: the run there has other settings or only damaged checkpoints, or the folder holds metrics of another
             run or cannot be written.
     """
+    if checkpoints.group.rank > 0:
+        # Rank 0 looks after the folder.
+        step = checkpoints.restore_newest(loop)
+        return Opened(is_new=step is None, step=step or 0)
     file = folder / RUN_FILE
     is_new, has_begun = not file.exists(), _has_begun(folder, checkpoints)
     if has_begun and not is_new:

@@ -9,11 +9,14 @@ from torch import nn
 
 from treering.errors import InputError
 from treering.model.positions import check_positions, max_positions
+from treering.ranks.group import RankGroup
+from treering.ranks.setup import RanksMode
 from treering.train.gradient.router_losses import RouterLosses, check_routers
 from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.distill import DistillOptions, check_teacher
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.ranks import share_batch
 from treering.train.loop.resumable import Resumable
 from treering.train.loop.step_report import StepReport
 from treering.train.loop.update import Updater
@@ -36,6 +39,7 @@ class LoopOptions:
         router_losses: for a mixture of experts; None adds none.
         distill: of a loop with a teacher; None trains sft alone.
         seed: of the order of the tasks.
+        ranks: how several ranks keep step, see `backward`; None for one rank, or its default.
     """
 
     trees_per_step: int
@@ -47,6 +51,7 @@ class LoopOptions:
     router_losses: RouterLosses | None = None
     distill: DistillOptions | None = None
     seed: int = 0
+    ranks: RanksMode | None = None
 
     def __post_init__(self) -> None:
         Weighting(normalizer=self.normalizer, shared=self.shared, divisor=self.divisor)
@@ -71,8 +76,11 @@ class SftLoop(Resumable[StepReport]):
         optim: OptimOptions,
         options: LoopOptions,
         teacher: nn.Module | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Sets training mode, and gradient checkpointing as the options say; the teacher is left as it is.
+
+        Several ranks (`group`, of a prepared model) share each step's trees by cost; their weights are those of one.
 
         Raises:
             InputError: no task, no trained token, a sequence with more tokens than a model reads positions, or a
@@ -92,7 +100,8 @@ class SftLoop(Resumable[StepReport]):
         for one in (model, teacher):
             _check_lengths(one, tasks)
         check_routers(model, options.router_losses)
-        self._updater = Updater(model, optim, options.compute)
+        self._group = RankGroup() if group is None else group
+        self._updater = Updater(model, optim, options.compute, group=self._group, ranks=options.ranks)
 
     @property
     def num_steps_done(self) -> int:
@@ -107,7 +116,8 @@ class SftLoop(Resumable[StepReport]):
         """
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
-        batch = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
+        whole = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
+        batch = share_batch(whole, self._group, options.compute.max_tokens, options.compute.costs)
         objective = self._objective(batch.loss_masks)
         update = self._updater.update(step, batch, objective, router_losses=options.router_losses)
         self._num_steps_done = step

@@ -8,11 +8,15 @@ from torch import nn
 
 from treering import metrics
 from treering.errors import StateError
+from treering.ranks.group import RankGroup
+from treering.ranks.setup import RanksMode
+from treering.ranks.state import shard_like
 from treering.train.gradient.backward import backward
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import StepBatch
 from treering.train.loop.compute import ComputeOptions, peak_memory_bytes, precision, prepare_model
 from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from treering.train.loop.ranks import mean_over_ranks, sum_over_ranks
 from treering.train.objectives import Objective
 
 
@@ -84,8 +88,23 @@ class Updater:
         6.24
     """
 
-    def __init__(self, model: nn.Module, optim: OptimOptions, compute: ComputeOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimOptions,
+        compute: ComputeOptions,
+        *,
+        group: RankGroup | None = None,
+        ranks: RanksMode | None = None,
+    ) -> None:
         """Sets training mode, and gradient checkpointing as the options say.
+
+        Args:
+            model: prepared, if several ranks train it.
+            optim: of the optimizer.
+            compute: of the gradients.
+            group: the ranks that train the model; None for one.
+            ranks: how they keep step, see `backward`.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
@@ -95,6 +114,8 @@ class Updater:
         self._model = model
         self._optim = optim
         self._compute = compute
+        self._group = RankGroup() if group is None else group
+        self._ranks = ranks
         self._optimizer = make_optimizer(model, optim)
 
     def update(
@@ -106,7 +127,7 @@ class Updater:
         temperature: float = 1.0,
         router_losses: RouterLosses | None = None,
     ) -> Update:
-        """Updates the weights once, at the learning rate of `step`.
+        """Updates the weights once, at the learning rate of `step`; the batch is this rank's share of the step's tasks.
 
         Raises:
             InputError, UnsupportedError: see `backward`.
@@ -126,25 +147,35 @@ class Updater:
                 max_bytes=compute.max_bytes,
                 costs=compute.costs,
                 backend=compute.backend,
+                ranks=self._ranks,
                 router_losses=router_losses,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
+        sums = sum_over_ranks(
+            {
+                "loss": result.loss,
+                "num_branches": result.plan.num_branches,
+                "num_loss_tokens": result.num_trained_tokens,
+                "num_branch_tokens": result.plan.num_branch_tokens,
+                "num_tokens": result.plan.num_tokens,
+                "num_micro_batches": result.plan.num_micro_batches,
+                "num_recomputed_tokens": result.num_recomputed_tokens,
+                "num_unshared_trees": len(result.plan.unshared),
+            },
+            self._group,
+        )
+        counts = {name: int(value) for name, value in sums.items() if name not in ("loss", "num_loss_tokens")}
         return Update(
-            loss=result.loss,
+            loss=sums["loss"],
             grad_norm=norm,
             learning_rate=rate,
             num_trees=batch.num_tasks,
-            num_branches=result.plan.num_branches,
-            num_loss_tokens=result.num_trained_tokens,
-            num_branch_tokens=result.plan.num_branch_tokens,
-            num_tokens=result.plan.num_tokens,
-            num_micro_batches=result.plan.num_micro_batches,
-            num_recomputed_tokens=result.num_recomputed_tokens,
-            num_unshared_trees=len(result.plan.unshared),
+            num_loss_tokens=sums["num_loss_tokens"],
+            **counts,
             peak_memory_bytes=peak_memory_bytes(self._model),
-            metrics=result.averages,
+            metrics=mean_over_ranks(result.averages, result.num_trained_tokens, self._group),
         )
 
     def state(self) -> dict[str, Any]:
@@ -158,9 +189,19 @@ class Updater:
             StateError: the state is of a model with other parameters.
         """
         try:
-            self._optimizer.load_state_dict(state)
+            self._optimizer.load_state_dict(self._sharded(state))
         except ValueError as error:
             raise StateError(
                 f"an optimiser state belongs to one set of parameters, and this one does not fit ({error}); resume "
                 "with the model of the checkpoint"
             ) from error
+
+    def _sharded(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with whole tensors, as one rank saves them, sharded like their weights."""
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        sharded = {
+            number: {name: shard_like(value, weight) for name, value in state["state"][number].items()}
+            for number, weight in enumerate(weights)
+            if number in state["state"]
+        }
+        return {**state, "state": {**state["state"], **sharded}}

@@ -44,12 +44,14 @@ class Plan:
         max_tokens: the most distinct tokens of a micro-batch or partition; None for no limit.
         partitioned: trees over the budget.
         unshared: trees that are computed as separate chains because that is estimated to be faster.
+        ranks: how ranks that train one model keep step: "sharded" or "gathered" (`treering.ranks`); None on one.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     max_tokens: int | None
     partitioned: tuple[PartitionedTree, ...] = ()
     unshared: tuple[Unshared, ...] = ()
+    ranks: str | None = None
 
     @property
     def forests(self) -> tuple[Forest, ...]:
@@ -87,6 +89,7 @@ class Plan:
         lines = [
             f"{self.num_tokens:,} of {self.num_branch_tokens:,} tokens are computed (sharing {self.sharing:.2f}), in "
             f"{len(self.micro_batches)} micro-batches and {len(self.partitioned)} partitioned trees"
+            + ("" if self.ranks is None else f"; ranks are {self.ranks}")
         ]
         return "\n".join([*lines, *(tree.in_words() for tree in self.unshared)])
 

@@ -1,0 +1,181 @@
+"""`prepare`: sets a model up once so that gradients are summed over ranks, and finds what it set up.
+
+`backward` divides each loss by the denominators of the whole batch, so gradients are to be summed. FSDP2 and DDP
+average by default, which would divide by the number of ranks once more.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch import nn
+
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.ranks.group import RankGroup, is_running, num_ranks
+from treering.ranks.refusals import check_parallel
+from treering.ranks.units import groups_of, units_of
+
+RanksMode = Literal["sharded", "gathered"]
+"""sharded: weights are gathered in every pass, and all ranks run the same passes. gathered: weights stay gathered
+during a step, ranks run any passes, and gradients are reduced once at its end."""
+
+RanksOption = Literal["sharded", "gathered", "alone"]
+"""A `RanksMode`, or alone: this rank trains by itself, and nothing is summed."""
+
+_PREPARED = "_treering_ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRanks:
+    """The ranks of one step.
+
+    Attributes:
+        group: the ranks.
+        mode: how they keep step; None where one rank trains alone.
+    """
+
+    group: RankGroup
+    mode: RanksMode | None
+
+
+def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
+    """Sets a model up for `treering.backward` on several ranks; call it once, after `fully_shard` or DDP.
+
+    FSDP2's reductions become sums. For DDP and for a model that every rank holds whole, `backward` sums the gradients
+    itself, once per step. In one process without torch.distributed it does nothing, so that a script runs there too.
+
+    Args:
+        model: sharded by `fully_shard`, wrapped by DDP (or its `.module`), or whole and equal on all ranks.
+        mesh: the data-parallel `DeviceMesh`, of one dimension, or of all processes (HSDP); None for all processes.
+
+    Returns:
+        The ranks: their number, this one's, and sums over them.
+
+    Raises:
+        UnsupportedError: tensor or context parallelism, FSDP1, DeepSpeed.
+        ConfigError: a mesh that is not the one that the model is sharded over.
+
+    Example:
+        >>> group = prepare(model)                                           # doctest: +SKIP
+        >>> shares = share_among_ranks(forests, group.size)                  # doctest: +SKIP
+        >>> own = [forests[i] for i in shares[group.rank].forests]           # doctest: +SKIP
+        >>> backward(model, own, sft())                                      # doctest: +SKIP
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"prepare takes a model, got {type(model).__name__}: pass what fully_shard or DDP returned")
+    if not is_running():
+        group = RankGroup()
+    else:
+        units = units_of(model)
+        check_parallel(model, units)
+        group = _group_of(mesh, model)
+        _check_mesh(units, group)
+        for unit in units:
+            unit.set_gradient_divide_factor(1.0)
+            # Sums by the plain operation: gloo has no other, and with a factor of 1 there is nothing to multiply by.
+            unit.set_force_sum_reduction_for_comms(True)
+    for module in _with_wrapped(model):
+        module.__dict__[_PREPARED] = group
+    return group
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The module inside DDP, whose own reduction is not used; any other model as it is."""
+    if is_running() and isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module  # type: ignore[no-any-return]
+    return model
+
+
+def ranks_of(model: nn.Module, requested: RanksOption | None, *, sums_itself: bool) -> StepRanks:
+    """The ranks that train a model in a step.
+
+    Args:
+        model: as it was passed to `prepare`, or the module inside DDP.
+        requested: by the caller; None takes "sharded" where there are units, else "gathered".
+        sums_itself: the caller sums denominators and gradients.
+
+    Raises:
+        UnsupportedError: see `prepare`.
+        StateError: several ranks run, and the model was not prepared, or no longer sums.
+        ConfigError: an option that contradicts the model or another one.
+    """
+    if requested is not None and requested not in get_args(RanksOption):
+        raise ConfigError(f"ranks is one of {', '.join(get_args(RanksOption))}, got {requested!r}; choose one")
+    units = units_of(model)
+    check_parallel(model, units)
+    group: RankGroup | None = model.__dict__.get(_PREPARED)
+    if not is_running() or (num_ranks() == 1 and not units):
+        return StepRanks(group=RankGroup(), mode=None)
+    if not units and (requested == "alone" or sums_itself):
+        _check_one_way(requested, sums_itself)
+        return StepRanks(group=RankGroup(), mode=None)
+    if group is None or group.size == 1 < num_ranks():
+        raise StateError(
+            f"{num_ranks()} ranks run here, and nothing sums the gradients of this {type(model).__name__}: call "
+            "treering.ranks.prepare(model) once, after init_process_group and after wrapping it; on a whole model "
+            'ranks="alone" trains this rank by itself'
+        )
+    if requested == "alone" or sums_itself:
+        raise ConfigError(
+            "a model of fully_shard is trained by all ranks together, and its gradients are summed by prepare: leave "
+            'out sum_over_ranks, and use ranks="sharded" or ranks="gathered"'
+        )
+    _check_sums(units)
+    if requested == "sharded" and not units:
+        raise ConfigError(
+            'ranks="sharded" gathers weights that fully_shard has sharded, and every rank holds this model whole: use '
+            'ranks="gathered"'
+        )
+    return StepRanks(group=group, mode=requested or ("sharded" if units else "gathered"))
+
+
+def _check_one_way(requested: RanksOption | None, sums_itself: bool) -> None:
+    if sums_itself and requested is not None:
+        raise ConfigError(
+            f"ranks={requested!r} and sum_over_ranks are two ways to say who sums: leave out sum_over_ranks, which "
+            "treering.ranks.prepare sets up"
+        )
+
+
+def _check_sums(units: Sequence[Any]) -> None:
+    for unit in groups_of(units):
+        if unit.gradient_divide_factor != 1.0:
+            raise StateError(
+                "gradients of ranks are summed, and a unit divides them by "
+                f"{unit.gradient_divide_factor or 'the number of ranks'}: "
+                "call treering.ranks.prepare(model) after the last fully_shard, and leave set_gradient_divide_factor"
+            )
+
+
+def _group_of(mesh: Any, model: nn.Module) -> RankGroup:
+    if mesh is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        own = model.process_group
+        return RankGroup(rank=own.rank(), size=own.size(), process_group=own)
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return RankGroup(rank=dist.get_rank(), size=dist.get_world_size())
+    if mesh.ndim != 1:
+        raise UnsupportedError(
+            f"data-parallel ranks are all processes, or a mesh of one dimension, got one of {mesh.ndim} with "
+            f"{mesh.size()} of {dist.get_world_size()} processes: pass the mesh of the data-parallel dimension"
+        )
+    return RankGroup(rank=mesh.get_local_rank(), size=mesh.size(), process_group=mesh.get_group())
+
+
+def _check_mesh(units: Sequence[Any], group: RankGroup) -> None:
+    for unit in groups_of(units):
+        size = unit.mesh_info.mesh.size()
+        if size != group.size:
+            raise ConfigError(
+                f"fully_shard spread the model over {size} processes, and the data-parallel ranks are {group.size}: "
+                "pass the mesh that fully_shard got to prepare"
+            )
+
+
+def _with_wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and those inside DDP and torch.compile, any of which `backward` may get."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        is_ddp = isinstance(inner, nn.parallel.DistributedDataParallel)
+        inner = inner._modules.get("module" if is_ddp else "_orig_mod")

@@ -1,0 +1,153 @@
+"""Weights and state of a sharded model: gathered for an export, and saved in shards that any number of ranks reads.
+
+The shards are torch's distributed checkpoints (DCP): each rank writes its own part, and a reader asks for what it
+holds, whether that is all or another part.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treering.errors import StateError
+from treering.ranks.group import is_running
+
+_MARK = "_sharded"
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors in host memory, tied ones stored once; all ranks call it.
+
+    Only rank 0 keeps the tensors, one of which at a time is gathered; the others get an empty dict.
+    """
+    is_first = torch.distributed.get_rank() == 0
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    sharded = dict(model.named_parameters())
+    gathered: dict[str, Tensor] = {}
+    for weight in sharded.values():
+        whole = as_whole(weight.detach()).cpu()
+        if is_first:
+            gathered |= dict.fromkeys(names[id(weight)], whole)
+    if not is_first:
+        return {}
+    return {name: gathered.get(name, tensor) for name, tensor in model.state_dict().items()}
+
+
+def as_whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor, gathered; any other as it is."""
+    sharded: Any = tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor; any other as it is."""
+    sharded: Any = tensor
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is sharded over ranks."""
+    if not is_running():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def shard_like(tensor: Any, like: Tensor) -> Any:
+    """A whole tensor, equal on all ranks, as this rank's part of one that is sharded like another; nothing is sent.
+
+    It stays whole where `like` is whole or has another shape, such as a count of steps beside a weight.
+    """
+    is_whole = isinstance(tensor, Tensor) and not is_sharded(tensor)
+    if not is_whole or not is_sharded(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    target: Any = like
+    placed = tensor.to(target.to_local().device)
+    return distribute_tensor(placed, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
+    """A state of dicts and lists with its sharded tensors moved to `shards`, and a description in the place of each."""
+    if is_sharded(state):
+        key = str(len(shards))
+        shards[key] = state
+        return {_MARK: key, "shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
+    if isinstance(state, Mapping):
+        return {key: split_state(value, shards) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(split_state(value, shards) for value in state)
+    return state
+
+
+def write_shards(shards: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes sharded tensors into a folder that all ranks see, each its own part; all ranks call it.
+
+    Raises:
+        StateError: on every rank, if one could not write.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(dict(shards), checkpoint_id=folder)
+    except CheckpointException as error:
+        raise StateError(f"the shards of a checkpoint cannot be written to {folder}: {_first(error)}") from error
+
+
+def join_state(state: Any, folder: Path, like: Tensor | None) -> Any:
+    """A state from `split_state` with its tensors read from a folder: whole, or sharded as `like`; all ranks call it.
+
+    Raises:
+        StateError: the folder lacks one, or cannot be read.
+    """
+    shards: dict[str, Tensor] = {}
+    state = _with_space(state, shards, like)
+    if not shards:
+        return state
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(shards, checkpoint_id=folder, no_dist=not is_running())
+    except (CheckpointException, OSError) as error:
+        raise StateError(f"{folder} holds the shards of a checkpoint, and cannot be read: {_first(error)}") from error
+    return state
+
+
+def _with_space(state: Any, shards: dict[str, Tensor], like: Tensor | None) -> Any:
+    if isinstance(state, Mapping) and _MARK in state:
+        shards[state[_MARK]] = _empty(state["shape"], getattr(torch, state["dtype"]), like)
+        return shards[state[_MARK]]
+    if isinstance(state, Mapping):
+        return {key: _with_space(value, shards, like) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_with_space(value, shards, like) for value in state)
+    return state
+
+
+def _empty(shape: list[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
+    if like is None:
+        return torch.empty(shape, dtype=dtype)
+    from torch.distributed import tensor as sharded
+
+    target: Any = like
+    return sharded.zeros(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
+
+
+def _first(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def first_sharded(model: nn.Module) -> Tensor | None:
+    """Any sharded weight of a model; all of them are sharded alike."""
+    return next((weight for weight in model.parameters() if is_sharded(weight)), None)

@@ -1,0 +1,127 @@
+"""The units of a model that `fully_shard` has wrapped: what a unit is, what it reduces by, and how a call enters it.
+
+A unit gathers its weights when it is called, and shares them out again after that. The tree step calls a decoder and a
+head, not the model around them, so each call enters the units that hold these, from the outermost to the innermost, by
+torch's own `register_fsdp_forward_method`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from treering.ranks.group import is_running
+
+_ENTRY = "_treering_enter"
+
+
+def units_of(model: nn.Module) -> tuple[Any, ...]:
+    """The units of a model, outer ones before those inside; none where torch.distributed does not run."""
+    if not is_running():
+        return ()
+    from torch.distributed.fsdp import FSDPModule
+
+    return tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def groups_of(units: Sequence[Any]) -> Iterator[Any]:
+    """Torch's parameter groups of some units, each once."""
+    seen: set[int] = set()
+    for unit in units:
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            if group is not None and id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def own_hooks(module: nn.Module) -> set[int]:
+    """The ids of the forward hooks that make a module a unit; empty for any other module."""
+    if not is_unit(module):
+        return set()
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    found: set[int] = set()
+    for handle in handles:
+        # The hooks of a unit of several modules have one handle together.
+        inner = getattr(handle, "handles", (handle,))
+        found |= {one.id for one in inner}
+    return found
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module is a unit itself."""
+    if not is_running():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def path_to(module: nn.Module, units: Sequence[Any], *, with_itself: bool) -> tuple[Any, ...]:
+    """The units that hold a module, outermost first."""
+    return tuple(
+        unit
+        for unit in units
+        if (unit is module and with_itself) or (unit is not module and any(inner is module for inner in unit.modules()))
+    )
+
+
+def enter(path: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `run` with the weights of some units gathered, outermost first.
+
+    Args:
+        path: the units.
+        run: must return a tensor or a tuple of tensors and None, where a unit finds the gradients that come back.
+        args: of `run`; a unit finds its gradients' way out in the tensors among them.
+        kwargs: of `run` too.
+    """
+    for unit in reversed(path):
+        run = partial(_entry_of(unit), run)
+    return run(*args, **kwargs)
+
+
+def without_hooks(unit: nn.Module) -> nn.Module:
+    """The module of a unit as it was before it was sharded, on the same parameters, which follow the unit's.
+
+    Inside `enter` it is called as often as needed, where each call of the unit would gather its weights anew.
+    """
+    # A unit's class is made of torch's mixin and the module's own class, in this order.
+    own_class: Any = type(unit).__mro__[2]
+    plain: nn.Module = object.__new__(own_class)
+    plain.__dict__.update(unit.__dict__)
+    own = own_hooks(unit)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(unit, name)
+        plain.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in own)
+    return plain
+
+
+def param_dtype(units: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that the innermost unit computes in, if its policy sets one."""
+    dtypes = [unit._get_fsdp_state()._mp_policy.param_dtype for unit in units]
+    return dtypes[-1] if dtypes else None
+
+
+def device_of(units: Sequence[Any]) -> torch.device:
+    """The device that units compute on, where offloaded weights come to."""
+    device: torch.device = units[0]._get_fsdp_state()._device
+    return device
+
+
+def _entry_of(unit: Any) -> Callable[..., Any]:
+    if _ENTRY not in unit.__dict__:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        unit.__dict__[_ENTRY] = MethodType(_enter, unit)
+        register_fsdp_forward_method(unit, _ENTRY)
+    entry: Callable[..., Any] = unit.__dict__[_ENTRY]
+    return entry
+
+
+def _enter(unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)

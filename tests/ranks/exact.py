@@ -1,0 +1,127 @@
+"""Run by every rank: the gradients of each case against those of one process that trains the whole batch."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from tests.models import build as build_stock
+from tests.models import global_norm
+from tests.ranks.batches import RankBatch, batches, tree
+from tests.ranks.wraps import SHARDED, WHOLE, build, shard_layers
+from treering import ranks
+from treering.ranks.setup import without_ddp
+from treering.train.gradient.backward import backward
+from treering.train.objectives import sft
+from treering.tree.forest import Forest
+
+# Every batch with the plain wraps, and the two that ask most of a wrap with the others.
+ALWAYS = ("skewed", "gspo in partitions")
+PLAIN = ("root", "layers", "tied")
+
+
+class Case(NamedTuple):
+    wrap: str
+    batch: str
+    mode: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+def cases(num_ranks: int) -> Iterator[Case]:
+    names = batches(num_ranks)
+    for wrap, batch, mode in itertools.product(SHARDED, names, ("sharded", "gathered")):
+        is_wanted = wrap in PLAIN or batch in ALWAYS or (mode == "gathered" and batch == "uneven gspo")
+        fits = not (mode == "sharded" and batch.startswith("uneven")) and not (wrap == "hybrid" and num_ranks < 4)
+        if is_wanted and fits:
+            yield Case(wrap, batch, mode)
+    for wrap, batch in itertools.product(WHOLE, names):
+        yield Case(f"whole {wrap}", batch, "gathered")
+
+
+def run_cases(num_ranks: int, rank: int) -> dict[str, float]:
+    """The largest relative error of a weight's gradient, by case."""
+    expected: dict[tuple[str, str], dict[str, Tensor]] = {}
+    errors = {}
+    for case in cases(num_ranks):
+        name = case.wrap.removeprefix("whole ")
+        batch = batches(num_ranks)[case.batch]
+        if (name, case.batch) not in expected:
+            expected[name, case.batch] = alone(build(name), batch)
+        wrap = (WHOLE if case.wrap.startswith("whole") else SHARDED)[name]
+        errors[str(case)] = together(wrap(build(name)), batch, case.mode, rank, expected[name, case.batch])
+    return errors
+
+
+def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
+    """A policy of bfloat16 weights and float32 sums, against one process that sums the ranks' bfloat16 gradients so.
+
+    Each rank has one micro-batch, and the objective no denominator, so that both round alike.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    groups = [tree(number) for number in range(num_ranks)]
+    expected: dict[str, Tensor] = {}
+    for group in groups:
+        single = build_stock()
+        for weight in single.parameters():
+            # The policy casts weights alone, not the buffer of rotations.
+            weight.data = weight.data.bfloat16()
+        backward(single, Forest.from_sequences(group), sft(normalizer="sum"), ranks="alone")
+        for name, gradient in gradients(single).items():
+            expected[name] = expected.get(name, 0.0) + gradient.float()
+    errors = {}
+    for mode in ("sharded", "gathered"):
+        model = shard_layers(build_stock(), mp_policy=policy)
+        ranks.prepare(model)
+        backward(model, Forest.from_sequences(groups[rank]), sft(normalizer="sum"), ranks=mode)
+        errors[mode] = error_of(gradients(model), expected)
+    return errors
+
+
+def alone(model: nn.Module, batch: RankBatch) -> dict[str, Tensor]:
+    """The gradients of one process."""
+    objective = batch.make_objective(None)
+    backward(model, batch.forests(None), objective, batch.max_tokens, parents="keep", ranks="alone")
+    return gradients(model)
+
+
+def together(model: nn.Module, batch: RankBatch, mode: Any, rank: int, expected: dict[str, Tensor]) -> float:
+    """The error of two steps whose gradients add up, by a model and by the module inside DDP."""
+    group = ranks.prepare(model)
+    total = 0.0
+    for called in (model, without_ddp(model)):
+        result = backward(
+            called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, parents="keep", ranks=mode
+        )
+        assert result.plan.ranks == mode
+        total += result.loss
+    assert group.size > 1
+    halves = {name: gradient / 2 for name, gradient in gradients(without_ddp(model)).items()}
+    return error_of(halves, expected)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name."""
+    return {name: whole(weight) for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def whole(weight: nn.Parameter) -> Tensor:
+    gradient = weight.grad
+    if gradient is None:
+        return torch.zeros(weight.shape, dtype=weight.dtype)
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone().cpu()
+
+
+def error_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Law 2's measure: relative L2 error, with a floor."""
+    assert actual.keys() == expected.keys()
+    floor = 1e-3 * global_norm(expected)
+    return max(
+        float((actual[name] - gradient).norm()) / max(float(gradient.norm()), floor)
+        for name, gradient in expected.items()
+    )

@@ -1,0 +1,152 @@
+"""Ranks under torchrun: every case is exact on 2 and on 4 of them, and what would not be is refused by name on each.
+
+One start per number of ranks runs all cases, because a start costs seconds. `make ranks-test` runs this file.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.exact import cases
+from tests.ranks.loops import MODES, resume_alone, run_alone
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
+NUM_RANKS = (2, 4)
+EXACT = 1e-10
+SAME_WEIGHTS = 1e-8
+START_TIMEOUT_S = 500
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What every rank found, by number of ranks."""
+    return {size: run_under_torchrun(size, tmp_path_factory.mktemp(f"ranks{size}")) for size in NUM_RANKS}
+
+
+def run_under_torchrun(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    alone = run_alone(folder)
+    done = torchrun(num_ranks, "tests.ranks.worker", str(folder))
+    files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
+    facts = [json.loads(file.read_text()) if file.exists() else {"failure": done.stderr[-2000:]} for file in files]
+    failures = [fact["failure"] for fact in facts if "failure" in fact]
+    if failures:
+        pytest.fail("\n".join(failures))
+    facts[0] |= {"alone": alone, "folder": str(folder)}
+    return facts
+
+
+def torchrun(num_ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", module, *arguments]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, str(case)) for size in NUM_RANKS for case in cases(size)], ids=lambda value: str(value)
+)
+def test_gradients_are_those_of_one_process(size: int, name: str, found: Found) -> None:
+    assert max(rank["exact"][name] for rank in found[size]) <= EXACT
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_of_several_ranks_has_the_weights_of_one(mode: str, size: int, found: Found) -> None:
+    assert max(rank["loops"][mode]["error"] for rank in found[size]) <= SAME_WEIGHTS
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_reports_what_one_would(mode: str, size: int, found: Found) -> None:
+    passes = {"train/num_micro_batches", "train/num_recomputed_tokens"}
+    for rank in found[size]:
+        for own, alone in zip(rank["loops"][mode]["values"], found[size][0]["alone"]["values"], strict=True):
+            assert own.keys() == alone.keys()
+            names = own.keys() - passes
+            assert {name: own[name] for name in names} == pytest.approx(
+                {name: alone[name] for name in names}, rel=SAME_WEIGHTS
+            )
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found: Found) -> None:
+    assert max(rank["loops"][mode]["resumed"] for rank in found[size]) <= SAME_WEIGHTS
+    assert resume_alone(Path(found[size][0]["folder"]), mode) <= SAME_WEIGHTS
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("mode", ["sharded", "gathered"])
+def test_a_bfloat16_policy_sums_in_float32(mode: str, size: int, found: Found) -> None:
+    # Of one float32 sum's own rounding: at most one unit in the last place for each rank that is added.
+    assert found[size][0]["bfloat16"][mode] <= size * 2**-23
+
+
+GUARDS = {
+    "not prepared": ("StateError", "call treering.ranks.prepare"),
+    "DDP not prepared": ("StateError", "call treering.ranks.prepare"),
+    "module of DDP not prepared": ("StateError", "call treering.ranks.prepare"),
+    "averaging kept": ("StateError", "a unit divides them by the number of ranks"),
+    "a factor of its own": ("StateError", "a unit divides them by 2.0"),
+    "tied apart": ("UnsupportedError", "tied embeddings are one weight"),
+    "other order": ("StateError", "the same passes in the same order"),
+    "one is cut": ("StateError", "the same passes in the same order"),
+    "other objective": ("StateError", "rank 0 has sft .* where rank 1 has dapo"),
+    "other mode": ("StateError", "rank 0 has .*gathered.* where rank 1 has .*sharded"),
+    "whole but sharded": ("ConfigError", 'use ranks="gathered"'),
+    "sharded but alone": ("ConfigError", "trained by all ranks together"),
+    "sums twice": ("ConfigError", "leave out sum_over_ranks"),
+    "unknown mode": ("ConfigError", "ranks is one of sharded, gathered, alone"),
+    "FSDP1": ("UnsupportedError", "FSDP1.*fully_shard"),
+    "FSDP1 prepared": ("UnsupportedError", "FSDP1.*fully_shard"),
+    "tensor parallel": ("UnsupportedError", "tensor parallelism.*fully_shard"),
+    "tensor parallel prepared": ("UnsupportedError", "tensor parallelism.*fully_shard"),
+    "context parallel": ("UnsupportedError", "context parallelism.*fully_shard"),
+    "DeepSpeed": ("UnsupportedError", "DeepSpeed.*fully_shard"),
+    "submesh": ("ConfigError", "pass the mesh that fully_shard got"),
+    "sharded value head": ("UnsupportedError", "a value head is whole on every rank"),
+    "sharded teacher": ("UnsupportedError", "a teacher reads whole weights"),
+    "scored by a sharded teacher": ("UnsupportedError", "a teacher reads whole weights"),
+    "sharded engine": ("UnsupportedError", "the engine reads whole weights"),
+    "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
+}
+WORKS = ("alone", "own sums", "forward", "a large tree in step", "goes on after an error")
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("name", GUARDS)
+def test_what_would_be_wrong_is_one_error_on_every_rank(name: str, size: int, found: Found) -> None:
+    kind, pattern = GUARDS[name]
+    for rank in found[size]:
+        assert rank["guards"][name] is not None, "nothing was raised"
+        assert rank["guards"][name][0] == kind
+        assert re.search(pattern, rank["guards"][name][1])
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+def test_a_rank_that_refuses_its_share_stops_the_others_by_name(size: int, found: Found) -> None:
+    own = found[size][1]["guards"]["one refuses"]
+    assert own[0] == "InputError"
+    for number, rank in enumerate(found[size]):
+        if number != 1:
+            assert rank["guards"]["one refuses"] == [
+                "StateError",
+                f"ranks train one batch together, and rank 1 refuses its share: {own[1]}",
+            ]
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("name", WORKS)
+def test_what_is_allowed_works(name: str, size: int, found: Found) -> None:
+    assert [rank["guards"][name] for rank in found[size]] == [None] * size

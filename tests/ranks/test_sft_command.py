@@ -1,0 +1,123 @@
+"""`treering sft` under torchrun: one process speaks and writes, and it writes what a run without torchrun does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from tests.models import build
+from treering.cli.sft.run import train
+from treering.cli.sft.summary import SftSummary
+from treering.cli.training import run_train
+from treering.config import SftConfig, load
+from treering.errors import ConfigError
+
+CONFIG = """
+[data]
+source = "generated"
+stand_in = {num_tasks = 6, num_trials = 3, vocab_size = 64}
+
+[model]
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_size = 16
+intermediate_size = 48
+device = "cpu"
+
+[train]
+num_steps = 3
+trees_per_step = 3
+learning_rate = 1e-3
+
+[run]
+save_every = 2
+"""
+ROOT = Path(__file__).parents[2]
+SCRIPT = "from treering.cli.start import main; main()"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("sft")
+    (made / "run.toml").write_text(CONFIG)
+    return made
+
+
+@pytest.fixture(scope="module")
+def of_two(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The run of two ranks in `two`."""
+    arguments = ("sft", str(folder / "run.toml"), f"run.dir={folder / 'two'}", "--json")
+    return torchrun("--no-python", sys.executable, "-c", SCRIPT, *arguments)
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+def alone(folder: Path, *overrides: str) -> SftSummary:
+    config = load(SftConfig, folder / "run.toml", list(overrides))
+    return train(config, config_dir=folder, console=Console(quiet=True))
+
+
+def weights_of(summary: Any) -> dict[str, torch.Tensor]:
+    checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
+    return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())
+
+
+@pytest.mark.ranks
+def test_two_ranks_write_the_run_of_one(folder: Path, of_two: subprocess.CompletedProcess[str]) -> None:
+    assert of_two.returncode == 0, of_two.stderr[-2000:]
+    # One object, though two processes ran.
+    summary = json.loads(of_two.stdout)
+    rows = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert of_two.stderr.count("resuming the run") == 0
+    one = alone(folder, f"run.dir={folder / 'one'}")
+    assert summary["unique_tokens"] == one.unique_tokens
+    assert summary["flat_tokens"] == one.flat_tokens
+    assert summary["first_loss"] == pytest.approx(one.first_loss, rel=1e-5)
+    expected = weights_of(one)
+    for name, weight in weights_of(summary).items():
+        # Adam's first steps move each weight by the learning rate, also where a gradient is rounding alone.
+        assert float((weight - expected[name]).norm() / expected[name].norm()) < 1e-4, name
+
+
+@pytest.mark.ranks
+def test_one_process_goes_on_with_the_run_of_two(folder: Path, of_two: subprocess.CompletedProcess[str]) -> None:
+    assert of_two.returncode == 0, of_two.stderr[-2000:]
+    summary = alone(folder, f"run.dir={folder / 'two'}", "train.num_steps=4")
+    assert summary.resumed_from_step == 3
+    assert summary.num_steps == 4
+
+
+@pytest.mark.ranks
+def test_the_script_of_the_document_trains(folder: Path) -> None:
+    script = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "many_gpus.md").read_text(), re.DOTALL)
+    assert script is not None
+    (folder / "script.py").write_text(script[1])
+    build().save_pretrained(folder / "model")
+    done = torchrun(str(folder / "script.py"), str(folder / "model"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+), ranks are gathered", done.stdout)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_train_is_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "run.toml").write_text("[rl]\nnum_steps = 1\n")
+    with pytest.raises(ConfigError, match="torchrun started 2: start it without torchrun"):
+        run_train(tmp_path / "run.toml", [], json_output=True)

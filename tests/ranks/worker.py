@@ -1,0 +1,40 @@
+"""One rank of the tests, started by torchrun: runs every case in one process and saves what it found."""
+
+import datetime
+import json
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import exact, guards, loops
+
+TIMEOUT_S = 60
+PARTS = {"guards": guards.run_guards, "bfloat16": exact.run_in_bfloat16, "exact": exact.run_cases}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Any] = {}
+    try:
+        for name, part in {**PARTS, "loops": partial(loops.run_loops, folder)}.items():
+            started = time.perf_counter()
+            found[name] = part(size, rank)
+            print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    except BaseException:
+        found["failure"] = traceback.format_exc()
+        raise
+    finally:
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
