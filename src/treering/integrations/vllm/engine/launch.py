@@ -72,7 +72,7 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
     """
     require("an engine of kind vllm", "vllm")
     own: Any = unwrap(model).model
-    with checkpoint_of(model) as folder, _environment(_variables(settings, folder)):
+    with checkpoint_of(model, has_tied_head=False) as folder, _environment(_variables(settings, folder)):
         config = copy.deepcopy(own.config)
         # A model that was never saved has no name of its class, and vLLM would take a general one.
         config.architectures = [type(own).__name__]
