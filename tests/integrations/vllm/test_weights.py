@@ -40,6 +40,9 @@ def test_a_tied_head_is_written_too() -> None:
     model = build("qwen3", tie_word_embeddings=True)
     found = loaded(model)
     assert found["lm_head.weight"].equal(found["model.embed_tokens.weight"])
+    with checkpoint_of(model, has_tied_head=False) as folder:
+        (file,) = folder.iterdir()
+        assert load_file(file).keys() == found.keys() - {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,5 +1,6 @@
 """Makes the LLM that a run samples with: in processes of its own, of the run's model, with the settings it needs."""
 
+import copy
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
@@ -71,8 +72,11 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
     """
     require("an engine of kind vllm", "vllm")
     own: Any = unwrap(model).model
-    with checkpoint_of(model) as folder, _environment(_variables(settings, folder)):
-        own.config.save_pretrained(folder)
+    with checkpoint_of(model, has_tied_head=False) as folder, _environment(_variables(settings, folder)):
+        config = copy.deepcopy(own.config)
+        # A model that was never saved has no name of its class, and vLLM would take a general one.
+        config.architectures = [type(own).__name__]
+        config.save_pretrained(folder)
         import vllm
         from vllm.platforms import current_platform
 

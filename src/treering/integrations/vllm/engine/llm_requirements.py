@@ -11,7 +11,7 @@ from treering.types import is_count
 
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
 PROPOSER = "treering.integrations.vllm.HistoryProposer"
-_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def check_llm(llm: Any, model: nn.Module) -> None:
@@ -97,6 +97,11 @@ def _check_shape(own: Any, model: nn.Module) -> None:
                 f"an LLM samples for the model that is trained, and its {name} is {here} where the model's is {there}; "
                 "make both from the same folder"
             )
+    if own.tie_word_embeddings and not trained.config.get_text_config().tie_word_embeddings:
+        raise InputError(
+            "a head that is trained by itself needs one in vLLM, and the LLM ties it to the embedding; make it from a "
+            "folder with tie_word_embeddings = false"
+        )
 
 
 def check_engine_settings(config: Any, *, max_batch: object, truncated: object, version: object, seed: object) -> None:

@@ -5,10 +5,10 @@ vLLM reads the checkpoint with its own loader, so that the way is the same for a
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -65,25 +65,35 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 @contextmanager
-def checkpoint_of(model: nn.Module) -> Iterator[Path]:
+def checkpoint_of(model: nn.Module, *, has_tied_head: bool = True) -> Iterator[Path]:
     """A folder with the model's present weights as safetensors, in memory where there is room; deleted at the end.
+
+    A head that is tied to the embedding is written for an update, which would leave the old one otherwise. It is left
+    out for a start: vLLM unties a head that it finds, and holds it twice from then on.
 
     Example: `with checkpoint_of(model) as folder: llm.collective_rpc("reload_weights", kwargs={"weights_path":
     str(folder)})`.
     """
     with tempfile.TemporaryDirectory(prefix="treering-weights-", dir=_place(model)) as name:
-        _write(model, Path(name))
+        left_out = None if has_tied_head else _tied_head(model)
+        _write(((name, source) for name, source in named_weights(model) if name != left_out), Path(name))
         yield Path(name)
 
 
-def _write(model: nn.Module, folder: Path) -> None:
+def _tied_head(model: nn.Module) -> str | None:
+    """The name of the head if it is the embedding's weight."""
+    config: Any = unwrap(model).model.config
+    return "lm_head.weight" if config.get_text_config().tie_word_embeddings else None
+
+
+def _write(weights: Iterable[tuple[str, WeightSource]], folder: Path) -> None:
     """Writes files of about a gigabyte, so that the copy needs little memory of its own."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     num_files = 0
     with torch.no_grad():
-        for name, source in named_weights(model):
+        for name, source in weights:
             tensors[name] = _filled(source).cpu()
             if sum(tensor.nbytes for tensor in tensors.values()) >= _MAX_FILE_BYTES:
                 save_file(tensors, folder / f"model-{num_files:05}.safetensors")
