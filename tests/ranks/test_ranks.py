@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.exact import cases
-from tests.ranks.loops import MODES, resume_alone, run_alone
+from tests.ranks.loops import MODES, RL_KINDS, resume_alone, run_alone
 
 pytestmark = pytest.mark.ranks
 
@@ -84,6 +84,16 @@ def test_every_rank_reports_what_one_would(mode: str, size: int, found: Found) -
 def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found: Found) -> None:
     assert max(rank["loops"][mode]["resumed"] for rank in found[size]) <= SAME_WEIGHTS
     assert resume_alone(Path(found[size][0]["folder"]), mode) <= SAME_WEIGHTS
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("kind", RL_KINDS)
+def test_ranks_that_share_prompts_train_as_one(kind: str, size: int, found: Found) -> None:
+    for rank in found[size]:
+        run = rank["loops"]["rl"][kind]
+        assert run["error"] <= SAME_WEIGHTS
+        for own, alone in zip(run["values"], run["expected"], strict=True):
+            assert own == pytest.approx(alone, rel=SAME_WEIGHTS, abs=SAME_WEIGHTS)
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

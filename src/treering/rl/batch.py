@@ -4,16 +4,19 @@ Shapes: K branches (rollouts of trained groups, groups in order, then rollouts).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treering.engine.rollout import Logprobs
+from treering.ranks.group import RankGroup
 from treering.rl.advantages import Estimator, group_advantages
 from treering.rl.collect import Group
 from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_batch
+from treering.train.loop.ranks import share_batch
+from treering.tree.plan.costs import CostModel
 from treering.types import TokenIds
 
 
@@ -62,6 +65,18 @@ def make_rl_batch(
         behaviour_logprobs=[_after_prompt(prompt, rollout.logprobs) for prompt, rollout in rollouts],
         num_zero_variance=len(groups) - sum(bool(values.any()) for values in advantages) - num_empty,
         num_empty_groups=num_empty,
+    )
+
+
+def share_of(batch: RlBatch, group: RankGroup, max_tokens: int | None, costs: CostModel | None) -> RlBatch:
+    """This rank's branches of a step by cost; what describes groups stays that of the whole step."""
+    share = share_batch(batch.trees, group, max_tokens, costs)
+    return replace(
+        batch,
+        trees=share.batch,
+        advantages=[batch.advantages[i] for i in share.branches],
+        old_logprobs=[batch.old_logprobs[i] for i in share.branches],
+        behaviour_logprobs=[batch.behaviour_logprobs[i] for i in share.branches],
     )
 
 

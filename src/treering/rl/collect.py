@@ -136,6 +136,22 @@ def collect(
     return run.result()
 
 
+def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
+    """What several engines collected, each for some of the prompts, as one that has collected for all.
+
+    Example: the groups of prompts (a, c) and (b,) are those of (a, b, c).
+    """
+    by_prompt = {group.prompt.prompt_id: group for part in parts for group in part.groups}
+    return Collected(
+        groups=tuple(by_prompt[prompt.prompt_id] for prompt in prompts),
+        num_reward_errors=sum(part.num_reward_errors for part in parts),
+        num_empty=sum(part.num_empty for part in parts),
+        num_overlong=sum(part.num_overlong for part in parts),
+        num_turns=sum(part.num_turns for part in parts),
+        reward_errors=tuple(error for part in parts for error in part.reward_errors)[:NUM_MESSAGES],
+    )
+
+
 class Collection:
     """Collects the rollouts of a step, from any engine and in any order.
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,12 +11,13 @@ from torch import nn
 
 from treering.data import Trajectory
 from treering.engine.admission import check_context
-from treering.engine.protocol import Engine
+from treering.engine.protocol import Engine, EngineStats
 from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
 from treering.model.positions import max_positions
-from treering.rl.collect import Collected, Order, collect
+from treering.ranks.group import RankGroup
+from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
 from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
@@ -57,6 +59,7 @@ class RlLoop(Resumable[RlStepReport]):
         options: RlOptions,
         drafting: Drafting | None = None,
         teacher: nn.Module | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
@@ -68,6 +71,7 @@ class RlLoop(Resumable[RlStepReport]):
             options: of sampling and training.
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
             teacher: of an on-policy distillation, with `options.distill`.
+            group: ranks that share the prompts to sample and the trees to train; each holds the whole model, prepared.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -82,7 +86,8 @@ class RlLoop(Resumable[RlStepReport]):
         check_prompts(task)
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
-        self._trainer = Trainer(model, optim, options, teacher)
+        self._group = RankGroup() if group is None else group
+        self._trainer = Trainer(model, optim, options, teacher, self._group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._version = 0
@@ -141,7 +146,7 @@ class RlLoop(Resumable[RlStepReport]):
             rollouts=rollout_report(
                 collected, num_zero_variance=trained.num_zero_variance, num_empty_groups=trained.num_empty_groups
             ),
-            engine=engine.stats.since(before),
+            engine=reduce(EngineStats.plus, self._group.gather(engine.stats.since(before))),
             update=trained.update,
             phases=Phases(
                 rollout_s=sampled - started, train_s=handed - sampled, update_s=ended - handed, step_s=ended - started
@@ -184,18 +189,30 @@ class RlLoop(Resumable[RlStepReport]):
         self._engine = None
 
     def _collect(self, engine: Engine, prompts: list[Prompt]) -> Collected:
-        draws = {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) for prompt in prompts}
-        return collect(
+        own = prompts[self._group.rank :: self._group.size]
+        draws = {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) for prompt in own}
+        collected = collect(
             engine,
             self._task,
-            prompts,
+            own,
             draws,
             group_size=self._options.group_size,
             sampling=self._sampling,
             max_turns=self._options.max_turns,
-            order=self._order(prompts),
+            order=self._order(own),
             on_finished=None if self._drafting is None else self._drafting.add,
         )
+        return collected if self._group.size == 1 else self._joined(prompts, collected)
+
+    def _joined(self, prompts: list[Prompt], own: Collected) -> Collected:
+        """The groups of all ranks; the others' rollouts are history here too."""
+        parts = self._group.gather(own)
+        if self._drafting is not None:
+            for rank, part in enumerate(parts):
+                for rollout in (rollout for group in part.groups for rollout in group.rollouts):
+                    if rank != self._group.rank:
+                        self._drafting.add(rollout)
+        return join(prompts, parts)
 
     def _order(self, prompts: list[Prompt]) -> Order:
         """by_sample if a prompt has no history: its group's first rollouts become its history."""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from treering.rl.batch import make_rl_batch
+from treering.ranks.group import RankGroup
+from treering.rl.batch import make_rl_batch, share_of
 from treering.rl.collect import Group
 from treering.rl.options import RlOptions
 from treering.train.gradient.router_losses import check_routers
@@ -47,9 +48,16 @@ class Trainer:
     """
 
     def __init__(
-        self, model: nn.Module, optim: OptimOptions, options: RlOptions, teacher: nn.Module | None = None
+        self,
+        model: nn.Module,
+        optim: OptimOptions,
+        options: RlOptions,
+        teacher: nn.Module | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say; leaves the teacher as it is.
+
+        Several ranks (`group`, of a prepared model that each holds whole) get the same groups and share them by cost.
 
         Raises:
             ConfigError: no parameter of the model is trainable, or a teacher without `options.distill` or the other way
@@ -61,7 +69,8 @@ class Trainer:
         check_teacher(model, teacher, options.distill)
         self._teacher = teacher
         self._options = options
-        self._updater = Updater(model, optim, options.compute)
+        self._group = RankGroup() if group is None else group
+        self._updater = Updater(model, optim, options.compute, group=self._group)
 
     def train(self, step: int, groups: Sequence[Group]) -> Trained:
         """Updates the weights once, unless every group has equal rewards and there is no teacher.
@@ -75,11 +84,12 @@ class Trainer:
         )
         update = None
         if batch.trees.num_tasks > 0:
-            objective = options.make_objective(batch, self._teacher)
+            own = share_of(batch, self._group, options.compute.max_tokens, options.compute.costs)
+            objective = options.make_objective(own, self._teacher)
             with num_threads(options.num_train_threads):
                 update = self._updater.update(
                     step,
-                    batch.trees,
+                    own.trees,
                     objective,
                     temperature=options.sampling.temperature,
                     router_losses=options.router_losses,

@@ -1,9 +1,10 @@
 """Loops on several ranks: the model sharded by layers, each step's trees shared by cost, one report of all ranks."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from treering.model.families import find_parts
@@ -28,19 +29,36 @@ def shard_model(model: nn.Module) -> RankGroup:
     return prepare(model)
 
 
-def share_batch(batch: StepBatch, group: RankGroup, max_tokens: int | None, costs: CostModel | None) -> StepBatch:
-    """This rank's forests of a step and their masks; every rank computes all shares by itself.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """This rank's part of a step.
+
+    Attributes:
+        batch: its forests and their masks; `num_tasks` is that of the whole step.
+        branches: int64, the numbers of its branches in the whole step.
+    """
+
+    batch: StepBatch
+    branches: NDArray[np.int64]
+
+
+def share_batch(batch: StepBatch, group: RankGroup, max_tokens: int | None, costs: CostModel | None) -> Share:
+    """This rank's share of a step by cost; every rank computes all shares by itself.
 
     Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains those of 5 and 3.
     """
     if group.size == 1:
-        return batch
+        return Share(batch=batch, branches=np.arange(len(batch.loss_masks)))
     own = share_among_ranks(batch.forests, group.size, max_tokens, costs)[group.rank].forests
     first = np.cumsum([0, *(forest.num_branches for forest in batch.forests)])
-    return replace(
-        batch,
-        forests=[batch.forests[i] for i in own],
-        loss_masks=[mask for i in own for mask in batch.loss_masks[first[i] : first[i + 1]]],
+    branches = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in own)])
+    return Share(
+        batch=replace(
+            batch,
+            forests=[batch.forests[i] for i in own],
+            loss_masks=[batch.loss_masks[branch] for branch in branches],
+        ),
+        branches=branches,
     )
 
 
