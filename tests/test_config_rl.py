@@ -68,6 +68,7 @@ def test_a_group_of_settings_goes_through_overrides() -> None:
         ("rl.learning_rate=1.0", "optim.learning_rate"),
         ("histroy=3", "history"),
         ("engine.max_batches=3", "engine.max_batch"),
+        ("rl.max_new_tokens=3", "sampling.max_tokens"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: str) -> None:

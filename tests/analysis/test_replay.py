@@ -183,3 +183,18 @@ def test_rates_of_nothing_drafted_are_none() -> None:
     assert Drafted(num_steps=2, num_tokens=5, num_drafted=6, num_accepted=3).tokens_per_step == 2.5
     assert Drafted(num_steps=2, num_tokens=5, num_drafted=6, num_accepted=3).acceptance == 0.5
     assert Drafted(num_steps=1, num_tokens=1).acceptance is None
+
+
+def test_each_accepted_token_has_the_source_of_its_own_draft_token() -> None:
+    # Row 0 accepts the draft tokens 0, 2 and 3 of a tree, row 1 nothing, row 2 its only token.
+    origins = np.full(12, -1, np.int8)
+    module.write_origins(
+        origins,
+        np.array([1, 6, 9]),
+        np.array([0, 4, 5, 6]),
+        np.array([-1, 0, 0, 2, -1, -1], np.int32),
+        np.array([3, 0, 1]),
+        np.array([3, -1, 0]),
+        np.array([0, 3, 1, 2, 3, 3]),
+    )
+    assert origins.tolist() == [-1, 0, 1, 2, -1, -1, -1, -1, -1, 3, -1, -1]

@@ -69,8 +69,8 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     elsewhere = [key for key in _dotted_keys(config_type) if key.rpartition(".")[2] == loc[-1]]
     near_here = difflib.get_close_matches(str(loc[-1]), here, n=1, cutoff=_SIMILARITY)
     if section and elsewhere and near_here:
-        # Two settings of much the same name: say what each one is.
-        candidates = [here[near_here[0]], *elsewhere]
+        # Settings of much the same name: say what each one is, those of later sections first as above.
+        candidates = [here[near_here[0]], *reversed(elsewhere)]
         return f"unknown key {dotted!r}; did you mean {_listed([_told(key, config_type) for key in candidates])}?"
     near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
     if near:

@@ -180,9 +180,10 @@ class RlConfig(Config):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are drawn.")
     rl: LoopConfig = Field(description="Steps, groups, advantages and the loss.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
+    # After `engine`: a misplaced max_tokens most often means the length of a rollout.
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are drawn.")
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from tests.models import build_float64
 from treering.cli.demo import command as demo
@@ -37,7 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(folder: Path) -> DemoReport:
     """A small demo from a policy that gets a few sums right: enough for groups whose rewards differ."""
+    transformers_logging.enable_progress_bar()
     return demo.measure(folder, SMALL, seed=0, console=Console(quiet=True), enough=0.05)
+
+
+def test_no_bar_of_a_library_stands_in_the_output(report: DemoReport) -> None:
+    assert not transformers_logging.is_progress_bar_enabled()
 
 
 def test_both_loops_sample_the_same_tokens(report: DemoReport) -> None:

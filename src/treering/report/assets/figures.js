@@ -163,7 +163,7 @@ function facts(head, rows) {
 function account() {
   const parts = Object.entries(ours.account);
   const all = parts.reduce((total, [, count]) => total + count, 0);
-  const element = html("section", { class: "card", id: "account" }, html("h3", {}, `Account of ${format(all)} rollouts`));
+  const element = html("section", { class: "card wide", id: "account" }, html("h3", {}, `Account of ${format(all)} rollouts`));
   element.append(html("p", { class: "help" }, "Each sampled rollout is trained once, or left out for one of these reasons."));
   const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c3)"];
   const plot = html("div", { class: "plot" });
