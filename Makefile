@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: venv demo test ranks-test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft \
-  screenshots gpu gpu-data peers clean
+  screenshots figures docs dist gpu gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -152,6 +152,27 @@ peers: .venv-peers/.installed
 	  --no-build-isolation --no-deps arctic-inference
 	touch $@
 
+# The documentation as a site in build/site, built strictly and without a network, in an environment of its own.
+DOCS := .venv-docs
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+
+$(DOCS)/.installed: constraints-docs.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
+	  'mkdocstrings[python]'
+	touch $@
+
+# Draws docs/figures/*.svg from what the library computes.
+figures: $(STAMP)
+	$(BIN)/python tools/figures.py
+
+# Wheel and sdist in dist/; the wheel is installed into a clean environment, whose commands run far from the checkout.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(PYTHON) tools/check_wheel.py dist
+
 clean:
-	rm -rf .venv .venv-oldest .venv-peers .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

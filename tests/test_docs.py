@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/moe.md",
     "docs/kernels.md",
     "docs/agent_trees.md",
+    "docs/rewards.md",
 )
 # An example, and the next block where it is an output: a document says what an example prints, always behind it.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
