@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     parsers["vllm"].add_argument("--only", type=_names, metavar="NAMES", help="methods, such as none,history")
+    parsers["vllm"].add_argument("--policy", type=Path, metavar="DIR", help="a saved policy; without it one is trained")
     parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")
     tree.add_argument(
         "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"

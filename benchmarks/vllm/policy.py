@@ -12,7 +12,7 @@ import treering
 VOCAB, END = 384, 1
 PROMPT_SIZE, SOLUTION_SIZE = 24, 160
 NUM_SOLUTIONS = 3
-_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 3e-3, 0.12, 260
+_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 2e-3, 0.02, 600
 
 
 def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:

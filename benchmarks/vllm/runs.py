@@ -37,7 +37,7 @@ class Case:
     method: Method
     num_rows: int
     num_drafts: int = 16
-    num_epochs: int = 3
+    num_epochs: int = 2
     options: str = ""
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from benchmarks.common.tables import table
 
-NOTE = "about fifteen minutes, five of which train the small policy"
+NOTE = "about twenty minutes, ten of which train the small policy"
 
 
 def show(report: dict[str, Any], console: Console) -> None:

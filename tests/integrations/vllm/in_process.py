@@ -74,7 +74,7 @@ def sampling(num_tokens: int | None = 40, **settings: Any) -> Any:
     return SamplingParams(**plain | settings)
 
 
-def prompts(num: int, size: int = 12, seed: int = 0) -> list[list[int]]:
+def prompts(num: int, size: int = 36, seed: int = 0) -> list[list[int]]:
     """Prompts of random tokens, each of them twice."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, size).tolist() for _ in range(num // 2)] * 2

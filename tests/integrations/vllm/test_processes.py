@@ -1,6 +1,5 @@
 """An engine in processes of its own, as vLLM starts it, gets the drafter through the package's entry point."""
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,9 @@ def test_an_engine_in_its_own_processes_drafts_with_identity_and_hands_out_what_
         record(store, expected, version=0, prompt_ids=names)
         store.publish()
     plugins(tmp_path / "plugins")
-    paths = [tmp_path / "plugins", ROOT, ROOT / "src"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    # A spawned process has the paths of this one.
+    for path in (ROOT, ROOT / "src", tmp_path / "plugins"):
+        monkeypatch.syspath_prepend(path)
     monkeypatch.setenv("TREERING_HISTORY", str(tmp_path / "history"))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)

@@ -37,7 +37,7 @@ def wrap_runner(runner_class: Any) -> bool:
 
     Example: a class whose method has other parameters than those of vLLM 0.32 stays as it is, with one warning.
     """
-    original = getattr(runner_class, "propose_draft_token_ids", None)
+    original: Any = getattr(runner_class, "propose_draft_token_ids", None)
     if getattr(original, "is_treering", False):
         return True
     found = () if original is None else tuple(inspect.signature(original).parameters)
