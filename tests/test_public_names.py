@@ -20,6 +20,7 @@ HOMES = {
     "HistoryStore": "treering.history.store.store",
     "Drafter": "treering.history.draft.drafter",
     "DraftRows": "treering.history.draft.drafter",
+    "RequestDrafter": "treering.history.draft.request_drafter",
     "TorchEngine": "treering.engine.torch_engine",
     "Request": "treering.engine.request",
     "Sampling": "treering.engine.request",

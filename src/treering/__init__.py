@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treering.engine.rollout import Rollout as Rollout
     from treering.engine.torch_engine import TorchEngine as TorchEngine
     from treering.history.draft.drafter import Drafter as Drafter
+    from treering.history.draft.request_drafter import RequestDrafter as RequestDrafter
     from treering.history.store.reader import HistoryReader as HistoryReader
     from treering.history.store.store import HistoryStore as HistoryStore
     from treering.history.types import DraftRows as DraftRows
@@ -39,6 +40,7 @@ _HOMES = {
     "HistoryReader": "treering.history.store.reader",
     "HistoryStore": "treering.history.store.store",
     "Request": "treering.engine.request",
+    "RequestDrafter": "treering.history.draft.request_drafter",
     "Rollout": "treering.engine.rollout",
     "RouterLosses": "treering.train.gradient.router_losses",
     "Sampling": "treering.engine.request",
@@ -63,6 +65,7 @@ __all__ = [
     "HistoryReader",
     "HistoryStore",
     "Request",
+    "RequestDrafter",
     "Rollout",
     "RouterLosses",
     "Sampling",

@@ -1,4 +1,7 @@
-"""What the tests of the drafter inside vLLM share: one model, and each engine once."""
+"""What the tests of the drafter inside vLLM share: one model, and each engine once.
+
+An engine that is dropped ends what all engines of the process share, so each stays until the end.
+"""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -47,3 +50,23 @@ def drafting_llm(model_folder: Path, history_folder: Path) -> Iterator[Any]:
         environment.setenv("TREERING_HISTORY", str(history_folder))
         environment.setenv("TREERING_VLLM_CONFIG", str(config))
         yield make_llm(model_folder, speculative_config=dict(DRAFTS), max_num_seqs=32)
+
+
+@pytest.fixture(scope="session")
+def tight_llm(model_folder: Path, history_folder: Path) -> Any:
+    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
+    from tests.integrations.vllm.in_process import DRAFTS, K, make_llm
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TREERING_HISTORY", str(history_folder))
+        return make_llm(
+            model_folder,
+            speculative_config=dict(DRAFTS),
+            max_num_seqs=16,
+            max_num_batched_tokens=64 + 16 * (K + 1),
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            block_size=32,
+            num_gpu_blocks_override=20,
+            disable_log_stats=False,
+        )

@@ -127,7 +127,7 @@ def test_rows_near_the_longest_length_are_drafted_for_and_stop_no_other_row(
     assert any(size > helpers.MAX_MODEL_LEN - helpers.K and num > 0 for size, num in limits)
 
 
-def test_siblings_of_a_prompt_draft_from_each_other(helpers: Any, drafting_llm: Any) -> None:
+def test_requests_of_a_draw_are_one_group_and_forgotten_at_their_end(helpers: Any, drafting_llm: Any) -> None:
     drafter = helpers.runner_of(drafting_llm).drafter
     args = request_args("a prompt without history", draw=3)
     params = [helpers.sampling(size, extra_args=args) for size in (50, 20)]
@@ -140,20 +140,9 @@ def test_siblings_of_a_prompt_draft_from_each_other(helpers: Any, drafting_llm: 
 
 
 def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_hits(
-    helpers: Any, model_folder: Path, history_folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    helpers: Any, tight_llm: Any, expected: list[list[int]]
 ) -> None:
-    monkeypatch.setenv("TREERING_HISTORY", str(history_folder))
-    llm = helpers.make_llm(
-        model_folder,
-        speculative_config=dict(helpers.DRAFTS),
-        max_num_seqs=16,
-        max_num_batched_tokens=64 + 16 * (helpers.K + 1),
-        enable_chunked_prefill=True,
-        enable_prefix_caching=True,
-        block_size=32,
-        num_gpu_blocks_override=20,
-        disable_log_stats=False,
-    )
+    llm = tight_llm
     assert greedy(helpers, llm) == expected
     # Again, with prefixes that are known, and long common prompts.
     assert greedy(helpers, llm) == expected

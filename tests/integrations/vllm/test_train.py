@@ -25,7 +25,7 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
     assert [row["rollout/version"] for row in rows] == [0, 1, 2]
     assert sum(row["rollout/num_drafted"] * row["rollout/acceptance"] for row in rows) > 0
     # vLLM sampled step 3 with the trainer's weights after step 2.
-    last = Path(summary["checkpoint"])
+    last = tmp_path / summary["checkpoint"]
     model = AutoModelForCausalLM.from_pretrained(last.with_name(last.name.replace("3", "2")))
     rollouts = [t for file in (tmp_path / "out" / "rollouts").iterdir() for t in read_trajectories(file) if t.step == 3]
     assert len(rollouts) == GROUP_SIZE * (NUM_PROMPTS - 2 * PROMPTS_PER_STEP)

@@ -16,6 +16,7 @@ from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.stop_strings import Decode
 from treering.errors import InputError, StateError
+from treering.integrations.vllm.engine.counts import Counts
 from treering.integrations.vllm.engine.draft_link import DraftLink, LearntState
 from treering.integrations.vllm.engine.llm_requirements import check_engine_settings, check_llm, has_proposer
 from treering.integrations.vllm.engine.running import RunningRollout
@@ -95,9 +96,8 @@ class VLLMEngine(Engine):
         self._running: dict[str, RunningRollout] = {}
         self._undelivered: list[Rollout] = []
         self._num_submitted = 0
-        self._counts = dict.fromkeys(EngineStats.__slots__, 0)
+        self._counts = Counts()
         set_verification(llm, verification)
-        self._verification = verification
         self._draft_link = DraftLink(llm, drafter) if has_proposer(config) else None
         self._version = version
         self._load_weights()
@@ -119,7 +119,7 @@ class VLLMEngine(Engine):
     @property
     def stats(self) -> EngineStats:
         """See `Engine.stats`; drafts count when their rollout ends, and with `per_request_spec_decode_metrics`."""
-        return EngineStats(**self._counts)
+        return self._counts.stats
 
     @property
     def num_unfinished(self) -> int:
@@ -242,30 +242,20 @@ class VLLMEngine(Engine):
 
     def _advance(self) -> list[Rollout]:
         """Takes the results of one pass."""
-        counts, finished = self._counts, []
+        finished = []
         outputs = [output for output in self._engine.step() if output.request_id in self._running]
-        counts["num_forwards"] += bool(outputs)
+        self._counts.note_pass(outputs)
         for output in outputs:
             running, completion = self._running[output.request_id], output.outputs[0]
             is_first = not running.tokens
             num_new = running.extend(completion)
+            self._counts.note_row(output, num_new, is_first=is_first)
             is_stopped = self._decode is not None and running.cut_at_stop(num_new, self._decode)
-            counts["num_rows"] += num_new > 0
-            counts["num_sampled"] += num_new
-            if is_first and num_new:
-                counts["num_prefilled"] += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-            self._count_drafts(completion)
             if is_stopped and not output.finished:
                 self._engine.abort_request([running.vllm_id])
             if is_stopped or output.finished:
                 finished.append(self._finish(running, "stop" if is_stopped else completion.finish_reason))
         return finished
-
-    def _count_drafts(self, completion: Any) -> None:
-        metrics = completion.spec_decode_metrics
-        if metrics is not None:
-            self._counts["num_drafted"] += metrics.num_draft_tokens
-            self._counts["num_accepted"] += sum(length * count for length, count in enumerate(metrics.histogram))
 
     def _finish(self, running: RunningRollout, reason: FinishReason) -> Rollout:
         del self._running[running.vllm_id]
