@@ -29,6 +29,7 @@ def published(name: str) -> dict[str, Any]:
         ("engine", "engine.json", "flips per token"),
         ("pipe", "pipe.json", "histopipe"),
         ("loop", "loop.json", "on top"),
+        ("ranks", "ranks.json", "toolbench"),
         ("faults", "faults.json", "SIGKILL at a random moment"),
         ("trl", "trl.json", "nothing_shared_260"),
     ],

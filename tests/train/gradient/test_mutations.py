@@ -16,7 +16,7 @@ from treering.model.edges import EdgeTable
 from treering.train.gradient import backward as step
 from treering.train.gradient import evaluation
 from treering.train.gradient import run as units
-from treering.train.gradient.flat_batch import FlatBatch
+from treering.train.gradient.flat_batch import BatchEntries, FlatBatch
 from treering.train.objectives import Entries
 from treering.tree.forest import Forest
 
@@ -82,31 +82,35 @@ def drop_first_tokens_of_children(patch: pytest.MonkeyPatch) -> None:
 
 def average_advantages_before_clipping(patch: pytest.MonkeyPatch) -> None:
     """Shared tokens get the mean advantage of their branches: right for a linear loss, wrong under a clip."""
-    honest = step.flatten_batch
+    honest = step.read_entries
 
-    def averaged(forests: list[Forest], *rest: object) -> FlatBatch:
-        batch = honest(forests, *rest)  # type: ignore[arg-type]
+    def averaged(forests: list[Forest], *rest: object) -> BatchEntries:
+        entries = honest(forests, *rest)  # type: ignore[arg-type]
         indices, _ = forests[0].paths()
-        advantages = batch.values["advantages"]
+        advantages = entries.values["advantages"]
         means = np.bincount(indices, advantages) / np.maximum(np.bincount(indices), 1)
-        return replace(batch, values={**batch.values, "advantages": means[indices]})
+        return replace(entries, values={**entries.values, "advantages": means[indices]})
 
-    patch.setattr(step, "flatten_batch", averaged)
+    patch.setattr(step, "read_entries", averaged)
 
 
 def count_shared_tokens_once_too_few(patch: pytest.MonkeyPatch) -> None:
     """Shared tokens enter with the weight of one branch: gradients are not restored."""
-    honest = step.flatten_batch
+    honest_entries, honest_batch = step.read_entries, step.flatten_batch
+    repeated: list[np.ndarray] = []
 
-    def unrestored(forests: list[Forest], *rest: object) -> FlatBatch:
-        batch = honest(forests, *rest)  # type: ignore[arg-type]
+    def note(forests: list[Forest], *rest: object) -> BatchEntries:
         indices, _ = forests[0].paths()
         _, first = np.unique(indices, return_index=True)
-        repeated = np.ones(indices.size, bool)
-        repeated[first] = False
-        batch.weights[repeated] = 0.0
+        repeated.append(~np.isin(np.arange(indices.size), first))
+        return honest_entries(forests, *rest)  # type: ignore[arg-type]
+
+    def unrestored(*given: object) -> FlatBatch:
+        batch = honest_batch(*given)  # type: ignore[arg-type]
+        batch.weights[repeated[-1]] = 0.0
         return batch
 
+    patch.setattr(step, "read_entries", note)
     patch.setattr(step, "flatten_batch", unrestored)
 
 

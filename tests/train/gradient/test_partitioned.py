@@ -279,12 +279,14 @@ def forget_edges_across_cuts(patch: pytest.MonkeyPatch) -> None:
     """The first token of a child partition has no label: its row belongs to the parent."""
     honest = PartitionedStep.__init__
 
-    def forgetful(self: PartitionedStep, tree: PartitionedTree, wanted: np.ndarray, *rest: object) -> None:
+    def forgetful(
+        self: PartitionedStep, tree: PartitionedTree, wanted: np.ndarray, *rest: object, **given: object
+    ) -> None:
         inside = wanted.copy()
         for part in tree.partitions:
             above = tree.forest.parent[part.tokens]
             inside[part.tokens[~np.isin(above, part.tokens)]] = False
-        honest(self, tree, inside, *rest)  # type: ignore[arg-type]
+        honest(self, tree, inside, *rest, **given)  # type: ignore[arg-type]
 
     patch.setattr(PartitionedStep, "__init__", forgetful)
 
