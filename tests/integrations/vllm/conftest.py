@@ -18,6 +18,14 @@ def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def without_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Settings under which drafts depend on no clock and history is read when asked."""
+    file = tmp_path_factory.mktemp("settings") / "drafts.toml"
+    file.write_text('costs = "none"\nrefresh_interval_s = 0\n')
+    return file
+
+
+@pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model whose tokens are far from equally likely."""
     if find_spec("vllm") is None:
@@ -38,27 +46,26 @@ def plain_llm(model_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def drafting_llm(model_folder: Path, history_folder: Path) -> Iterator[Any]:
+def drafting_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Iterator[Any]:
     """With drafts from `history_folder`, read when asked, and with request identity."""
     from tests.integrations.vllm.in_process import DRAFTS, make_llm
     from treering.integrations.vllm import register
 
     register()
     with pytest.MonkeyPatch.context() as environment:
-        config = history_folder.parent / "drafts.toml"
-        config.write_text("refresh_interval_s = 0\n")
         environment.setenv("TREERING_HISTORY", str(history_folder))
-        environment.setenv("TREERING_VLLM_CONFIG", str(config))
+        environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
         yield make_llm(model_folder, speculative_config=dict(DRAFTS), max_num_seqs=32)
 
 
 @pytest.fixture(scope="session")
-def tight_llm(model_folder: Path, history_folder: Path) -> Any:
+def tight_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Any:
     """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
     from tests.integrations.vllm.in_process import DRAFTS, K, make_llm
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history_folder))
+        environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
         return make_llm(
             model_folder,
             speculative_config=dict(DRAFTS),

@@ -42,13 +42,13 @@ def vllm_config(*, num_drafts: int = 4, is_async: bool = False, is_v2: bool = Fa
 
 
 @pytest.fixture
-def proposer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def proposer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_clock: Path) -> Any:
     """With a history of the prompt [5, 6]."""
     with HistoryStore(tmp_path) as store:
         store.add(hash_of_prompt([5, 6]), [np.array([1, 2, 3, 4, 7, 8], np.int32)] * 2, 0)
         store.publish()
     monkeypatch.setenv("TREERING_HISTORY", str(tmp_path))
-    monkeypatch.delenv("TREERING_VLLM_CONFIG", raising=False)
+    monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
     made = HistoryProposer(vllm_config())
     made.load_model(None)
     yield made
@@ -87,11 +87,9 @@ def test_what_vllm_could_not_draft_with_is_refused_by_name(options: dict[str, An
 
 def test_settings_are_read_from_two_variables(tmp_path: Path) -> None:
     file = tmp_path / "drafts.toml"
-    file.write_text('min_acceptance = 0.1\nsources = ["history"]\ncosts = "observed"\n')
+    file.write_text('min_acceptance = 0.1\nsources = ["history"]\ncosts = "none"\n')
     found = read_settings({"TREERING_HISTORY": "runs/history", "TREERING_VLLM_CONFIG": str(file)})
-    assert found == PluginSettings(
-        history=Path("runs/history"), min_acceptance=0.1, sources=("history",), costs="observed"
-    )
+    assert found == PluginSettings(history=Path("runs/history"), min_acceptance=0.1, sources=("history",), costs="none")
     assert found.drafter_options() == {"min_acceptance": 0.1, "sources": ("history",)}
     assert read_settings({}) == PluginSettings()
 

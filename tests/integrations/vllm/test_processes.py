@@ -25,7 +25,7 @@ def plugins(folder: Path) -> None:
 
 
 def test_an_engine_in_its_own_processes_drafts_with_identity_and_hands_out_what_it_learnt(
-    plain_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_llm: Any, without_clock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.integrations.vllm import in_process as helpers
     from tests.integrations.vllm.llms import build, make_llm
@@ -41,6 +41,7 @@ def test_an_engine_in_its_own_processes_drafts_with_identity_and_hands_out_what_
     for path in (ROOT, ROOT / "src", tmp_path / "plugins"):
         monkeypatch.syspath_prepend(path)
     monkeypatch.setenv("TREERING_HISTORY", str(tmp_path / "history"))
+    monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     llm = make_llm(
