@@ -1,6 +1,7 @@
 """Metrics in MLflow."""
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class MlflowSink:
         from mlflow.tracking import MlflowClient
 
         self._metric: Any = Metric
+        self._has_failed = False
         self._client: Any = MlflowClient()
         known = None if resume_step is None else read_names(folder).get("mlflow")
         try:
@@ -63,15 +65,22 @@ class MlflowSink:
             ) from error
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
-        """Store the values of one step."""
+        """Store the values of one step; a server that does not answer costs a warning, and the run goes on."""
         now = int(1000 * time.time())
-        self._client.log_batch(
-            self._run_id, metrics=[self._metric(name, float(value), now, step) for name, value in values.items()]
-        )
+        points = [self._metric(name, float(value), now, step) for name, value in values.items()]
+        try:
+            self._client.log_batch(self._run_id, metrics=points)
+        except Exception as error:  # the package has errors of many kinds
+            if not self._has_failed:
+                warnings.warn(f"MLflow did not take step {step} ({error}); later steps are tried", stacklevel=2)
+            self._has_failed = True
 
     def close(self) -> None:
         """End the run there; a second call changes nothing."""
-        self._client.set_terminated(self._run_id)
+        try:
+            self._client.set_terminated(self._run_id)
+        except Exception as error:  # the package has errors of many kinds
+            warnings.warn(f"MLflow still shows the run as running ({error})", stacklevel=2)
 
     def _begin(self, folder: Path, project: str) -> str:
         experiment = self._client.get_experiment_by_name(project)
