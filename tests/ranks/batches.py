@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.models import build_float64
 from treering.ranks import RankGroup
-from treering.train.objectives import Objective, dapo, gspo, sft
+from treering.train.objectives import Objective, dapo, distill, gspo, sft
 from treering.tree.forest import Forest
 
 Groups = list[list[list[int]]]  # forests, sequences, tokens
@@ -39,6 +40,9 @@ class RankBatch:
                     old.append(past)
         if self.objective == "sft":
             return sft(masks)
+        if self.objective == "distill":
+            # Each rank holds the whole teacher.
+            return distill(build_float64(seed=1), "jsd", loss_masks=masks)
         return {"dapo": dapo, "gspo": gspo}[self.objective](advantages, masks, old)
 
     def _groups(self, rank: int | None) -> Groups:
@@ -58,10 +62,12 @@ def batches(num_ranks: int) -> dict[str, RankBatch]:
     others = range(1, num_ranks)
     even = [[tree(10 * rank), tree(10 * rank + 1)] for rank in range(num_ranks)]
     big = [[tree(rank, num_branches=4, depth=5)] for rank in range(num_ranks)]
+    skewed = [[tree(i) for i in range(5)], *([tree(9 + r)] for r in others)]
     return {
         "even": RankBatch(shares=even),
+        "distilled": RankBatch(shares=skewed, max_tokens=14, objective="distill"),
         "micro-batches": RankBatch(shares=even, max_tokens=14, objective="sft"),
-        "skewed": RankBatch(shares=[[tree(i) for i in range(5)], *([tree(9 + r)] for r in others)], max_tokens=14),
+        "skewed": RankBatch(shares=skewed, max_tokens=14),
         "empty": RankBatch(shares=[even[0], *([[]] * (num_ranks - 1))], max_tokens=14),
         "untrained": RankBatch(shares=even, untrained=(num_ranks - 1,), max_tokens=14),
         "gspo": RankBatch(shares=even, objective="gspo"),

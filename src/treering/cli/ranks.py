@@ -1,5 +1,6 @@
 """`treering` under torchrun: joins the processes that it started, of which the first one alone speaks and writes."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,4 +50,6 @@ def joined() -> Iterator[None]:
     try:
         yield
     finally:
+        # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
+        gc.collect()
         dist.destroy_process_group()
