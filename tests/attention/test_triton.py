@@ -14,6 +14,7 @@ from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
 from treering.attention import Form, TreeLayout, attend
 from treering.attention.reference import reference_attention
+from treering.attention.self_check import OFF_SWITCH
 from treering.attention.triton import Tiles, TileSize, backend, triton_attention
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
@@ -143,6 +144,8 @@ def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: F
 
 
 def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its forest has no gateway.
+    monkeypatch.setenv(OFF_SWITCH, "0")
     given_back = []
     whole = backend.scatter_key_gradients
     monkeypatch.setattr(
