@@ -16,7 +16,7 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"inspect", "sft", "train", "demo", "simulate", "report", "watch", "trl"}
+SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "trl"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -141,7 +141,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (["simulate", "--workers", "0"], "Invalid value for '--workers'"),
         (["simulate", "--distort", "none"], "'none' is not one of"),
         # These belong to parts of the library that are not there yet.
-        (["doctor", "runs/a"], "No such command 'doctor'"),
+        (["plant", "runs/a"], "No such command 'plant'"),
     ],
 )
 def test_a_mistyped_call_is_one_line_on_stderr_and_exit_code_2(
@@ -179,7 +179,7 @@ def test_help_names_every_subcommand(
 ) -> None:
     assert call(monkeypatch, *arguments) == 0
     out = capsys.readouterr().out
-    assert {name for name in [*SUBCOMMANDS, "doctor"] if name in out} == SUBCOMMANDS
+    assert {name for name in [*SUBCOMMANDS, "plant"] if name in out} == SUBCOMMANDS
 
 
 @pytest.mark.parametrize("name", sorted(SUBCOMMANDS))

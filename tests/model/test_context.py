@@ -168,7 +168,7 @@ def test_an_outer_block_chooses_the_backend() -> None:
         assert (active.backend, active.reason) == ("reference", "as requested")
         outer = forward(model, FOREST).logprobs
     torch.testing.assert_close(outer, forward(model, FOREST).logprobs, atol=1e-12, rtol=1e-12)
-    with pytest.raises(ConfigError, match="unknown attention backend 'flash'"), tree_attention(model, backend="flash"):
+    with pytest.raises(ConfigError, match="unknown attention backend 'cudnn'"), tree_attention(model, backend="cudnn"):
         pass
 
 
