@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from treering.cli.progress import WorkProgress
+from treering.cli.display.progress import WorkProgress
 from treering.errors import InputError, TreeringError
 
 SUBJECTS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from treering.cli.panel import PanelState, as_panel
+from treering.cli.display.panel import PanelState, as_panel
 from treering.cli.report.texts import find_text
 from treering.report.content import page_content
 from treering.report.page import as_html

@@ -23,7 +23,7 @@ from benchmarks.draft.matched import NUM_REPLAYS, at_most
 from benchmarks.draft.recording import read_recording
 from benchmarks.draft.replay import Row, part
 from treering.analysis.recording import Recorded
-from treering.cli.progress import WorkProgress
+from treering.cli.display.progress import WorkProgress
 from treering.errors import InputError, TreeringError
 from treering.history.draft.settings import MIN_ACCEPTANCE, Shape
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.bench import NUM_WORKERS, environment
 from benchmarks.loop.runs import RunSize, Start, Variant, configuration, make_start, run_loop
-from treering.cli.progress import WorkProgress
+from treering.cli.display.progress import WorkProgress
 from treering.errors import InputError
 
 SIZE = RunSize(num_prompts=128, prompts_per_step=16, num_steps=24)

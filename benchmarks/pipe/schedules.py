@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from treering.cli.progress import WorkProgress
+from treering.cli.display.progress import WorkProgress
 from treering.cli.simulate.cases import SimulateOptions, make_cases
 from treering.cli.simulate.report import as_json
 from treering.schedule.compare import compare, policy_setups

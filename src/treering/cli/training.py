@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from treering.cli.progress import warnings_as_lines
+from treering.cli.display.progress import warnings_as_lines
 from treering.cli.ranks import is_first, refuse_torchrun
 from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout

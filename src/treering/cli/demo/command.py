@@ -13,8 +13,8 @@ from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, wa
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
-from treering.cli.display import RunDisplay
-from treering.cli.progress import StepProgress, note_compiling, warnings_as_lines
+from treering.cli.display.progress import StepProgress, note_compiling, warnings_as_lines
+from treering.cli.display.run_display import RunDisplay
 from treering.cli.run_folder import LOCK_FILE, locked
 from treering.cli.signals import advising
 from treering.cli.train.summary import totals

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from treering.cli.branches import branches_note
+from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
-from treering.cli.progress import WorkProgress, note_compiling
 from treering.data import FormatName, RenderedTrajectory, Renderer, by_task, read_trajectories
 from treering.tree.build import lay_out
 from treering.tree.forest import Forest

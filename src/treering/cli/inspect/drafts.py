@@ -12,9 +12,9 @@ from rich.console import Console
 
 from treering.analysis.recording import Recorded, some_prompts
 from treering.analysis.replay import replay
+from treering.cli.display.progress import StageProgress, note_compiling
 from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, as_json, show
 from treering.cli.inspect.rollouts import drafter_settings, read_figures, read_rollouts
-from treering.cli.progress import StageProgress, note_compiling
 from treering.data import FormatName, Renderer
 from treering.history.draft.kernel import propose
 from treering.history.draft.settings import MIN_ACCEPTANCE

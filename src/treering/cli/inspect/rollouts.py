@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from treering import metrics
 from treering.analysis.recording import Recorded, record
-from treering.cli.progress import StageProgress
+from treering.cli.display.progress import StageProgress
 from treering.data import FormatName, RenderedTrajectory, Renderer, Trajectory, read_trajectories
 from treering.data.formats.files import whole_lines
 from treering.data.formats.tables import is_dataset_folder

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from treering.atomic import write_text
-from treering.cli.progress import note_compiling
+from treering.cli.display.progress import note_compiling
 from treering.cli.report.texts import find_text
 from treering.history.draft.kernel import propose
 from treering.report.content import page_content

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus, locate, search_places
-from treering.cli.display import RunDisplay, SftProgress
+from treering.cli.display.progress import note_compiling
+from treering.cli.display.run_display import RunDisplay, SftProgress
 from treering.cli.models import build_model, load_teacher
-from treering.cli.progress import note_compiling
 from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import attention_in_words, compute_options, count_steps, optim_options, with_costs

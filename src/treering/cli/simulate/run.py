@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from treering.cli.progress import WorkProgress
+from treering.cli.display.progress import WorkProgress
 from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
 from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, in_seconds
 from treering.errors import InputError

@@ -10,8 +10,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.display import RlProgress, RunDisplay
-from treering.cli.progress import note_compiling
+from treering.cli.display.progress import note_compiling
+from treering.cli.display.run_display import RlProgress, RunDisplay
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     ROLLOUTS_FOLDER,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from treering.cli.display import RunDisplay, SftProgress
+from treering.cli.display.run_display import RunDisplay, SftProgress
 from treering.cli.run_folder import WARMUP_FOLDER, open_sinks, printed_warnings
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums

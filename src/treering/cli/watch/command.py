@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
-from treering.cli.panel import PanelState, as_line, as_panel
+from treering.cli.display.panel import PanelState, as_line, as_panel
 from treering.report.run import METRICS_FILE, RunData, read_runs
 
 _EVERY_S = 1.0

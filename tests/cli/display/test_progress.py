@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from treering.cli import progress
+from treering.cli.display import progress
 
 
 def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.folders import row
-from treering.cli.panel import PanelState, as_line, as_panel, sparkline
+from treering.cli.display.panel import PanelState, as_line, as_panel, sparkline
 
 
 def state_of(*rows: dict[str, float], num_steps: int | None = 10) -> PanelState:

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from tests.report.folders import row
-from treering.cli.display import RunDisplay
+from treering.cli.display.run_display import RunDisplay
 
 
 def shown(*, is_terminal: bool) -> str:

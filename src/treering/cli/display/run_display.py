@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from treering.cli.panel import PanelState, as_panel
-from treering.cli.progress import StepProgress
+from treering.cli.display.panel import PanelState, as_panel
+from treering.cli.display.progress import StepProgress
 
 if TYPE_CHECKING:
     # Both import torch, which `treering watch` does not need.
