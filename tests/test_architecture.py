@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ def _is_above(target: str, room: str) -> bool:
     return target == room or ORDER.index(target) < ORDER.index(room)
 
 
+@cache
 def _modules() -> list[tuple[str, Path]]:
     named = []
     for path in sorted(SOURCE.rglob("*.py")):
@@ -126,6 +128,7 @@ def _modules() -> list[tuple[str, Path]]:
     return named
 
 
+@cache
 def _dependencies() -> dict[str, set[str]]:
     """Each module with the modules of the package that it imports, inside functions too, but not for types alone."""
     modules = dict(_modules())

@@ -15,7 +15,7 @@ from tests.partitions import random_partitions
 from tests.train.flat import Batch, flat_loss
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of
 from tests.train.gradient.test_partitioned import cut_by
-from treering.attention import Form, api, layout, segments
+from treering.attention import Form, backends, layout, segments
 from treering.model import context
 from treering.model.families import ModelParts, find_parts
 from treering.train.gradient import partitioned, scoring
@@ -32,6 +32,8 @@ BATCH = Batch(
     advantages=BATCH.advantages,
     old_logprobs=BATCH.old_logprobs,
 )
+
+pytestmark = pytest.mark.usefixtures("no_self_check")
 
 
 def count_a_window_in_packed_order(patch: pytest.MonkeyPatch) -> None:
@@ -103,8 +105,8 @@ def rotate_by_packed_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_sinks(patch: pytest.MonkeyPatch) -> None:
-    honest = api.segment_attention
-    patch.setattr(api, "segment_attention", lambda *args, **given: honest(*args, **{**given, "sinks": None}))
+    honest = backends.segment_attention
+    patch.setattr(backends, "segment_attention", lambda *args, **given: honest(*args, **{**given, "sinks": None}))
 
 
 def lose_the_gradient_of_sinks(patch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from treering.train.gradient.flat_batch import BatchEntries, FlatBatch
 from treering.train.objectives import Entries
 from treering.tree.forest import Forest
 
+pytestmark = pytest.mark.usefixtures("no_self_check")
+
 MODEL = build_float64()
 SHARED_PROMPT = [3, 1, 4, 1, 5]
 BATCH = batch_of([[[*SHARED_PROMPT, 9, 2, 6], [*SHARED_PROMPT, 5, 3], [*SHARED_PROMPT, 9, 2, 7, 7]]], seed=1)

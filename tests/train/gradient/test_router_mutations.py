@@ -13,6 +13,8 @@ from treering.train.gradient import run as units
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.router_losses import Routing
 
+pytestmark = pytest.mark.usefixtures("no_self_check")
+
 TRAINED = untrained(BATCH, {1, 3})
 
 
