@@ -62,6 +62,9 @@ def ended_by_signals() -> Iterator[None]:
     threading.Thread(target=_watch, args=(reader, handled), name="treering-signals", daemon=True).start()
     try:
         yield
+    except Exception as error:
+        _raise_interruption(error)
+        raise
     finally:
         restore()
         os.close(writer)
@@ -91,7 +94,11 @@ def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> Non
 def advising(advice: str) -> Iterator[None]:
     """Adds to an `Interrupted` that passes what the user can do next."""
     try:
-        yield
+        try:
+            yield
+        except Exception as error:
+            _raise_interruption(error)
+            raise
     except Interrupted as error:
         error.add_note(advice)
         raise
@@ -134,6 +141,15 @@ def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
 
 def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(number)
+
+
+def _raise_interruption(error: BaseException) -> None:
+    """Raises the `Interrupted` that has caused an error, if one has: pydantic wraps whatever its callbacks raise."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, Interrupted):
+            raise cause from None
+        cause = cause.__cause__
 
 
 def _watch(reader: int, handled: Sequence[int]) -> None:

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from transformers import PreTrainedModel
-from treering.engine.speculation.pass_times import PassTimes
 
 from tests.engine.test_torch_engine import assert_same, drafter_of, group_requests, run
 from tests.models import build_float64
 from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError
+from treering.history.budget.pass_times import PassTimes
 
 NUM_ROWS = 8
 PLAIN_S = 0.5

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+# It needs no vLLM and imports numba, which must not be imported before an LLM starts in the same process.
+collect_ignore = [] if find_spec("vllm") is None else ["test_weights.py"]
+
 
 @pytest.fixture(scope="session")
 def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
