@@ -35,6 +35,20 @@ ADVISES = """
         ready()
         time.sleep(600)
 """
+WRAPS = """
+    import pydantic
+
+    class Settings(pydantic.BaseModel):
+        name: str = "a"
+
+        @pydantic.field_serializer("name")
+        def sleep(self, name):
+            ready()
+            time.sleep(600)
+
+    with signals.advising("the same command goes on"):
+        Settings().model_dump()
+"""
 # Each line is printed inside the block that swallows: a signal that follows it never falls outside.
 SWALLOWS = """
     line = "ready"
@@ -115,6 +129,11 @@ def test_a_signal_ends_a_command_with_one_line_after_its_cleanup(number: signal.
 def test_the_line_says_how_to_go_on() -> None:
     _, _, err = ended(started(ADVISES), signal.SIGTERM)
     assert err == "treering: interrupted by SIGTERM; the same command goes on\n"
+
+
+def test_a_library_that_wraps_the_interruption_does_not_hide_it() -> None:
+    code, _, err = ended(started(WRAPS), signal.SIGTERM)
+    assert (code, err) == (143, "treering: interrupted by SIGTERM; the same command goes on\n")
 
 
 @pytest.mark.parametrize("command", [SWALLOWS, HANGS_IN_C])
