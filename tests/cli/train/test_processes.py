@@ -90,8 +90,8 @@ def test_the_account_stands_in_the_table(folder: Path, capsys: pytest.CaptureFix
 
 def test_a_run_says_what_it_has_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Six rollouts in every other step, four of them at one time: passes of four rows and of two. A latency needs 16 of
-    # each that nothing slowed down by far, and a busy machine slows some.
-    overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=24")
+    # each that nothing slowed down by far, and a busy machine slows some; drafts would make them fewer.
+    overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=16", "history.drafts=off")
     measured = train(capsys, config(folder), "run.dir=queued", *overrides)["latency"]
     assert measured.keys() == {"step_s", "row_s", "prefill_s", "load_s", "training_s"}
     assert min(measured.values()) >= 0
