@@ -31,10 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_steps, right = warm_start(model, solved, held_out, enough, options)
         size = model.num_parameters() / 1e6
         print(f"{name}: {size:.1f} M parameters, {num_steps} supervised steps, {right:.2f} right", flush=True)
-    ways = {"distilled": distilled, "grpo": grpo, "sft": sft}
+    teacher.eval().requires_grad_(False)
+    own = DistillOptions(divergence="reverse_kl")
+    ways: dict[str, Callable[[Qwen3ForCausalLM], Callable[[], object]]] = {
+        # The student samples, and each of its tokens is moved towards what the teacher would say there; no reward.
+        "distilled": lambda model: rl_loop(model, task, options, teacher, objective="distill", distill=own),
+        # The same rollouts, rewarded by whether they are right.
+        "grpo": lambda model: rl_loop(model, task, options, None, objective="grpo"),
+        "sft": lambda model: sft_loop(model, solved, options),
+    }
     for name, make_loop in ways.items():
         started, model = time.perf_counter(), deepcopy(student)
-        step = make_loop(model, teacher.eval().requires_grad_(False), task, solved, options)
+        step = make_loop(model)
         accuracies = []
         for number in range(options.steps + 1):
             if number % options.check_every == 0:
@@ -45,35 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name:10} right every {options.check_every} steps: {words}  ({time.perf_counter() - started:.0f} s)")
 
 
-def distilled(
-    model: Qwen3ForCausalLM,
-    teacher: Qwen3ForCausalLM,
-    task: ChainedSums,
-    solved: ChainedSums,
-    options: argparse.Namespace,
-) -> Callable[[], object]:
-    """The student samples, and each of its tokens is moved towards what the teacher would say there; no reward."""
-    return rl_loop(model, task, options, teacher, objective="distill", distill=DistillOptions(divergence="reverse_kl"))
-
-
-def grpo(
-    model: Qwen3ForCausalLM,
-    teacher: Qwen3ForCausalLM,
-    task: ChainedSums,
-    solved: ChainedSums,
-    options: argparse.Namespace,
-) -> Callable[[], object]:
-    """The same rollouts, rewarded by whether they are right."""
-    return rl_loop(model, task, options, None, objective="grpo")
-
-
-def sft(
-    model: Qwen3ForCausalLM,
-    teacher: Qwen3ForCausalLM,
-    task: ChainedSums,
-    solved: ChainedSums,
-    options: argparse.Namespace,
-) -> Callable[[], object]:
+def sft_loop(model: Qwen3ForCausalLM, solved: ChainedSums, options: argparse.Namespace) -> Callable[[], object]:
     """As many written solutions a step as the others have rollouts."""
     loop = SftLoop(
         model,

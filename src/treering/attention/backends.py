@@ -1,4 +1,4 @@
-"""The names of the backends, and the function behind each."""
+"""The names of the backends, and the function that each of them calls."""
 
 from collections.abc import Callable
 from typing import Literal, get_args

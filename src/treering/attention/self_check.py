@@ -99,9 +99,10 @@ def verify(backend: Backend, shape: AttentionShape) -> None:
     if found.has_passed:
         return
     fault = found.leak or f"is off by {found.error:.1e} from the reference, at most {found.tolerance:.1e} is rounding"
+    other = "reference" if backend == "segments" else "segments"
     raise UnsupportedError(
         f"the {backend} backend {fault} ({shape.num_heads} heads over {shape.num_key_heads} of size {shape.head_size}, "
-        f"{shape.dtype}, {shape.device}): choose another one, such as segments; {OFF_SWITCH}=0 runs it unchecked"
+        f"{shape.dtype}, {shape.device}): choose another one, such as {other}; {OFF_SWITCH}=0 runs it unchecked"
     )
 
 

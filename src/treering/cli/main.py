@@ -36,7 +36,7 @@ app = typer.Typer(
     best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
     `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
     on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
-    `treering doctor` says what runs here, and whether it is right.
+    `treering doctor` checks the installation or a run.
     """,
     epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
     invoke_without_command=True,

@@ -63,8 +63,10 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _raise_interruption(error)
-        raise
+        interruption = _interruption_in(error)
+        if interruption is None:
+            raise
+        raise interruption from None
     finally:
         restore()
         os.close(writer)
@@ -94,13 +96,11 @@ def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> Non
 def advising(advice: str) -> Iterator[None]:
     """Adds to an `Interrupted` that passes what the user can do next."""
     try:
-        try:
-            yield
-        except Exception as error:
-            _raise_interruption(error)
-            raise
-    except Interrupted as error:
-        error.add_note(advice)
+        yield
+    except BaseException as error:
+        interruption = _interruption_in(error)
+        if interruption is not None:
+            interruption.add_note(advice)
         raise
 
 
@@ -143,13 +143,12 @@ def _interrupt(number: int, _: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _raise_interruption(error: BaseException) -> None:
-    """Raises the `Interrupted` that has caused an error, if one has: pydantic wraps whatever its callbacks raise."""
+def _interruption_in(error: BaseException) -> Interrupted | None:
+    """The `Interrupted` that an error is or was caused by: pydantic wraps whatever its callbacks raise."""
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, Interrupted):
-            raise cause from None
+    while cause is not None and not isinstance(cause, Interrupted):
         cause = cause.__cause__
+    return cause
 
 
 def _watch(reader: int, handled: Sequence[int]) -> None:

@@ -184,7 +184,7 @@ def test_the_longest_prompt_that_a_row_begins_with_is_its_prompt() -> None:
     assert table.find(ids(5, 6, 7, 9), ()) == ("short", 2)
     whole = hash_of_prompt([5, 6, 7, 9])
     assert table.find(ids(5, 6, 7, 9), {whole}) == (whole, 4)
-    # A new prompt is its own, and found again behind a rollout.
+    # A new prompt is its own, and found again at the start of a rollout.
     assert table.find(ids(1, 2), ()) == (hash_of_prompt([1, 2]), 2)
     assert table.find(ids(1, 2, 3), ()) == (hash_of_prompt([1, 2]), 2)
 

@@ -42,7 +42,7 @@ class BackendReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceReport:
-    """What runs on a device in a dtype if nothing is set.
+    """The attention backend and the decoder that a device gets for a dtype if nothing is set.
 
     Attributes:
         device: as in `BackendReport`.

@@ -15,7 +15,7 @@ EXIT_FAULT = 1
 
 
 def run(folder: Path | None, json_output: bool) -> int:
-    """Prints what is installed, what runs and why, and the state of a run folder.
+    """Prints the packages, the checks of all backends, the defaults with their reasons, and the state of a run folder.
 
     Args:
         folder: of a run; None for the installation alone.

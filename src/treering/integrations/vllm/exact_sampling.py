@@ -64,7 +64,7 @@ def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
 
 
 def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
-    """Draws each row's tokens one position after another, and stops behind the first that differs from its draft.
+    """Draws each row's tokens one position after another, and stops after the first that differs from its draft.
 
     Args:
         sampler: vLLM's `RejectionSampler`.
@@ -74,7 +74,7 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
         sampling_metadata: vLLM's `SamplingMetadata`.
 
     Returns:
-        A `SamplerOutput` with int32 [B, K + 1], -1 behind a row's last token.
+        A `SamplerOutput` with int32 [B, K + 1], -1 after a row's last token.
     """
     import torch
     from vllm.v1.outputs import SamplerOutput

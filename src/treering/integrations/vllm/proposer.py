@@ -110,9 +110,9 @@ class HistoryProposer:
 
 
 def _widened(config: Any, max_draft: int) -> Any:
-    """A copy of the draft model's configuration in which drafts fit behind any row.
+    """A copy of the draft model's configuration in which drafts fit after any row.
 
-    By `max_model_len` of this configuration vLLM judges whether drafts fit behind its longest row. If not, it skips
+    By `max_model_len` of this configuration vLLM judges whether drafts fit after its longest row. If not, it skips
     `propose` and verifies zeros for all rows. `DraftSession` cuts drafts to what fits, row by row.
     """
     if config is None:

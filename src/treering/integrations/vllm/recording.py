@@ -1,4 +1,4 @@
-"""History from what vLLM returns. The drafter's own process is no place for it: it sees tokens behind the stop."""
+"""History from what vLLM returns. The drafter's own process is no place for it: it sees tokens after the stop."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

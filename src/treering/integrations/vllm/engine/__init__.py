@@ -1,1 +1,1 @@
-"""vLLM behind the engine protocol."""
+"""vLLM as an engine of the loop."""

@@ -1,4 +1,4 @@
-"""vLLM as an engine of the loop: its scheduler, kernels and drafts behind the engine protocol.
+"""vLLM as an engine of the loop: vLLM schedules, computes and verifies, by the engine protocol.
 
 The engine admits as many requests as run at a time, so that it knows which ones do. A vLLM request lives under one
 policy version: an update ends those that run, and continues them, where asked to, as new ones.
