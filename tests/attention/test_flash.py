@@ -81,3 +81,20 @@ def test_blocks_of_any_height_hold_every_visible_pair(query_block: int, window: 
         for j in range(listed.shape[1]):
             rows, keys = slice(i * query_block, (i + 1) * query_block), slice(j * BLOCK_SIZE, (j + 1) * BLOCK_SIZE)
             assert bool(listed[i, j]) or not bool(seen[rows, keys].any())
+
+
+@pytest.mark.parametrize("query_block", [BLOCK_SIZE, 2 * BLOCK_SIZE])
+def test_blocks_without_a_mask_are_whole_and_hide_no_pair(query_block: int) -> None:
+    layout = TreeLayout(Forest.from_sequences([[0] * 256 + [1] * 70]), torch.device("cpu"))
+    mask = block_mask(layout, None, query_block=query_block)
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    seen, num_full = layout.visible(None), 0
+    for i, length in enumerate(mask.full_kv_num_blocks[0, 0].tolist()):
+        for j in mask.full_kv_indices[0, 0, i, :length].tolist():
+            block = seen[i * query_block : (i + 1) * query_block, j * BLOCK_SIZE : (j + 1) * BLOCK_SIZE]
+            assert block.shape == (query_block, BLOCK_SIZE)
+            assert bool(block.all())
+            num_full += 1
+    # The second block of 128 queries sees all of the first block of keys; a block of 256 is never below it wholly.
+    assert num_full == (1 if query_block == BLOCK_SIZE else 0)

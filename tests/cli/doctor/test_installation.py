@@ -40,6 +40,16 @@ def test_each_requirement_stands_beside_what_is_installed() -> None:
     assert found["vllm"].is_supported is None
 
 
+@pytest.mark.parametrize(("installed", "is_supported"), [("2.12.0rc1", True), ("2.11.0+cpu", True), ("2.10.1", False)])
+def test_candidates_and_local_builds_count_as_their_release(
+    installed: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "requires", lambda _name: ["torch>=2.11"])
+    monkeypatch.setattr(installation, "version", lambda _name: installed)
+    found = {package.name: package for package in find_packages()}
+    assert found["torch"].is_supported is is_supported
+
+
 def test_a_local_build_of_a_tested_release_is_supported() -> None:
     torch = next(package for package in find_packages() if package.name == "torch")
     assert torch.is_supported
