@@ -155,8 +155,8 @@ def _watch(reader: int, handled: Sequence[int]) -> None:
     """Ends the process if the block does not end in time after a signal."""
     first = _next_signal(reader, handled, None)
     began_s = time.monotonic()
-    following = first
-    while following:
+    following = _next_signal(reader, handled, began_s + _SAME_S)
+    while following and time.monotonic() < began_s + _SAME_S:
         following = _next_signal(reader, handled, began_s + _SAME_S)
     if following == _LATE:
         following = _next_signal(reader, handled, began_s + GRACE_S)
