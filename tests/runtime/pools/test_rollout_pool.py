@@ -49,6 +49,9 @@ class QuietChild:
     def start(self, settings: object) -> None:
         self.is_dead = False
 
+    def offer(self, version: int, slot: int | None = None) -> None:
+        self.sent.append(version)
+
     def send(self, message: object) -> None:
         self.sent.append(message)
 
@@ -72,8 +75,8 @@ class QuietChild:
 @pytest.fixture
 def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
     monkeypatch.setattr(module, "ChildProcess", QuietChild)
-    settings = WorkerSettings(recipe=TinyRecipe(), num_slots=3, history=None, drafts=DraftOptions())
-    return RolloutPool(settings, None, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
+    settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=DraftOptions())
+    return RolloutPool(settings, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
 
 
 def children(rollout_pool: RolloutPool) -> list[QuietChild]:
