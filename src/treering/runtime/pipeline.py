@@ -97,7 +97,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         if drafting is not None and not launcher.shares_host:
             raise ConfigError(
                 "workers read the history from files of the controller's host, and these may run on others; train "
-                'without drafting (history.drafts = "off"), or on one host'
+                'without drafting (history.drafts = "off"), or on one host (runtime.listen on loopback)'
             )
         if not reward_time_limit_s > 0:
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")

@@ -239,3 +239,16 @@ def test_more_requests_queue_in_an_engine_whose_rollouts_end_many_at_a_time(roll
     assert TinyRecipe().max_batch == 3
     # Three run and one waits; where one has ended, two wait, and where three have, three; later fewer, one by one.
     assert [given_after(num_ended) for num_ended in (0, 1, 3, 1, 1, 1)] == [4, 5, 6, 6, 5, 5]
+
+
+def test_a_worker_on_its_way_keeps_no_requests_from_the_others(rollout_pool: RolloutPool) -> None:
+    first, second = children(rollout_pool)
+    runs = {1: step_run(stealing="queued")}
+    first.is_ready = False
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    assert first.sent == []
+    assert len(requests_of(second)) == 4
+    first.is_ready = True
+    runs[2] = step_run(2)
+    rollout_pool.dispatch(runs, {**POLICY_VERSIONS, 1: 1})
+    assert len(requests_of(first)) == 2

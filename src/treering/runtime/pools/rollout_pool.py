@@ -111,11 +111,10 @@ class RolloutPool:
             open_steps: the open steps.
             policy_versions: step -> policy version after it, of the weights in the store.
         """
-        # Ready workers with the fewest rollouts choose first from the unassigned requests.
-        order = sorted(
-            range(len(self._workers)),
-            key=lambda n: (not self._workers[n].child.is_ready, len(self._workers[n].running)),
-        )
+        # Those with the fewest rollouts choose first from the unassigned requests. A worker that is on its way, perhaps
+        # for a minute, would only keep requests from others.
+        ready = [number for number, worker in enumerate(self._workers) if worker.child.is_ready]
+        order = sorted(ready, key=lambda number: len(self._workers[number].running))
         for number in order:
             worker = self._workers[number]
             open_step = _next_step(number, worker, open_steps)
