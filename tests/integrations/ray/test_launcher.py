@@ -1,5 +1,6 @@
 """On Ray a run gives what it gives in local processes, whatever dies."""
 
+import json
 import os
 import random
 import subprocess
@@ -17,6 +18,7 @@ from tests.runtime.test_pipeline import CLOSE, Result, assert_same, run
 from tests.runtime.test_resume import train
 from treering.engine.request import Sampling
 from treering.errors import ConfigError, InputError
+from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher
 
 NUM_STEPS = 6
@@ -107,3 +109,17 @@ def test_an_error_in_an_actor_is_raised_here_with_its_type_and_text(launcher: La
         with pytest.raises(InputError, match="500") as caught:
             loop.step()
         assert "raised in a child process" in caught.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_a_node_may_die(ray_here: None) -> None:
+    with pipeline(num_steps=4, staleness=1) as loop:
+        expected = [[row[2] for row in rows] for rows in run(loop, 4)[1]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-m", "tests.integrations.ray.two_nodes"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    account = Account(**found["account"])
+    assert account.worker_deaths + account.reward_worker_deaths + account.trainer_deaths > 0
+    assert is_complete(account, account.scheduled)
+    assert found["rows"] == expected

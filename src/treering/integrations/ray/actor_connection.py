@@ -44,6 +44,8 @@ class ActorConnection:
         self._connection: Connection | None = None
         self._outbox: list[bytes] = []
         self.pid: int | None = None
+        self.has_ended = False
+        """Whether the other end has closed."""
 
     def fileno(self) -> int:
         """See `Transport`."""
@@ -65,7 +67,11 @@ class ActorConnection:
     def recv_bytes(self) -> bytes:
         """See `Transport`."""
         assert self._connection is not None, "a message is received after a poll"
-        return self._connection.recv_bytes()
+        try:
+            return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            self.has_ended = True
+            raise
 
     def close(self) -> None:
         """See `Transport`."""

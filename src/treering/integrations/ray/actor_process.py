@@ -80,7 +80,8 @@ class ActorProcess:
         """What Ray says of an actor that has ended, in one line."""
         import ray
 
-        if self._was_killed or not self._has_ended(timeout_s=_NOTICE_S):
+        timeout_s = _NOTICE_S if self._connection.has_ended else 0.0
+        if self._was_killed or not self._has_ended(timeout_s):
             return "an unknown exit status"
         try:
             ray.get(self._running)

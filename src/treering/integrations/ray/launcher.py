@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address
+from typing import Any
 
 from torch import nn
 
@@ -55,6 +56,7 @@ class RayLauncher:
         self._resources = resources_by_kind() if resources is None else resources
         self._listen = listen
         self._owns_ray = False
+        self._classes: dict[Kind, Any] = {}
         self._store: ObjectStore | None = None
 
     @property
@@ -80,25 +82,14 @@ class RayLauncher:
         except ConfigError:
             self.close()
             raise
+        # One class for all actors of a kind, as Ray keeps each for good.
+        self._classes = {kind: _actor_class(kind, needs) for kind, needs in self._resources.items()}
         self._store = ObjectStore(model, num_slots)
         return self._store
 
     def start(self, name: str, kind: Kind) -> ActorProcess:
         """See `Launcher`."""
-        import ray
-
         assert self._store is not None, "a launcher is opened before it starts processes"
-        needs = self._resources[kind]
-        # A second group makes Ray run every method in a thread of its own. Rewards get the main thread: it alone may
-        # set signal handlers.
-        groups = {WEIGHTS: 1} if kind in _READS_WEIGHTS else {}
-        remote = ray.remote(
-            num_cpus=needs.num_cpus,
-            num_gpus=needs.num_gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            **({"concurrency_groups": groups} if groups else {}),
-        )(Actor)
         try:
             connection = ActorConnection(self._listen)
         except OSError as error:
@@ -106,7 +97,7 @@ class RayLauncher:
                 f"the controller listens on an address of its machine, and {self._listen} did not work ({error}); "
                 "correct runtime.listen"
             ) from error
-        return ActorProcess(remote.remote(), connection, self._store)
+        return ActorProcess(self._classes[kind].remote(), connection, self._store)
 
     def close(self) -> None:
         """See `Launcher`."""
@@ -128,6 +119,17 @@ def _init() -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", include_dashboard=False, logging_level="warning")
+
+
+def _actor_class(kind: Kind, needs: Resources) -> Any:
+    import ray
+
+    # A second group makes Ray run every method in a thread of its own. Rewards get the main thread: it alone may set
+    # signal handlers.
+    groups = {"concurrency_groups": {WEIGHTS: 1}} if kind in _READS_WEIGHTS else {}
+    return ray.remote(num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, max_restarts=0, max_task_retries=0, **groups)(
+        Actor
+    )
 
 
 def _check_address(listen: str) -> None:
