@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _NOTICE_S = 0.5
 """Longest wait for Ray's word on how an actor ended; it takes about 15 ms."""
+
+_ASK_S = 0.5
+"""Between two questions to Ray whether an actor lives."""
 
 _CAUSE_CHARS = 200
 
@@ -33,6 +37,8 @@ class ActorProcess:
         self._store = store
         self._running: ObjectRef[Any] = actor.run.remote(connection.address, connection.key)
         self._was_killed = False
+        self._is_alive = True
+        self._asked_s = time.monotonic()
 
     @property
     def pid(self) -> int | None:
@@ -45,8 +51,12 @@ class ActorProcess:
         return self._connection
 
     def is_alive(self) -> bool:
-        """See `Process`."""
-        return not self._has_ended(timeout_s=0)
+        """See `Process`. Asks Ray at most twice a second: a controller of many workers calls this all the time."""
+        now_s = time.monotonic()
+        if now_s >= self._asked_s + _ASK_S:
+            self._asked_s = now_s
+            self._is_alive = not self._has_ended(timeout_s=0)
+        return self._is_alive
 
     def offer(self, version: int, slot: int | None) -> None:
         """See `Process`."""
