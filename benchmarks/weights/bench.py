@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.common.timing import check_runs, cpu_name, versions
 from benchmarks.tree.bench import OnProgress
 from benchmarks.weights.roles import Done, Load, Publish, SizedRecipe, run_reader, run_writer
+from benchmarks.weights.scale import NUM_WORKERS, controller_costs, scaled
 from treering.errors import InputError, StateError
 from treering.extras import require
 from treering.runtime.ipc.child import PublishedWeights
@@ -35,7 +36,7 @@ def measure(
     sizes_mib: Sequence[int] = SIZES_MIB,
     on_progress: OnProgress = lambda words, done=None: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: a list under "sizes", the "environment", "notes" in words.
+    """The report, ready for JSON: lists under "sizes" and "scale", "controller", the "environment", "notes" in words.
 
     Args:
         num_runs: hand-overs of each size; None is `NUM_RUNS`.
@@ -52,14 +53,21 @@ def measure(
     if wrong:
         raise InputError(f"sizes are multiples of 10 MiB, got {wrong[0]}; give others")
     require("python -m benchmarks weights", "ray")
-    found = []
+    found, costs = [], {}
     with _ray(max(sizes_mib)) as ray_version:
         for size in sizes_mib:
             on_progress(f"{size} MiB")
             seconds = {name: _hand_over(launcher, size, runs) for name, launcher in _launchers().items()}
             found.append({"size_mib": size, "seconds": seconds})
+        on_progress("the controller's part")
+        costs = {name: controller_costs(launcher) for name, launcher in _launchers().items()}
+    on_progress("1 to 1,000 workers in virtual time")
+    largest = found[-1]["seconds"]["object store"]
+    hand_over_s = largest["publish_s"] + largest["load_s"]
     return {
         "sizes": found,
+        "controller": costs,
+        "scale": [scaled(count, hand_over_s, costs["object store"]) for count in NUM_WORKERS],
         "environment": {
             "versions": versions() | {"ray": ray_version},
             "cpu": cpu_name(),

@@ -49,10 +49,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """From either: it is done; the first value of the model."""
+class Answer:
+    """To the reader: send so many messages of so many bytes."""
 
-    value: float
+    num_messages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """From either: it is done."""
+
+    value: float = 0.0
+    """A value of the model."""
+    payload: bytes = b""
 
 
 def run_writer(port: Port, access: WeightAccess, recipe: SizedRecipe) -> None:
@@ -73,12 +83,16 @@ def run_writer(port: Port, access: WeightAccess, recipe: SizedRecipe) -> None:
 
 
 def run_reader(port: Port, access: WeightAccess, recipe: SizedRecipe) -> None:
-    """Loads versions."""
+    """Loads versions, and answers."""
     model = recipe.make_model()
     weights = access.open(model, port)
     port.send(Ready())
     while True:
-        message: Load = port.take()
+        message: Load | Answer = port.take()
+        if isinstance(message, Answer):
+            for _ in range(message.num_messages):
+                port.send(Done(payload=bytes(message.num_bytes)))
+            continue
         weights.read(message.version, model)
         last = list(model.parameters())[-1]
         port.send(Done(value=float(last[-1])))

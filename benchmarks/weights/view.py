@@ -32,3 +32,18 @@ def show(report: dict[str, Any], console: Console) -> None:
             ],
         )
     )
+    console.print(
+        table(
+            "on Ray, in virtual time: seconds of a step, and of its controller",
+            ("workers", "rollouts", "hand-over", "step", "step, free hand-over", "messages", "wakes, at most"),
+            [
+                (
+                    f"{row['num_workers']:,}",
+                    f"{row['num_rollouts']:,}",
+                    *(f"{row[name]:.2f}" for name in ("load_s", "step_s", "step_without_load_s")),
+                    *(f"{row[name]:.2f}" for name in ("messages_s", "wakes_s")),
+                )
+                for row in report["scale"]
+            ],
+        )
+    )
