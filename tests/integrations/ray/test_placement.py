@@ -3,15 +3,15 @@
 import pytest
 
 from treering import extras
-from treering.errors import ConfigError, MissingExtraError
+from treering.errors import ConfigError, MissingExtraError, StateError
 from treering.integrations.ray import RayLauncher
-from treering.integrations.ray.placement import check_hosts, check_resources
+from treering.integrations.ray.placement import check_hosts, check_node, check_resources
 from treering.runtime.ipc.launcher import Resources, resources_by_kind
 
 
 def node(address: str = "10.0.0.1", *, cpus: float = 4.0, gpus: float | None = None, alive: bool = True) -> dict:
     resources = {"CPU": cpus} | ({} if gpus is None else {"GPU": gpus})
-    return {"Alive": alive, "NodeManagerAddress": address, "Resources": resources}
+    return {"NodeID": address, "Alive": alive, "NodeManagerAddress": address, "Resources": resources}
 
 
 def test_a_cluster_with_room_for_all_is_accepted() -> None:
@@ -43,6 +43,12 @@ def test_several_hosts_need_an_address_that_they_reach() -> None:
     check_hosts([node(), node("10.0.0.2", alive=False)], listen="127.0.0.1")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1, 10\.0\.0\.2"):
         check_hosts(nodes, listen="127.0.0.1")
+
+
+def test_the_end_of_the_controllers_raylet_ends_the_run_instead_of_waiting() -> None:
+    check_node([node(), node("10.0.0.2", alive=False)], "10.0.0.1")
+    with pytest.raises(StateError, match="resume with the same command"):
+        check_node([node(), node("10.0.0.2", alive=False)], "10.0.0.2")
 
 
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

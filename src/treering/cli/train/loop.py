@@ -103,7 +103,7 @@ def make_loop(
     return PipelineLoop(
         model,
         source.task,
-        # Actors run in another folder.
+        # On other hosts actors run in another folder.
         TrainRecipe(config, config_dir.absolute()),
         optim=optim,
         options=options,

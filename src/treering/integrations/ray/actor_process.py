@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from treering.integrations.ray.actor import WEIGHTS
 from treering.integrations.ray.actor_connection import ActorConnection
 from treering.integrations.ray.object_store import ObjectStore
+from treering.integrations.ray.placement import check_node
 from treering.runtime.ipc.launcher import Ended
 
 if TYPE_CHECKING:
@@ -51,11 +52,17 @@ class ActorProcess:
         return self._connection
 
     def is_alive(self) -> bool:
-        """See `Process`. Asks Ray at most twice a second: a controller of many workers calls this all the time."""
+        """See `Process`. Asks Ray at most twice a second: a controller of many workers calls this all the time.
+
+        Raises:
+            StateError: it is on its way, and Ray can start nothing any more.
+        """
         now_s = time.monotonic()
         if now_s >= self._asked_s + _ASK_S:
             self._asked_s = now_s
             self._is_alive = not self._has_ended(timeout_s=0)
+            if self._is_alive and self.pid is None:
+                self._check_ray()
         return self._is_alive
 
     def offer(self, version: int, slot: int | None) -> None:
@@ -79,6 +86,11 @@ class ActorProcess:
         self.kill()
         self._connection.close()
         return Ended(status=None, cause=cause)
+
+    def _check_ray(self) -> None:
+        import ray
+
+        check_node(ray.nodes(), ray.get_runtime_context().get_node_id())
 
     def _has_ended(self, timeout_s: float) -> bool:
         import ray

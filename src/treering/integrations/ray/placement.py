@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treering.errors import ConfigError
+from treering.errors import ConfigError, StateError
 from treering.integrations.ray.actor_connection import is_loopback
 from treering.runtime.ipc.launcher import Kind, Resources
 
@@ -55,6 +55,20 @@ def check_resources(nodes: Sequence[Node], resources: Mapping[Kind, Resources], 
                     f"a process runs on one node, and runtime.resources.{kind}.{unit} = {need:g} is more than any "
                     f"has ({max(free, default=0.0):g}); lower it"
                 )
+
+
+def check_node(nodes: Sequence[Node], node_id: str) -> None:
+    """Checks that the node of the controller is alive.
+
+    Raises:
+        StateError: its raylet has died, so no actor can start.
+    """
+    if any(node["NodeID"] == node_id for node in _alive(nodes)):
+        return
+    raise StateError(
+        "Ray starts actors through the raylet of the controller's host, and that has died; start Ray again there if it "
+        "is your own, then resume with the same command"
+    )
 
 
 def _alive(nodes: Sequence[Node]) -> list[Node]:

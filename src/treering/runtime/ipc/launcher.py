@@ -89,11 +89,11 @@ class Launcher(Protocol):
 
     @property
     def copies_environment(self) -> bool:
-        """Whether processes get the controller's environment and working directory."""
+        """Whether processes get the controller's environment variables."""
 
     @property
     def shares_host(self) -> bool:
-        """Whether all processes see the controller's files."""
+        """Whether all processes see the controller's files; if so, they run in its working directory."""
 
     def open(self, recipe: Recipe, model: nn.Module, num_slots: int) -> WeightStore:
         """Prepares for processes that unpickle `recipe`; returns the store of `num_slots` versions of their weights.

@@ -75,8 +75,8 @@ class ChildProcess:
         self.num_starts += 1
         self.is_ready = self._was_silent = False
         self._heard_s = time.monotonic()
-        copies = self._launcher.copies_environment
-        folder, environment = (os.getcwd(), dict(os.environ)) if copies else (None, {})
+        folder = os.getcwd() if self._launcher.shares_host else None
+        environment = dict(os.environ) if self._launcher.copies_environment else {}
         self.send(Start(role=self._role, settings=settings, folder=folder, environment=environment))
 
     def offer(self, version: int, slot: int | None = None) -> None:
