@@ -94,5 +94,5 @@ def run_reader(port: Port, access: WeightAccess, recipe: SizedRecipe) -> None:
                 port.send(Done(payload=bytes(message.num_bytes)))
             continue
         weights.read(message.version, model)
-        last = list(model.parameters())[-1]
+        last = list(model.parameters())[-1].detach()
         port.send(Done(value=float(last[-1])))
