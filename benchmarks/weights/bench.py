@@ -17,10 +17,10 @@ from benchmarks.weights.roles import Done, Load, Publish, SizedRecipe, run_reade
 from benchmarks.weights.scale import NUM_WORKERS, controller_costs, scaled
 from treering.errors import InputError, StateError
 from treering.extras import require
-from treering.runtime.ipc.child import PublishedWeights
 from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
 from treering.runtime.ipc.weight_store import WeightStore
 
 SIZES_MIB = (10, 100, 500)
@@ -111,15 +111,16 @@ def _hand_over(launcher: Launcher, size_mib: int, num_runs: int) -> dict[str, fl
     store = launcher.open(recipe, model, NUM_SLOTS)
     writer = ChildProcess("writer", "trainer", run_writer, launcher, time_limit_s=TIME_LIMIT_S)
     reader = ChildProcess("reader", "rollout_worker", run_reader, launcher, time_limit_s=TIME_LIMIT_S)
+    inbox = _Inbox(store)
     rounds: list[dict[str, float]] = []
     try:
         for child in (writer, reader):
             child.start(recipe)
         for child in (writer, reader):
             while not child.is_ready:
-                _receive(child, store)
+                inbox.receive(child)
         for version in range(1, num_runs + 2):
-            rounds.append(_round(version, writer, reader, store, model))
+            rounds.append(_round(version, writer, reader, inbox, model))
     finally:
         writer.stop()
         reader.stop()
@@ -128,20 +129,18 @@ def _hand_over(launcher: Launcher, size_mib: int, num_runs: int) -> dict[str, fl
     return {part: median(each[part] for each in rounds[1:]) for part in rounds[0]}
 
 
-def _round(
-    version: int, writer: ChildProcess, reader: ChildProcess, store: WeightStore, model: Any
-) -> dict[str, float]:
+def _round(version: int, writer: ChildProcess, reader: ChildProcess, inbox: "_Inbox", model: Any) -> dict[str, float]:
     writer.send(Publish(version=version))
-    _wait(writer, store)
+    inbox.wait(writer)
     started = time.perf_counter()
     writer.send(Publish(version=version))
-    _wait(writer, store)
+    inbox.wait(writer)
     published = time.perf_counter()
     reader.offer(version)
     reader.send(Load(version=version))
-    value = _wait(reader, store)
+    value = inbox.wait(reader)
     loaded = time.perf_counter()
-    store.read(version, model)
+    inbox.store.read(version, model)
     read = time.perf_counter()
     if value != version:
         raise StateError(f"weights of version {version} have that value, and the worker read {value:g}; report this")
@@ -152,20 +151,27 @@ def _round(
     }
 
 
-def _wait(child: ChildProcess, store: WeightStore) -> float:
-    """Waits for the answer of a process and stores the weights that it sends before."""
-    while True:
-        done = [message for message in _receive(child, store) if isinstance(message, Done)]
-        if done:
-            return done[0].value
+class _Inbox:
+    """Receives the messages of a process, and stores the weights among them."""
 
+    def __init__(self, store: WeightStore) -> None:
+        self.store = store
+        self._incoming = IncomingWeights()
 
-def _receive(child: ChildProcess, store: WeightStore) -> list[Any]:
-    wait_for_any([child.connection], 1.0)
-    messages, has_died = child.receive()
-    if has_died:
-        raise StateError(f"a process of the benchmark died with {child.stop().cause}; free memory and start again")
-    for message in messages:
-        if isinstance(message, PublishedWeights):
-            store.put_bytes(message.version, message.payload)
-    return messages
+    def wait(self, child: ChildProcess) -> float:
+        """The answer of a process, once it has come."""
+        while True:
+            done = [message for message in self.receive(child) if isinstance(message, Done)]
+            if done:
+                return done[0].value
+
+    def receive(self, child: ChildProcess) -> list[Any]:
+        wait_for_any([child.connection], 1.0)
+        messages, has_died = child.receive()
+        if has_died:
+            raise StateError(f"a process of the benchmark died with {child.stop().cause}; free memory and start again")
+        for message in messages:
+            weights = self._incoming.take(message) if isinstance(message, PublishedWeights) else None
+            if weights is not None:
+                self.store.put_bytes(message.version, weights)
+        return messages

@@ -9,7 +9,7 @@ from torch import nn
 
 from treering.errors import StateError
 from treering.integrations.ray.object_store import ObjectAccess, ObjectStore, Offers
-from treering.runtime.ipc.child import PublishedWeights
+from treering.runtime.ipc.published_weights import PublishedWeights
 from treering.runtime.ipc.weight_ring import WeightRing
 from treering.runtime.ipc.weight_store import BASE, WeightStore
 
@@ -72,7 +72,7 @@ def test_what_an_actor_publishes_the_controller_reads(store: WeightStore) -> Non
     port = Sent()
     ObjectAccess(Offers()).open(model_of(0), port).write(3, model_of(7))  # type: ignore[arg-type]
     (message,) = port.messages
-    store.put_bytes(message.version, message.payload)
+    store.put_bytes(message.version, message.part)
     read = model_of(0)
     store.read(3, read)
     assert equal(read, model_of(7))
@@ -87,7 +87,7 @@ def test_an_actor_waits_for_the_version_that_it_needs() -> None:
     for version in (1, 2):
         port = Sent()
         ObjectAccess(offers).open(model_of(0), port).write(version, model_of(version))  # type: ignore[arg-type]
-        payload = np.frombuffer(port.messages[0].payload, np.uint8)
+        payload = np.frombuffer(port.messages[0].part, np.uint8)
         payload.flags.writeable = False
         offers.add(version, None, payload)
     reader.join(60)

@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from treering.errors import StateError
-from treering.runtime.ipc.child import Port, PublishedWeights
+from treering.runtime.ipc.child import Port
+from treering.runtime.ipc.published_weights import parts_of
 from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
 from treering.runtime.ipc.weight_store import BASE
 
@@ -169,5 +170,5 @@ class OfferedWeights:
 
     def write(self, version: int, model: nn.Module) -> None:
         """See `ProcessWeights`."""
-        payload = self._layout.pack(model_tensors(model))
-        self._port.send(PublishedWeights(version=version, payload=payload))
+        for message in parts_of(version, self._layout.pack(model_tensors(model))):
+            self._port.send(message)

@@ -101,15 +101,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PublishedWeights:
-    """The weights of a version, from a trainer that shares no memory with the controller."""
-
-    version: int
-    payload: bytes | bytearray
-    """See `WeightLayout.pack`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Failed:
     """A child has raised an error and exits."""
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from treering.rl.collect import Group
 from treering.runtime.account import Account
-from treering.runtime.ipc.child import PublishedWeights
 from treering.runtime.ipc.launcher import Launcher, Transport, wait_for_any
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
 from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
 from treering.runtime.ipc.weight_store import BASE, WeightStore
 from treering.runtime.workers.trainer_worker import run_trainer
 
@@ -66,6 +66,7 @@ class TrainerClient:
         self._pending: int | None = None
         self._saved: list[bytes] = []
         self._is_fetching = False
+        self._incoming = IncomingWeights()
         self.child = ChildProcess("trainer", "trainer", run_trainer, launcher, time_limit_s=time_limit_s)
         self._start_child()
 
@@ -93,7 +94,9 @@ class TrainerClient:
         for message in messages:
             self.child.note_progress()
             if isinstance(message, PublishedWeights):
-                self._store.put_bytes(message.version, message.payload)
+                weights = self._incoming.take(message)
+                if weights is not None:
+                    self._store.put_bytes(message.version, weights)
                 continue
             if isinstance(message, TrainerState):
                 self._saved.append(message.state)
