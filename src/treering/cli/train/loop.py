@@ -13,10 +13,13 @@ from treering.cli.settings import optim_options
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
+from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.tasks.task import Task
+from treering.runtime.ipc.launcher import Launcher, Resources
+from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
@@ -100,7 +103,8 @@ def make_loop(
     return PipelineLoop(
         model,
         source.task,
-        TrainRecipe(config, config_dir),
+        # On other hosts actors run in another folder.
+        TrainRecipe(config, config_dir.absolute()),
         optim=optim,
         options=options,
         num_steps=num_steps,
@@ -117,7 +121,30 @@ def make_loop(
         drafting=make_drafting(config),
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
+        launcher=make_launcher(config.runtime),
     )
+
+
+def make_launcher(runtime: RuntimeConfig) -> Launcher:
+    """What starts the workers; raises MissingExtraError where Ray is to do it and is missing."""
+    if runtime.launcher == "local":
+        return LocalLauncher()
+    from treering.integrations.ray import RayLauncher
+
+    needs = runtime.resources
+    return RayLauncher(
+        num_rollout_workers=runtime.workers,
+        resources={
+            "rollout_worker": _resources(needs.rollout_worker),
+            "reward_worker": _resources(needs.reward_worker),
+            "trainer": _resources(needs.trainer),
+        },
+        listen=runtime.listen,
+    )
+
+
+def _resources(process: ProcessConfig) -> Resources:
+    return Resources(num_cpus=process.num_cpus, num_gpus=process.num_gpus)
 
 
 def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:

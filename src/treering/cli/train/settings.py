@@ -165,9 +165,14 @@ def check_room(config: RlConfig, source: TaskSource) -> None:
 
 
 def _engine_threads(config: RlConfig) -> int | None:
-    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine."""
+    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine.
+
+    On Ray it is what Ray reserves for a worker, rounded down, and at least one.
+    """
     if config.engine.num_threads is not None or config.runtime.workers == 0:
         return config.engine.num_threads
+    if config.runtime.launcher == "ray":
+        return max(1, int(config.runtime.resources.rollout_worker.num_cpus))
     return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
 
 
