@@ -20,7 +20,7 @@ _TRANSPORTS = ("gloo", "nccl", "peer", "connection")
 def num_started() -> int:
     """Processes that torchrun started; 1 without it.
 
-    Example: `torchrun --nproc-per-node 2 -m treering.cli.start sft run.toml` starts 2.
+    Example: `torchrun --no-python --nproc-per-node 2 treering sft run.toml` starts 2.
     """
     return int(os.environ.get("WORLD_SIZE", "1"))
 

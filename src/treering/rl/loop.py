@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from treering.data import Trajectory
@@ -249,8 +250,9 @@ class RlLoop(Resumable[RlStepReport]):
         """The counts of all ranks; notes what their drafters have learnt."""
         if self._group.size == 1:
             return stats
-        facts = self._group.gather((stats, None if self._drafting is None else self._drafting.state()))
-        self._drafters = [drafter for _, drafter in facts if drafter is not None]
+        learnt = {} if self._drafting is None else self._drafting.state()
+        facts = self._group.gather((stats, {name: values.numpy() for name, values in learnt.items()}))
+        self._drafters = [{name: torch.from_numpy(own[name]) for name in own} for _, own in facts if own]
         return total_stats(stats for stats, _ in facts)
 
     def _copy_weights(self) -> None:
