@@ -245,6 +245,8 @@ def sft(
 
     Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
 
+    On several devices: torchrun --no-python --nproc-per-node 2 treering sft config.toml
+
     A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering sft")
@@ -266,6 +268,8 @@ def train(
     """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
 
     Example: treering train config.toml rl.group_size=16 run.dir=runs/try
+
+    On several devices: torchrun --no-python --nproc-per-node 2 treering train config.toml
 
     A stopped run resumes from its last checkpoint when it is started again.
     """
