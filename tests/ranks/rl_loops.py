@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from treering.ranks import prepare
 from treering.ranks.group import RankGroup
 from treering.ranks.state import as_whole
 from treering.rl.loop import RlLoop
+from treering.train.loop.distill import DistillOptions
 from treering.train.loop.ranks import shard_model
 
 NUM_STEPS, SAVED_STEP = 5, 3
@@ -26,8 +27,9 @@ VALUES = (
     *("train/loss", "train/grad_norm", "train/num_branch_tokens", "train/num_branches"),
 )
 
-Engine = Literal["scripted", "drafting", "plain"]
-"""Fixed rollouts, or those of an engine that reads the weights: with a history of all ranks' rollouts, or without."""
+Engine = Literal["scripted", "distilled", "drafting", "plain"]
+"""Fixed rollouts, also with a teacher, or those of an engine that reads the weights: with a history of all ranks'
+rollouts, or without."""
 Model = Literal["whole", "gathered", "sharded"]
 """What each rank holds, and how ranks keep step."""
 
@@ -43,11 +45,12 @@ class RlCase(NamedTuple):
 CASES = (
     RlCase("whole", "scripted"),
     RlCase("whole", "drafting"),
+    RlCase("gathered", "distilled"),
     RlCase("gathered", "drafting"),
     RlCase("sharded", "drafting"),
     RlCase("sharded", "plain"),
 )
-SAVED = CASES[2:4]
+SAVED = CASES[3:5]
 
 
 class Run(NamedTuple):
@@ -70,50 +73,49 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         group = shard_model(model)
 
     def make_engine(drafter: Drafter | None, version: int) -> Any:
-        if case.engine == "scripted":
+        if case.engine in ("scripted", "distilled"):
             return uneven(drafter, version)
         return TorchEngine(whole, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1, costs="none")
 
     mode = None if case.model == "whole" or not on_ranks else case.model
     max_tokens = MAX_TOKENS if mode == "gathered" else None
+    is_distilled = case.engine == "distilled"
+    distill = DistillOptions(divergence="jsd", weight=0.5) if is_distilled else None
     return RlLoop(
         model,
         TinyTask(),
         make_engine,
         optim=PLAIN,
-        options=options(prompts_per_step=3, ranks=mode, max_tokens=max_tokens, parents="keep"),
+        options=options(prompts_per_step=3, ranks=mode, max_tokens=max_tokens, parents="keep", distill=distill),
         drafting=eager() if case.engine == "drafting" else None,
+        # Each rank holds the whole teacher.
+        teacher=build_float64(seed=2) if is_distilled else None,
         group=group,
         rollout_model=None if whole is model else whole,
     )
 
 
-def train(loop: RlLoop, num_steps: int = NUM_STEPS) -> Run:
+def train(loop: RlLoop, saved_to: Path | None = None) -> Run:
+    """Trains to the last step, and saves the loop after `SAVED_STEP` if there is a folder."""
     values, rollouts, num_drafted, num_micro_batches = [], [], 0.0, 0
-    while loop.num_steps_done < num_steps:
+    while loop.num_steps_done < NUM_STEPS:
         report = loop.step()
         found = report.values()
         num_drafted += report.engine.num_drafted
         num_micro_batches += 0 if report.update is None else report.update.num_micro_batches
         values.append({name: found[name] for name in VALUES if name in found})
         rollouts.append([[row.task_id, row.trial, row.tokens.tolist(), row.reward] for row in loop.latest])
+        if saved_to is not None and report.step == SAVED_STEP:
+            store(saved_to, group=loop._group).save(loop)
     weights = {name: as_whole(weight.detach()).clone() for name, weight in loop.model.named_parameters()}
     return Run(weights, values, rollouts, num_drafted, num_micro_batches)
 
 
 def run_alone(folder: Path) -> None:
     """The runs of one process by engine; the one with a history is saved to `rl-one` after `SAVED_STEP`."""
-    for case in (RlCase("whole", "scripted"), RlCase("whole", "drafting"), RlCase("whole", "plain")):
-        loop = make_loop(case, on_ranks=False)
-        if case.engine == "drafting":
-            train(make_saved(loop, folder / "rl-one"))
-        torch.save(tuple(train(make_loop(case, on_ranks=False))), expected_file(folder, case))
-
-
-def make_saved(loop: RlLoop, folder: Path, group: RankGroup | None = None) -> RlLoop:
-    train(loop, SAVED_STEP)
-    store(folder, group=RankGroup() if group is None else group).save(loop)
-    return loop
+    for case in (RlCase("whole", engine) for engine in get_args(Engine)):
+        run = train(make_loop(case, on_ranks=False), folder / "rl-one" if case.engine == "drafting" else None)
+        torch.save(tuple(run), expected_file(folder, case))
 
 
 def resume(folder: Path, case: RlCase, *, on_ranks: bool) -> RlLoop:
@@ -141,7 +143,7 @@ def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -
     found: dict[str, Any] = {}
     for case in CASES:
         expected = expected_of(folder, case)
-        run = train(make_loop(case, on_ranks=True))
+        run = train(make_loop(case, on_ranks=True), folder / f"rl-{case.model}" if case in SAVED else None)
         found[str(case)] = {
             "error": error_of(run.weights, expected.weights),
             "values": run.values,
@@ -157,10 +159,7 @@ def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -
 
 def resumed(case: RlCase, folder: Path, before: Path | None, run: Run, expected: Run) -> dict[str, Any]:
     """The errors of runs that go on from a checkpoint of these ranks, of one process, and of fewer ranks."""
-    own = folder / f"rl-{case.model}"
-    loop = make_loop(case, on_ranks=True)
-    make_saved(loop, own, loop._group)
-    again = train(resume(own, case, on_ranks=True))
+    again = train(resume(folder / f"rl-{case.model}", case, on_ranks=True))
     others = [folder / "rl-one", *([] if before is None else [before / f"rl-{case.model}"])]
     return {
         "same bits": all(torch.equal(again.weights[name], weight) for name, weight in run.weights.items()),
