@@ -61,6 +61,8 @@ class Run(NamedTuple):
     rollouts: list[list[Any]]
     num_drafted: float
     num_micro_batches: float
+    num_remembered: int
+    """Tokens in the history."""
 
 
 def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
@@ -108,7 +110,8 @@ def train(loop: RlLoop, saved_to: Path | None = None) -> Run:
         if saved_to is not None and report.step == SAVED_STEP:
             store(saved_to, group=loop._group).save(loop)
     weights = {name: as_whole(weight.detach()).clone() for name, weight in loop.model.named_parameters()}
-    return Run(weights, values, rollouts, num_drafted, num_micro_batches)
+    num_remembered = 0 if loop._drafting is None else loop._drafting.store.num_tokens
+    return Run(weights, values, rollouts, num_drafted, num_micro_batches, num_remembered)
 
 
 def run_alone(folder: Path) -> None:
@@ -149,6 +152,7 @@ def run_rl_loops(folder: Path, before: Path | None, num_ranks: int, rank: int) -
             "values": run.values,
             "expected": expected.values,
             "same rollouts": run.rollouts == expected.rollouts,
+            "same history": run.num_remembered == expected.num_remembered,
             "num_drafted": run.num_drafted,
             "num_micro_batches": run.num_micro_batches,
         }

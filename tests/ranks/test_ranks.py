@@ -102,6 +102,7 @@ def test_ranks_that_share_prompts_train_and_log_as_one(case: rl_loops.RlCase, si
         run = rank["rl_loops"][str(case)]
         assert run["error"] <= SAME_WEIGHTS
         assert run["same rollouts"]
+        assert run["same history"]
         assert (run["num_drafted"] > 0) == (case.engine == "drafting")
         # Larger trees are cut where ranks need not keep step.
         assert (run["num_micro_batches"] > size * rl_loops.NUM_STEPS) == (case.model == "gathered")
