@@ -10,17 +10,16 @@ from torch import nn
 
 from treering.data import Trajectory
 from treering.engine.protocol import Engine, EngineStats
-from treering.engine.rollout import Rollout
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.ranks.state import copy_weights
-from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
 from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_contexts, check_prompts, with_stops
+from treering.rl.prompt_checks import check_contexts, check_prompts
+from treering.rl.sampler import Sampler
 from treering.rl.step_report import Phases, RlStepReport, rollout_report, total_stats
-from treering.rl.tasks.task import Prompt, Task
+from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
 from treering.rl.trajectories import as_trajectories
 from treering.train.loop.batches import StepPlan
@@ -82,12 +81,12 @@ class RlLoop(Resumable[RlStepReport]):
         self._make_engine = make_engine
         self._options = options
         self._drafting = drafting
-        self._sampling = with_stops(options.sampling, task)
         check_prompts(task)
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self._group = RankGroup() if group is None else group
         self._trainer = Trainer(model, optim, options, teacher, self._group)
+        self._sampler = Sampler(task, options, drafting, self._group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._version = 0
@@ -132,7 +131,7 @@ class RlLoop(Resumable[RlStepReport]):
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
         prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
-        collected = self._collect(engine, prompts)
+        collected = self._sampler.collect(engine, prompts, self._draws)
         self._failed_steps.note(step, collected)
         sampled = time.perf_counter()
         trained = self._trainer.train(step, collected.groups)
@@ -195,44 +194,6 @@ class RlLoop(Resumable[RlStepReport]):
         if self._drafting is not None:
             self._drafting.load(file)
         self._engine = None
-
-    def _collect(self, engine: Engine, prompts: list[Prompt]) -> Collected:
-        own = prompts[self._group.rank :: self._group.size]
-        draws = {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) for prompt in own}
-        finished: list[Rollout] = []
-
-        def on_finished(rollout: Rollout) -> None:
-            finished.append(rollout)
-            if self._drafting is not None:
-                self._drafting.add(rollout)
-
-        collected = collect(
-            engine,
-            self._task,
-            own,
-            draws,
-            group_size=self._options.group_size,
-            sampling=self._sampling,
-            max_turns=self._options.max_turns,
-            order=self._order(own),
-            on_finished=on_finished,
-        )
-        return collected if self._group.size == 1 else self._joined(prompts, collected, finished)
-
-    def _joined(self, prompts: list[Prompt], own: Collected, finished: list[Rollout]) -> Collected:
-        """The groups of all ranks; what the others finished is history here too, in their order."""
-        parts = self._group.gather((own, finished))
-        if self._drafting is not None:
-            for rank, (_, rollouts) in enumerate(parts):
-                for rollout in rollouts if rank != self._group.rank else ():
-                    self._drafting.add(rollout)
-        return join(prompts, [collected for collected, _ in parts])
-
-    def _order(self, prompts: list[Prompt]) -> Order:
-        """by_sample if a prompt has no history: its group's first rollouts become its history."""
-        if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
-            return "by_prompt"
-        return "by_sample"
 
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
