@@ -44,6 +44,12 @@ def test_rank_0_speaks_where_nobody_can_be_asked(ask: Ask, monkeypatch: pytest.M
     assert [ask(rank) for rank in (0, 1)] == [True, False]
 
 
+def test_processes_that_know_of_no_store_do_not_need_one(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert speaks_of_end()
+
+
 def test_one_process_speaks(ask: Ask) -> None:
     ask.set(WORLD_SIZE="1")
     assert ask(0)

@@ -171,7 +171,7 @@ def test_ranks_and_one_process_go_on_with_the_runs_of_each_other(
 ENDS = {
     "error 1 5": "rank 1 refuses this step",
     "SIGTERM 1 5": "interrupted by SIGTERM; the same command resumes the run",
-    "SIGKILL 0 9": "ranks train one model together, and another one has ended|interrupted by SIGTERM",
+    "SIGKILL 0 9": "finds that another one has ended|interrupted by SIGTERM",
 }
 
 

@@ -37,16 +37,17 @@ def speaks_of_end() -> bool:
     """
     if num_started() == 1:
         return True
-    import torch.distributed as dist
-
-    own, key = os.environ["RANK"], f"treering/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"treering/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
+        import torch.distributed as dist
+
+        own = os.environ["RANK"]
         # A connection of its own: another thread may be waiting in that of torch.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_STORE_TIMEOUT
         )
         return bool(store.compare_set(key, "", own).decode() == own)
-    except (RuntimeError, LookupError, ValueError):
+    except (ImportError, RuntimeError, LookupError, ValueError):
         return is_first()
 
 
@@ -79,7 +80,7 @@ def joined() -> Iterator[None]:
             raise
         words = " ".join(str(error).split())[:200]
         raise StateError(
-            f"ranks train one model together, and another one has ended, unheard by rank {os.environ['RANK']} "
+            f"ranks train one model together, and rank {os.environ['RANK']} finds that another one has ended "
             f"({words}): start the same command again, which resumes the run"
         ) from error
     # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
