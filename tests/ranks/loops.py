@@ -8,15 +8,9 @@ from torch import Tensor
 
 from tests.models import build_float64
 from tests.ranks.exact import error_of
-from tests.rl.runs import PLAIN, TinyTask, options, uneven
 from tests.train.loop.runs import store, tiny_tasks
-from treering.engine.torch_engine import TorchEngine
-from treering.history.draft.drafter import Drafter
-from treering.ranks import prepare
 from treering.ranks.group import RankGroup
 from treering.ranks.state import as_whole
-from treering.rl.drafting import Drafting
-from treering.rl.loop import RlLoop
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.ranks import shard_model
@@ -26,11 +20,6 @@ NUM_STEPS, SAVED_STEP = 5, 3
 MAX_TOKENS = 100
 """Cuts the larger ones of the trees, which have 60 to 200 tokens."""
 MODES = ("gathered", "sharded")
-RL_KINDS = ("scripted", "sampling")
-RL_VALUES = (
-    *("rollout/num_rollouts", "rollout/num_turns", "rollout/num_sampled", "rollout/length_mean", "rollout/reward_mean"),
-    *("train/loss", "train/grad_norm", "train/num_tokens", "train/num_branches"),
-)
 
 
 def run_alone(folder: Path) -> dict[str, Any]:
@@ -40,47 +29,7 @@ def run_alone(folder: Path) -> dict[str, Any]:
     store(folder / "one").save(loop)
     values += train(loop, NUM_STEPS)
     torch.save(weights_of(loop), folder / "expected.pt")
-    for kind in RL_KINDS:
-        torch.save(run_rl(kind, RankGroup(), build_float64()), folder / f"{kind}.pt")
     return {"values": values}
-
-
-def rl_loop(kind: str, group: RankGroup, model: Any) -> RlLoop:
-    """Fixed rollouts, or those of an engine that reads the weights, with a history of all ranks' rollouts."""
-
-    def make_engine(drafter: Drafter | None, version: int) -> Any:
-        if kind == "scripted":
-            return uneven(drafter, version)
-        return TorchEngine(model, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1, costs="none")
-
-    drafting = None if kind == "scripted" else Drafting()
-    return RlLoop(
-        model,
-        TinyTask(),
-        make_engine,
-        optim=PLAIN,
-        options=options(prompts_per_step=3, max_tokens=60),
-        drafting=drafting,
-        group=group,
-    )
-
-
-def run_rl(kind: str, group: RankGroup, model: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """The final weights, and what the reports say besides seconds, drafts and the plan."""
-    loop = rl_loop(kind, group, model)
-    reports = [loop.step().values() for _ in range(NUM_STEPS)]
-    return weights_of(loop), [{name: values[name] for name in RL_VALUES if name in values} for values in reports]
-
-
-def rl_on_ranks(folder: Path) -> dict[str, Any]:
-    """The errors of the weights of RL runs of all ranks, each of which holds the whole model, and their reports."""
-    found = {}
-    for kind in RL_KINDS:
-        model = build_float64()
-        weights, values = run_rl(kind, prepare(model), model)
-        expected, expected_values = torch.load(folder / f"{kind}.pt")
-        found[kind] = {"error": error_of(weights, expected), "values": values, "expected": expected_values}
-    return found
 
 
 def resume_alone(folder: Path, mode: str) -> float:
@@ -94,7 +43,7 @@ def resume_alone(folder: Path, mode: str) -> float:
 def run_loops(folder: Path, num_ranks: int, rank: int) -> dict[str, Any]:
     """The errors of the final weights of runs of all ranks, and what they report."""
     expected = torch.load(folder / "expected.pt")
-    found: dict[str, Any] = {"rl": rl_on_ranks(folder)}
+    found: dict[str, Any] = {}
     for mode in MODES:
         loop = sharded_loop(mode)
         values = train(loop, SAVED_STEP)
@@ -132,5 +81,5 @@ def train(loop: SftLoop, num_steps: int) -> list[dict[str, float]]:
     return reports
 
 
-def weights_of(loop: SftLoop | RlLoop) -> dict[str, Tensor]:
+def weights_of(loop: SftLoop) -> dict[str, Tensor]:
     return {name: as_whole(weight.detach()).clone() for name, weight in loop.model.named_parameters()}

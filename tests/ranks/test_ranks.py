@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import rl_loops
 from tests.ranks.exact import cases
-from tests.ranks.loops import MODES, RL_KINDS, resume_alone, run_alone
+from tests.ranks.loops import MODES, resume_alone, run_alone
 
 pytestmark = pytest.mark.ranks
 
@@ -30,12 +31,20 @@ Found = dict[int, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found, by number of ranks."""
-    return {size: run_under_torchrun(size, tmp_path_factory.mktemp(f"ranks{size}")) for size in NUM_RANKS}
+    found: Found = {}
+    before: Path | None = None
+    for size in NUM_RANKS:
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        found[size] = run_under_torchrun(size, folder, before)
+        before = folder
+    return found
 
 
-def run_under_torchrun(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> list[dict[str, Any]]:
+    """Runs every case; `before` is the folder of fewer ranks, whose checkpoints are resumed too."""
     alone = run_alone(folder)
-    done = torchrun(num_ranks, "tests.ranks.worker", str(folder))
+    rl_loops.run_alone(folder)
+    done = torchrun(num_ranks, "tests.ranks.worker", str(folder), "-" if before is None else str(before))
     files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
     facts = [json.loads(file.read_text()) if file.exists() else {"failure": done.stderr[-2000:]} for file in files]
     failures = [fact["failure"] for fact in facts if "failure" in fact]
@@ -87,13 +96,33 @@ def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found:
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("kind", RL_KINDS)
-def test_ranks_that_share_prompts_train_as_one(kind: str, size: int, found: Found) -> None:
+@pytest.mark.parametrize("case", rl_loops.CASES, ids=str)
+def test_ranks_that_share_prompts_train_and_log_as_one(case: rl_loops.RlCase, size: int, found: Found) -> None:
     for rank in found[size]:
-        run = rank["loops"]["rl"][kind]
+        run = rank["rl_loops"][str(case)]
         assert run["error"] <= SAME_WEIGHTS
+        assert run["same rollouts"]
+        assert run["same history"]
+        assert (run["num_drafted"] > 0) == (case.engine == "drafting")
+        # Larger trees are cut where ranks need not keep step.
+        assert (run["num_micro_batches"] > size * rl_loops.NUM_STEPS) == (case.model == "gathered")
         for own, alone in zip(run["values"], run["expected"], strict=True):
             assert own == pytest.approx(alone, rel=SAME_WEIGHTS, abs=SAME_WEIGHTS)
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("case", rl_loops.SAVED, ids=str)
+def test_an_rl_run_goes_on_with_another_number_of_ranks(case: rl_loops.RlCase, size: int, found: Found) -> None:
+    for rank in found[size]:
+        assert len(rank["rl_loops"][str(case)]["resumed"]) == 1 + NUM_RANKS.index(size)
+        assert max(rank["rl_loops"][str(case)]["resumed"]) <= SAME_WEIGHTS
+    assert rl_loops.resume_alone(Path(found[size][0]["folder"]), case) <= SAME_WEIGHTS
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("case", rl_loops.SAVED, ids=str)
+def test_an_rl_run_goes_on_bitwise_with_as_many_ranks(case: rl_loops.RlCase, size: int, found: Found) -> None:
+    assert all(rank["rl_loops"][str(case)]["same bits"] for rank in found[size])
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

@@ -1,24 +1,18 @@
 """`treering sft` under torchrun: one process speaks and writes, and it writes what a run without torchrun does."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from tests.models import build
+from tests.ranks.commands import torchrun, treering, weights_of
 from treering.cli.sft.run import train
 from treering.cli.sft.summary import SftSummary
-from treering.cli.training import run_train
 from treering.config import SftConfig, load
-from treering.errors import ConfigError
 
 CONFIG = """
 [data]
@@ -43,7 +37,6 @@ learning_rate = 1e-3
 save_every = 2
 """
 ROOT = Path(__file__).parents[2]
-SCRIPT = "from treering.cli.start import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_two(folder: Path) -> subprocess.CompletedProcess[str]:
     """The run of two ranks in `two`."""
     arguments = ("sft", str(folder / "run.toml"), f"run.dir={folder / 'two'}", "--json")
-    return torchrun("--no-python", sys.executable, "-c", SCRIPT, *arguments)
-
-
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return treering(*arguments)
 
 
 def alone(folder: Path, *overrides: str) -> SftSummary:
     config = load(SftConfig, folder / "run.toml", list(overrides))
     return train(config, config_dir=folder, console=Console(quiet=True))
-
-
-def weights_of(summary: Any) -> dict[str, torch.Tensor]:
-    checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
-    return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())
 
 
 @pytest.mark.ranks
@@ -114,10 +95,3 @@ def test_the_script_of_the_document_trains(folder: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+), ranks are gathered", done.stdout)]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
-
-
-def test_train_is_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (tmp_path / "run.toml").write_text("[rl]\nnum_steps = 1\n")
-    with pytest.raises(ConfigError, match="torchrun started 2: start it without torchrun"):
-        run_train(tmp_path / "run.toml", [], json_output=True)

@@ -13,19 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import exact, guards, loops
+from tests.ranks import exact, guards, loops, rl_loops
 
 TIMEOUT_S = 60
 PARTS = {"guards": guards.run_guards, "bfloat16": exact.run_in_bfloat16, "exact": exact.run_cases}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, before: Path | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
+    parts = {
+        **PARTS,
+        "loops": partial(loops.run_loops, folder),
+        "rl_loops": partial(rl_loops.run_rl_loops, folder, before),
+    }
     try:
-        for name, part in {**PARTS, "loops": partial(loops.run_loops, folder)}.items():
+        for name, part in parts.items():
             started = time.perf_counter()
             found[name] = part(size, rank)
             print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
@@ -40,4 +45,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*(None if name == "-" else Path(name) for name in sys.argv[1:3]))

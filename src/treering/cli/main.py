@@ -9,6 +9,7 @@ and SIGTERM. All but 0 and 1 come with one line on stderr.
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ import typer
 import treering
 from treering.cli.notes import notes_on_stderr
 from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.ranks import num_started, speaks_of_end
 from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError, Interrupted, TreeringError
@@ -55,11 +57,20 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     threads = threading.enumerate()
     try:
-        with ended_by_signals(), notes_on_stderr():
+        with ended_by_signals(speaks_of_end), notes_on_stderr():
             code = _run()
     except Interrupted as error:
         _say(describe(error))
         leave_at_once(exit_code(error.signal_number))
+    except Exception:
+        if num_started() == 1:
+            raise
+        if speaks_of_end():
+            traceback.print_exc()
+        leave_at_once(1)
+    if code and num_started() > 1:
+        # Tearing down would wait for what it has begun with the other ranks.
+        leave_at_once(code)
     leave(code or 0, threads)
 
 
@@ -84,7 +95,8 @@ def _refused(message: str) -> int:
 
 
 def _say(message: str) -> None:
-    print(f"treering: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if speaks_of_end():
+        print(f"treering: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _print_version(requested: bool) -> None:
@@ -233,6 +245,8 @@ def sft(
 
     Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
 
+    On several devices: torchrun --no-python --nproc-per-node 2 treering sft config.toml
+
     A stopped run resumes from its last checkpoint when it is started again.
     """
     require("treering sft")
@@ -254,6 +268,8 @@ def train(
     """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
 
     Example: treering train config.toml rl.group_size=16 run.dir=runs/try
+
+    On several devices: torchrun --no-python --nproc-per-node 2 treering train config.toml
 
     A stopped run resumes from its last checkpoint when it is started again.
     """

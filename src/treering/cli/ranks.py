@@ -1,17 +1,26 @@
-"""`treering` under torchrun: joins the processes that it started, of which the first one alone speaks and writes."""
+"""`treering` under torchrun: joins the processes that it started, of which the first one alone speaks and writes.
+
+Where one fails or gets a signal, all end, and the one that was first says why: it leaves a mark in torchrun's store
+before the others can notice that it is gone.
+"""
 
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
-from treering.errors import ConfigError
+from treering.errors import StateError, TreeringError
+
+_STORE_TIMEOUT = timedelta(seconds=3)
+_TRANSPORTS = ("gloo", "nccl", "peer", "connection")
+"""Words of the errors that torch raises, all as RuntimeError, where another process is gone."""
 
 
 def num_started() -> int:
     """Processes that torchrun started; 1 without it.
 
-    Example: `torchrun --nproc-per-node 2 -m treering.cli.start sft run.toml` starts 2.
+    Example: `torchrun --no-python --nproc-per-node 2 treering sft run.toml` starts 2.
     """
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -21,21 +30,36 @@ def is_first() -> bool:
     return num_started() == 1 or os.environ.get("RANK", "0") == "0"
 
 
-def refuse_torchrun(command: str, instead: str) -> None:
-    """Refuses to run a subcommand on several ranks.
+def speaks_of_end() -> bool:
+    """Whether this process says why all of them end: the one that asks first does; asking again changes nothing.
 
-    Raises:
-        ConfigError: torchrun started several processes; `instead` is what to use.
+    Rank 0 does where torchrun's store cannot be reached.
     """
-    if num_started() > 1:
-        raise ConfigError(f"{command} starts its own processes, and torchrun started {num_started()}: {instead}")
+    if num_started() == 1:
+        return True
+    key = f"treering/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        import torch.distributed as dist
+
+        own = os.environ["RANK"]
+        # A connection of its own: another thread may be waiting in that of torch.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=_STORE_TIMEOUT
+        )
+        return bool(store.compare_set(key, "", own).decode() == own)
+    except (ImportError, RuntimeError, LookupError, ValueError):
+        return is_first()
 
 
 @contextmanager
 def joined() -> Iterator[None]:
     """Context manager in which torch.distributed connects the processes; alone it does nothing.
 
-    On CUDA each process takes the device of its local rank.
+    On CUDA each process takes the device of its local rank. After an error the process is to end at once: what it has
+    begun with the others is never finished.
+
+    Raises:
+        StateError: another process has ended.
     """
     if num_started() == 1:
         yield
@@ -46,10 +70,24 @@ def joined() -> Iterator[None]:
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo")
     try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo")
         yield
-    finally:
-        # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
-        gc.collect()
-        dist.destroy_process_group()
+    except BaseException as error:
+        # The others wait as long as this process lives.
+        speaks_of_end()
+        if not _is_of_another(error):
+            raise
+        words = " ".join(str(error).split())[:200]
+        raise StateError(
+            f"ranks train one model together, and rank {os.environ['RANK']} finds that another one has ended "
+            f"({words}): start the same command again, which resumes the run"
+        ) from error
+    # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _is_of_another(error: BaseException) -> bool:
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TreeringError)
+    return is_torchs and any(word in str(error).lower() for word in _TRANSPORTS)

@@ -30,11 +30,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Raises `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
 
-    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first. Outside the
-    main thread the block runs as it is.
+    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first; `speaks` says
+    whether it then prints a line. Outside the main thread the block runs as it is.
 
     Raises:
         Interrupted: the first signal.
@@ -59,7 +59,7 @@ def ended_by_signals() -> Iterator[None]:
     for number in handled:
         signal.signal(number, _interrupt)
     _leave_out_forks(handled, restore)
-    threading.Thread(target=_watch, args=(reader, handled), name="treering-signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(reader, handled, speaks), name="treering-signals", daemon=True).start()
     try:
         yield
     except Exception as error:
@@ -151,7 +151,7 @@ def _interruption_in(error: BaseException) -> Interrupted | None:
     return cause
 
 
-def _watch(reader: int, handled: Sequence[int]) -> None:
+def _watch(reader: int, handled: Sequence[int], speaks: Callable[[], bool]) -> None:
     """Ends the process if the block does not end in time after a signal."""
     first = _next_signal(reader, handled, None)
     began_s = time.monotonic()
@@ -163,7 +163,8 @@ def _watch(reader: int, handled: Sequence[int]) -> None:
     os.close(reader)
     if first is None or following is None:
         return
-    print(f"treering: {describe(Interrupted(first))}", file=sys.stderr, flush=True)
+    if speaks():
+        print(f"treering: {describe(Interrupted(first))}", file=sys.stderr, flush=True)
     os._exit(exit_code(first))
 
 

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from treering.cli.display.progress import warnings_as_lines
-from treering.cli.ranks import is_first, refuse_torchrun
+from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
 from treering.config.run import RunConfig
+from treering.errors import ConfigError
 
 
 def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -41,7 +42,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = load(RlConfig, config_path, overrides)
-    refuse_torchrun("treering train", "start it without torchrun, with runtime.workers for processes that roll out")
+    _check_ranks(config)
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         from treering.cli.train.run import train
         from treering.cli.train.summary import as_table
@@ -49,7 +50,24 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
         console = _stderr()
         with warnings_as_lines(console):
             summary = train(config, config_dir=config_path.parent, console=console)
-        _report(summary, as_table, json_output, results)
+        if is_first():
+            _report(summary, as_table, json_output, results)
+
+
+def _check_ranks(config: RlConfig) -> None:
+    """Refuses settings that start processes beside those of torchrun."""
+    if num_started() == 1:
+        return
+    own = {
+        f"runtime.workers = {config.runtime.workers} starts": (config.runtime.workers > 0, "runtime.workers=0"),
+        'engine.kind = "vllm" starts': (config.engine.kind == "vllm", 'engine.kind="torch"'),
+    }
+    for what, (is_set, instead) in own.items():
+        if is_set:
+            raise ConfigError(
+                f"under torchrun each rank samples for itself, and {what} processes of its own: set {instead}, or "
+                f"start it without torchrun, which started {num_started()}"
+            )
 
 
 def _how_to_resume(run: RunConfig) -> str:

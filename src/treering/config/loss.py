@@ -24,6 +24,14 @@ MaxBytes = Annotated[
     int | None, Field(ge=1, description='Bytes that parents = "auto" may fill with activations; none: all free memory.')
 ]
 
+Ranks = Annotated[
+    Literal["gathered", "sharded"],
+    Field(
+        description="Under torchrun. gathered: weights stay gathered during a step, and gradients are reduced once. "
+        "sharded: they are gathered in every pass, and all ranks run the same passes, so no tree may be cut."
+    ),
+]
+
 
 def check_divisor(*, normalizer: str | None, divisor: float | None) -> None:
     """Refuses a divisor without its normaliser, and vice versa."""

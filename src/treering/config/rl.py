@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
-from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_importance, check_packed
+from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_importance, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
@@ -86,6 +86,7 @@ class LoopConfig(Config):
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )
+    ranks: Ranks = "gathered"
     num_train_threads: Count | None = Field(
         default=None, description="Threads while training on the CPU; none: as many as torch takes."
     )

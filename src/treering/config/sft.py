@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.loss import MaxBytes, Parents, Sharing, check_divisor, check_packed
+from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
@@ -106,11 +106,7 @@ class TrainConfig(OptimConfig):
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
-    ranks: Literal["gathered", "sharded"] = Field(
-        default="gathered",
-        description="Under torchrun. gathered: weights stay gathered during a step, and gradients are reduced once. "
-        "sharded: they are gathered in every pass, and all ranks run the same passes, so no tree may be cut.",
-    )
+    ranks: Ranks = "gathered"
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )

@@ -44,6 +44,19 @@ def as_whole(tensor: Tensor) -> Tensor:
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
+@torch.no_grad()
+def copy_weights(model: nn.Module, target: nn.Module) -> None:
+    """Copies the weights and buffers of a model into a whole one of the same names and shapes; all ranks call it.
+
+    One sharded weight at a time is gathered.
+
+    Example: `copy_weights(sharded, whole)` after an update, so that `whole` can sample by it.
+    """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        tensor.copy_(as_whole(own[name]))
+
+
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a sharded tensor; any other as it is."""
     sharded: Any = tensor

@@ -2,27 +2,24 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from treering.data import Trajectory
-from treering.engine.admission import check_context
 from treering.engine.protocol import Engine, EngineStats
-from treering.engine.request import Sampling
-from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.model.positions import max_positions
 from treering.ranks.group import RankGroup
-from treering.rl.collect import Collected, Order, collect, join
+from treering.ranks.state import copy_weights
 from treering.rl.drafting import Drafting
 from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
-from treering.rl.step_report import Phases, RlStepReport, rollout_report
-from treering.rl.tasks.task import Prompt, Task
+from treering.rl.prompt_checks import check_contexts, check_prompts
+from treering.rl.sampler import Sampler
+from treering.rl.step_report import Phases, RlStepReport, rollout_report, total_stats
+from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
 from treering.rl.trajectories import as_trajectories
 from treering.train.loop.batches import StepPlan
@@ -60,6 +57,7 @@ class RlLoop(Resumable[RlStepReport]):
         drafting: Drafting | None = None,
         teacher: nn.Module | None = None,
         group: RankGroup | None = None,
+        rollout_model: nn.Module | None = None,
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
@@ -71,7 +69,8 @@ class RlLoop(Resumable[RlStepReport]):
             options: of sampling and training.
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
             teacher: of an on-policy distillation, with `options.distill`.
-            group: ranks that share the prompts to sample and the trees to train; each holds the whole model, prepared.
+            group: ranks that share the prompts to sample and the trees to train, of a prepared model.
+            rollout_model: whole copy of a sharded model, which the engine reads; the loop copies the weights into it.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -82,16 +81,18 @@ class RlLoop(Resumable[RlStepReport]):
         self._make_engine = make_engine
         self._options = options
         self._drafting = drafting
-        self._sampling = with_stops(options.sampling, task)
         check_prompts(task)
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self._group = RankGroup() if group is None else group
         self._trainer = Trainer(model, optim, options, teacher, self._group)
+        self._sampler = Sampler(task, options, drafting, self._group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
         self._version = 0
         self._draws: dict[PromptId, int] = {}
+        self._rollout_model = rollout_model
+        self._drafters: list[Mapping[str, Any]] = []
         self._engine: Engine | None = None
         self._latest: list[Trajectory] = []
 
@@ -112,8 +113,9 @@ class RlLoop(Resumable[RlStepReport]):
 
     @property
     def engine(self) -> Engine:
-        """The engine, made at the first access."""
+        """The engine, made at the first access; all ranks make theirs at a time."""
         if self._engine is None:
+            self._copy_weights()
             self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
         return self._engine
 
@@ -129,7 +131,7 @@ class RlLoop(Resumable[RlStepReport]):
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
         prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
-        collected = self._collect(engine, prompts)
+        collected = self._sampler.collect(engine, prompts, self._draws)
         self._failed_steps.note(step, collected)
         sampled = time.perf_counter()
         trained = self._trainer.train(step, collected.groups)
@@ -138,6 +140,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
         self._num_steps_done, epoch = step, self.plan.epoch_of(step)
         self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=trained.group_advantages)
+        stats = self._gather_engines(engine.stats.since(before))
         ended = time.perf_counter()
         return RlStepReport(
             step=step,
@@ -146,7 +149,7 @@ class RlLoop(Resumable[RlStepReport]):
             rollouts=rollout_report(
                 collected, num_zero_variance=trained.num_zero_variance, num_empty_groups=trained.num_empty_groups
             ),
-            engine=reduce(EngineStats.plus, self._group.gather(engine.stats.since(before))),
+            engine=stats,
             update=trained.update,
             phases=Phases(
                 rollout_s=sampled - started, train_s=handed - sampled, update_s=ended - handed, step_s=ended - started
@@ -154,13 +157,14 @@ class RlLoop(Resumable[RlStepReport]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Step, version, draws, and the states of optimiser and drafter."""
+        """Step, version, draws, and the states of optimiser and drafters, of which each rank has its own."""
         return {
             "num_steps_done": self._num_steps_done,
             "version": self._version,
             "draws": dict(self._draws),
             "optimizer": self._trainer.state(),
-            "drafter": None if self._drafting is None else self._drafting.state(),
+            # Of several ranks those after the latest step, so that none has to ask the others here.
+            "drafter": self._drafters or (None if self._drafting is None else self._drafting.state()),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -173,8 +177,11 @@ class RlLoop(Resumable[RlStepReport]):
         self._num_steps_done = state["num_steps_done"]
         self._version = state["version"]
         self._draws = dict(state["draws"])
-        if self._drafting is not None and state["drafter"] is not None:
-            self._drafting.load_state(state["drafter"])
+        drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]
+        drafter = drafters[self._group.rank % len(drafters)]
+        if self._drafting is not None and drafter is not None:
+            self._drafting.load_state(drafter)
+        self._drafters = []
         self._engine = None
 
     def save_hints(self, file: Path) -> None:
@@ -188,90 +195,27 @@ class RlLoop(Resumable[RlStepReport]):
             self._drafting.load(file)
         self._engine = None
 
-    def _collect(self, engine: Engine, prompts: list[Prompt]) -> Collected:
-        own = prompts[self._group.rank :: self._group.size]
-        draws = {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) for prompt in own}
-        collected = collect(
-            engine,
-            self._task,
-            own,
-            draws,
-            group_size=self._options.group_size,
-            sampling=self._sampling,
-            max_turns=self._options.max_turns,
-            order=self._order(own),
-            on_finished=None if self._drafting is None else self._drafting.add,
-        )
-        return collected if self._group.size == 1 else self._joined(prompts, collected)
-
-    def _joined(self, prompts: list[Prompt], own: Collected) -> Collected:
-        """The groups of all ranks; the others' rollouts are history here too."""
-        parts = self._group.gather(own)
-        if self._drafting is not None:
-            for rank, part in enumerate(parts):
-                for rollout in (rollout for group in part.groups for rollout in group.rollouts):
-                    if rank != self._group.rank:
-                        self._drafting.add(rollout)
-        return join(prompts, parts)
-
-    def _order(self, prompts: list[Prompt]) -> Order:
-        """by_sample if a prompt has no history: its group's first rollouts become its history."""
-        if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
-            return "by_prompt"
-        return "by_sample"
-
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
             self._drafting.publish()
             engine.refresh_history()
         if has_moved:
             self._version += 1
+            self._copy_weights()
             engine.update_weights(self._version)
         else:
             # Its cached keys and values would round otherwise than a resumed run, which has none (law 8).
             self._engine = None
 
+    def _gather_engines(self, stats: EngineStats) -> EngineStats:
+        """The counts of all ranks; notes what their drafters have learnt."""
+        if self._group.size == 1:
+            return stats
+        learnt = {} if self._drafting is None else self._drafting.state()
+        facts = self._group.gather((stats, {name: values.numpy() for name, values in learnt.items()}))
+        self._drafters = [{name: torch.from_numpy(own[name]) for name in own} for _, own in facts if own]
+        return total_stats(stats for stats, _ in facts)
 
-def with_stops(sampling: Sampling, task: Task) -> Sampling:
-    """Adds the task's stop tokens and strings to the sampling parameters.
-
-    Example: a sampling without stops and a task with stop token 0 give `stop_tokens` (0,).
-    """
-    return replace(
-        sampling,
-        stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
-        stop_strings=tuple(dict.fromkeys([*sampling.stop_strings, *task.stop_strings])),
-    )
-
-
-def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
-    """Refuses, before anything is sampled, a prompt that an engine would refuse in its step.
-
-    Raises:
-        InputError: a rollout of `max_tokens` tokens could go beyond the positions that the model reads.
-
-    Example: with 32 positions, a prompt of 20 tokens and max_tokens=16 are refused.
-    """
-    limit = max_positions(model)
-    for prompt in task.prompts:
-        try:
-            check_context(prompt.tokens, max_tokens, limit)
-        except InputError as error:
-            raise InputError(f"prompt {prompt.prompt_id!r}: {error}") from error
-
-
-def check_prompts(task: Task) -> None:
-    """Refuses a task without prompts or with duplicate prompt ids.
-
-    Raises:
-        InputError: no prompt, or two prompts of one id.
-
-    Example: prompts "a" and "b" are fine; "a" and "a" are refused.
-    """
-    if not task.prompts:
-        raise InputError("training needs at least one prompt, and the task has none; add some")
-    seen: set[PromptId] = set()
-    for prompt in task.prompts:
-        if prompt.prompt_id in seen:
-            raise InputError(f"a prompt id names one prompt, and {prompt.prompt_id!r} names two; rename or drop one")
-        seen.add(prompt.prompt_id)
+    def _copy_weights(self) -> None:
+        if self._rollout_model is not None:
+            copy_weights(self.model, self._rollout_model)

@@ -9,6 +9,7 @@ from torch import nn
 from treering.engine.request import Sampling
 from treering.engine.rollout import Logprobs
 from treering.errors import ConfigError, StateError
+from treering.ranks.setup import RanksMode
 from treering.rl.advantages import Estimator
 from treering.rl.batch import RlBatch, empty_batch
 from treering.train import objectives
@@ -78,6 +79,8 @@ class RlOptions:
     """Memory, time and precision of training."""
     num_train_threads: int | None = None
     """Torch threads while training; None leaves them unchanged. The engine has its own setting."""
+    ranks: RanksMode | None = None
+    """How several ranks keep step, see `treering.backward`; None for one rank, or its default."""
     seed: int = 0
     """Seed of the prompt order."""
 

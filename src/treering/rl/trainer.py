@@ -57,7 +57,7 @@ class Trainer:
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say; leaves the teacher as it is.
 
-        Several ranks (`group`, of a prepared model that each holds whole) get the same groups and share them by cost.
+        Several ranks (`group`, of a prepared model) get the same groups and share them by cost.
 
         Raises:
             ConfigError: no parameter of the model is trainable, or a teacher without `options.distill` or the other way
@@ -70,7 +70,7 @@ class Trainer:
         self._teacher = teacher
         self._options = options
         self._group = RankGroup() if group is None else group
-        self._updater = Updater(model, optim, options.compute, group=self._group)
+        self._updater = Updater(model, optim, options.compute, group=self._group, ranks=options.ranks)
 
     def train(self, step: int, groups: Sequence[Group]) -> Trained:
         """Updates the weights once, unless every group has equal rewards and there is no teacher.

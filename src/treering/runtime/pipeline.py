@@ -15,8 +15,8 @@ from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, StateError
 from treering.rl.drafting import Drafting, DraftOptions
-from treering.rl.loop import check_contexts
 from treering.rl.options import RlOptions
+from treering.rl.prompt_checks import check_contexts
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account

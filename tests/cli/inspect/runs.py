@@ -9,7 +9,7 @@ from tests.history.recordings import Line, trajectories
 from treering import metrics
 from treering.cli import run_folder
 from treering.cli.main import main
-from treering.cli.train import run as train_run
+from treering.cli.train import logs
 from treering.config import RlConfig
 from treering.rl.rollout_log import RolloutLog
 
@@ -34,7 +34,7 @@ def lines_of(epoch: int) -> list[Line]:
 
 def write_run(folder: Path) -> Path:
     """A run of three epochs of two steps, with what it logged of the first two."""
-    log = RolloutLog(folder / train_run.ROLLOUTS_FOLDER)
+    log = RolloutLog(folder / logs.ROLLOUTS_FOLDER)
     for epoch in range(3):
         log.write(epoch, trajectories(lines_of(epoch)))
     rows = [(1, 0, 300, 3.0, 100, 0.5), (2, 0, 100, 1.0, 0, 0.0), (3, 1, 50, 1.0, 0, 0.0)]

@@ -14,7 +14,7 @@ from treering.cli.inspect import history as module
 from treering.cli.inspect import rollouts
 from treering.cli.inspect.history import inspect_history, run
 from treering.cli.inspect.rollouts import trajectory_files
-from treering.cli.train import run as train_run
+from treering.cli.train import logs
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
 
@@ -33,7 +33,7 @@ def as_json(
 
 
 def test_names_are_those_that_a_run_writes() -> None:
-    assert rollouts.ROLLOUTS_FOLDER == train_run.ROLLOUTS_FOLDER
+    assert rollouts.ROLLOUTS_FOLDER == logs.ROLLOUTS_FOLDER
     assert (rollouts.CONFIG_FILE, rollouts.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
 
 

@@ -1,5 +1,6 @@
 """Builds the loop of `treering train`: in this process, or in child processes that read the same configuration."""
 
+import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from treering.config import RlConfig
 from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
+from treering.ranks.group import RankGroup
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.tasks.task import Task
 from treering.runtime.ipc.launcher import Launcher, Resources
@@ -26,6 +28,7 @@ from treering.schedule.latency import STANDARD
 from treering.schedule.policies import make_policy
 from treering.schedule.predict.lengths import make_predictor
 from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.ranks import shard_model
 
 
 class TrainRecipe:
@@ -85,12 +88,21 @@ def make_loop(
     *,
     compute: ComputeOptions,
     num_steps: int,
+    group: RankGroup | None = None,
 ) -> RlLoop | PipelineLoop:
-    """The loop over a given task and model; raises InputError for a prompt that the engine has no room for."""
+    """The loop over a given task and model, which several ranks (`group`) shard; each samples by a whole copy.
+
+    Raises:
+        InputError: a prompt that the engine has no room for.
+    """
     check_room(config, source)
+    whole = None
+    if group is not None and group.size > 1:
+        whole = copy.deepcopy(model).eval().requires_grad_(False)
+        shard_model(model)
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
-        make_engine = engine_factory(config, model, source)
+        make_engine = engine_factory(config, model if whole is None else whole, source)
         return RlLoop(
             model,
             source.task,
@@ -99,6 +111,8 @@ def make_loop(
             options=options,
             drafting=make_drafting(config),
             teacher=_load_teacher(config, config_dir),
+            group=group,
+            rollout_model=whole,
         )
     return PipelineLoop(
         model,

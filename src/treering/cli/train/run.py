@@ -1,10 +1,9 @@
 """Runs `treering train`: builds task, model, loop, run folder and metric sinks from a configuration, and trains."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -12,9 +11,9 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RlProgress, RunDisplay
+from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
-    ROLLOUTS_FOLDER,
     locked,
     open_sinks,
     printed_warnings,
@@ -22,27 +21,23 @@ from treering.cli.run_folder import (
     write_settings,
 )
 from treering.cli.settings import attention_in_words, compute_options, count_steps, with_costs
+from treering.cli.train.logs import Loop, step_logs
 from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource
-from treering.cli.train.timeline import TimelineLog
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
 from treering.history.draft.kernel import propose
-from treering.metrics import Metrics, num_logged
-from treering.report.timeline import TIMELINE_FILE
-from treering.rl.loop import RlLoop
-from treering.rl.rollout_log import RolloutLog
+from treering.metrics import Metrics
+from treering.ranks.group import RankGroup, all_ranks
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
-from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, Opened, open_run, run_steps
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
 from treering.tree.build import lay_out
-
-Loop: TypeAlias = RlLoop | PipelineLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +64,7 @@ class OpenRun:
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     with (
+        joined(),
         open_training(config, config_dir=config_dir, console=console) as run,
         RunDisplay(
             title=str(config.run.dir), num_steps=run.num_steps, first_step=run.opened.step, console=console
@@ -94,44 +90,53 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
 
 @contextmanager
 def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[OpenRun]:
-    """Opens a run: lock, model, warm-up, newest checkpoint, logs; closes the logs at the end."""
-    with locked(config.run.dir), _opened(config, config_dir=config_dir, console=console) as run:
+    """Opens a run: lock, model, warm-up, newest checkpoint, logs; closes the logs at the end.
+
+    Of several ranks the first one alone has the lock and the logs.
+    """
+    lock = locked(config.run.dir) if is_first() else nullcontext()
+    with lock, _opened(config, config_dir=config_dir, console=console) as run:
         yield run
 
 
 @contextmanager
 def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[OpenRun]:
+    group = all_ranks()
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     if config.task.template == "hf":
-        date = run_date(config.run, "task", config.task.date)
+        date = group.gather(run_date(config.run, "task", config.task.date))[0]
         config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
     source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
-    loop = make_loop(config, config_dir, source, model, compute=_compute(config, model), num_steps=num_steps)
+    compute = _compute(config, model, group)
+    loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps, group=group)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, source, model),
         keep=config.run.keep,
         tokenizer=source.tokenizer,
         hints=config.run.dir / HISTORY_FOLDER,
+        group=group,
     )
     with ExitStack() as stack:
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
         with printed_warnings(console):
             opened = open_run(config.run.dir, loop, checkpoints)
-        write_settings(config, config.run)
-        _announce(console, config, source, model, opened, num_steps)
+        if group.rank == 0:
+            write_settings(config, config.run)
+            _announce(console, config, source, model, opened, num_steps)
         if opened.step == 0:
-            warm_up(config, model, console)
-        with printed_warnings(console):
-            metrics = stack.enter_context(
-                Metrics(open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json")))
-            )
-            on_step = _logs(config, loop, opened, stack)
+            warm_up(config, model, group, console)
+        metrics, on_step = Metrics([]), None
+        if group.rank == 0:
+            with printed_warnings(console):
+                sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
+                metrics = stack.enter_context(Metrics(sinks))
+                on_step = step_logs(config, loop, opened, stack)
         steps = run_steps(
             loop,
             num_steps=num_steps,
@@ -143,41 +148,19 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
 
 
-def _compute(config: RlConfig, model: PreTrainedModel) -> ComputeOptions:
-    with num_threads(config.rl.num_train_threads):
-        return with_costs(compute_options(config.model, config.rl), config.rl.sharing, model, config.run.dir)
+def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup) -> ComputeOptions:
+    """With the costs that one rank has measured, so that all share trees alike."""
+    compute = compute_options(config.model, config.rl)
+    if group.rank == 0:
+        with num_threads(config.rl.num_train_threads):
+            compute = with_costs(compute, config.rl.sharing, model, config.run.dir)
+    return group.gather(compute)[0]  # type: ignore[no-any-return]
 
 
 def _count_steps(config: RlConfig, source: TaskSource) -> int:
     rl = config.rl
     plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
     return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
-
-
-def _logs(config: RlConfig, loop: Loop, opened: Opened, stack: ExitStack) -> Callable[[RlStepReport], dict[str, float]]:
-    """Writes the rollouts of each step and, with workers, when each of them worked."""
-    log_rollouts = _rollout_log(config, loop, opened)
-    timeline = None
-    if isinstance(loop, PipelineLoop):
-        timeline = stack.enter_context(TimelineLog(config.run.dir / TIMELINE_FILE, resume_step=opened.resume_step))
-
-    def on_step(report: RlStepReport) -> dict[str, float]:
-        if timeline is not None:
-            timeline.write(report)
-        return {} if log_rollouts is None else log_rollouts(report)
-
-    return on_step
-
-
-def _rollout_log(config: RlConfig, loop: Loop, opened: Opened) -> Callable[[RlStepReport], dict[str, float]] | None:
-    if config.run.rollouts == "off":
-        return None
-    log = RolloutLog(
-        config.run.dir / ROLLOUTS_FOLDER,
-        resume_step=opened.resume_step,
-        expected=num_logged(config.run.dir / METRICS_FILE),
-    )
-    return lambda report: log.write(report.epoch, loop.latest)
 
 
 def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Console) -> list[RlStepReport]:

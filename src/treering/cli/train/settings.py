@@ -4,6 +4,7 @@ import os
 
 from transformers import PreTrainedModel
 
+from treering.cli.ranks import num_started
 from treering.cli.run_folder import SHARED_HISTORY_FOLDER
 from treering.cli.settings import (
     Scalar,
@@ -21,6 +22,7 @@ from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
+from treering.ranks.setup import RanksMode
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
@@ -31,7 +33,7 @@ from treering.train.loop.sft import LoopOptions
 # Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
 # except its seed: no rollout's tokens depend on them.
 _FREE_TO_CHANGE = frozenset(
-    {"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads"}
+    {"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads", "ranks"}
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
@@ -59,8 +61,14 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         layout=rl.layout,
         compute=compute,
         num_train_threads=rl.num_train_threads,
+        ranks=ranks_mode(config),
         seed=rl.seed,
     )
+
+
+def ranks_mode(config: RlConfig) -> RanksMode | None:
+    """How several ranks keep step; None for one."""
+    return config.rl.ranks if num_started() > 1 else None
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
@@ -195,6 +203,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
         layout=config.rl.layout,
         router_losses=router_losses(config.router),
         seed=config.rl.seed,
+        ranks=ranks_mode(config),
     )
     return optim, options
 

@@ -13,27 +13,28 @@ from treering.config import RlConfig
 from treering.config.metrics import MetricsConfig
 from treering.config.run import RunConfig
 from treering.metrics import Metrics
+from treering.ranks.group import RankGroup
 from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 
 
-def warm_up(config: RlConfig, model: PreTrainedModel, console: Console) -> None:
-    """Trains the model on solved prompts outside the task; resumes a stopped warm-up."""
+def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console: Console) -> None:
+    """Trains the model on solved prompts outside the task, sharded if several ranks do; resumes a stopped warm-up."""
     num_steps = config.warmup.num_steps
     if num_steps == 0:
         return
     run = RunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
     optim, options = warmup_options(config)
     solved = draw_sums(config.task).held_out(config.warmup.num_prompts).solutions()
-    loop = SftLoop(model, joined(solved, config.warmup.prompts_per_step), optim=optim, options=options)
+    loop = SftLoop(model, joined(solved, config.warmup.prompts_per_step), optim=optim, options=options, group=group)
     checkpoints = CheckpointStore(
-        folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep
+        folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep, group=group
     )
     with printed_warnings(console):
         opened = open_run(run.dir, loop, checkpoints)
-        sinks = open_sinks(MetricsConfig(), run.dir, opened, {})
+        sinks = open_sinks(MetricsConfig(), run.dir, opened, {}) if group.rank == 0 else []
     with (
         Metrics(sinks) as metrics,
         RunDisplay(

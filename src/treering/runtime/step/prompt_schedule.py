@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from treering.rl.collect import Collection
-from treering.rl.loop import check_prompts, with_stops
 from treering.rl.options import RlOptions
+from treering.rl.prompt_checks import check_prompts, with_stops
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.batches import StepPlan
 from treering.types import PromptId

@@ -1,0 +1,80 @@
+"""The sampling half of an RL step: prompts in, groups of rewarded rollouts out, on one rank or on several."""
+
+from collections.abc import Mapping, Sequence
+
+from treering.engine.protocol import Engine
+from treering.engine.rollout import Rollout
+from treering.ranks.group import RankGroup
+from treering.rl.collect import Collected, Order, collect, join
+from treering.rl.drafting import Drafting
+from treering.rl.options import RlOptions
+from treering.rl.prompt_checks import with_stops
+from treering.rl.tasks.task import Prompt, Task
+from treering.types import PromptId
+
+
+class Sampler:
+    """Samples the groups of a step, and remembers their rollouts.
+
+    Each rank samples every Nth prompt by itself; then all have the groups of all, and the same history.
+
+    Example:
+        >>> sampler = Sampler(task, options, drafting=None, group=RankGroup())               # doctest: +SKIP
+        >>> sampler.collect(engine, task.prompts[:8], draws={}).num_rollouts                 # doctest: +SKIP
+        64
+    """
+
+    def __init__(self, task: Task, options: RlOptions, drafting: Drafting | None, group: RankGroup) -> None:
+        """`drafting`: the history that gets every finished rollout; None keeps none."""
+        self._task = task
+        self._options = options
+        self._sampling = with_stops(options.sampling, task)
+        self._drafting = drafting
+        self._group = group
+
+    def collect(self, engine: Engine, prompts: Sequence[Prompt], draws: Mapping[PromptId, int]) -> Collected:
+        """The groups of the prompts; all ranks call it with the same prompts, each with its own engine.
+
+        Args:
+            engine: idle before and after.
+            prompts: of the step.
+            draws: how often each prompt has been scheduled before.
+
+        Raises:
+            InputError: the engine refuses a prompt.
+        """
+        own = prompts[self._group.rank :: self._group.size]
+        finished: list[Rollout] = []
+
+        def on_finished(rollout: Rollout) -> None:
+            finished.append(rollout)
+            if self._drafting is not None:
+                self._drafting.add(rollout)
+
+        collected = collect(
+            engine,
+            self._task,
+            own,
+            draws,
+            group_size=self._options.group_size,
+            sampling=self._sampling,
+            max_turns=self._options.max_turns,
+            order=self._order(own),
+            on_finished=on_finished,
+        )
+        return collected if self._group.size == 1 else self._joined(prompts, collected, finished)
+
+    def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
+        """The groups of all ranks; what the others finished is history here too, in their order."""
+        parts = self._group.gather((own, finished))
+        if self._drafting is not None:
+            for rank, (_, rollouts) in enumerate(parts):
+                for rollout in rollouts if rank != self._group.rank else ():
+                    self._drafting.add(rollout)
+        return join(prompts, [collected for collected, _ in parts])
+
+    def _order(self, prompts: Sequence[Prompt]) -> Order:
+        """by_sample if a prompt has no history: its group's first rollouts become its history."""
+        if self._drafting is None or all(self._drafting.knows(prompt.prompt_id) for prompt in prompts):
+            return "by_prompt"
+        return "by_sample"

@@ -1,0 +1,32 @@
+"""Commands under torchrun, and what they leave."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+SCRIPT = "from treering.cli.start import main; main()"
+
+
+def treering(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --no-python --nproc-per-node 2 treering ARGUMENTS` in a folder, which is imported from too."""
+    return torchrun("--no-python", sys.executable, "-c", SCRIPT, *arguments, folder=folder, **variables)
+
+
+def torchrun(*arguments: str, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    if folder is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(folder), env.get("PYTHONPATH", "")])
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def weights_of(summary: Any) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint that a summary names, as `AutoModelForCausalLM` loads it."""
+    checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
+    return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())
