@@ -175,7 +175,7 @@ def test_settings_that_contradict_are_refused(minimal: Path, overrides: list[str
 def test_a_model_folder_goes_with_what_is_no_shape(minimal: Path) -> None:
     files = ["data.source=files", 'data.files=["a"]']
     config = load(SftConfig, minimal, ["model.path=m", "model.dtype=bfloat16", "model.device=cpu", *files])
-    assert (config.model.path, config.model.dtype, config.data.files) == (Path("m"), "bfloat16", (Path("a"),))
+    assert (config.model.path, config.model.dtype, config.data.files) == ("m", "bfloat16", (Path("a"),))
 
 
 def test_training_needs_an_end() -> None:

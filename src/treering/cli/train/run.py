@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,6 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RlProgress, RunDisplay
+from treering.cli.hub import with_commits
+from treering.cli.push.card import model_card
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     ROLLOUTS_FOLDER,
@@ -21,7 +24,7 @@ from treering.cli.run_folder import (
     run_date,
     write_settings,
 )
-from treering.cli.settings import attention_in_words, compute_options, count_steps, with_costs
+from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
 from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
@@ -106,6 +109,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     if config.task.template == "hf":
         date = run_date(config.run, "task", config.task.date)
         config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
+    config = with_commits(config, config_dir)
     source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
@@ -115,6 +119,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         folder=config.run.dir / CHECKPOINTS_FOLDER,
         identity=identity(config, source, model),
         keep=config.run.keep,
+        card=partial(model_card, config.run.dir, has_tokenizer=source.tokenizer is not None),
         tokenizer=source.tokenizer,
         hints=config.run.dir / HISTORY_FOLDER,
     )
@@ -198,7 +203,7 @@ def _announce(
         console.print(note, soft_wrap=True)
     device = next(model.parameters()).device
     console.print(
-        f"{len(source.task.prompts)} prompts ({source.kind}); {model.num_parameters():,} parameters on {device} in "
+        f"{len(source.task.prompts)} prompts ({source.kind}); {parameters_in_words(model)} on {device} in "
         f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
         f"into {config.run.dir}",
         soft_wrap=True,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.train.loop.adapters import adapter_tensors, has_adapter
 
 _ALIGN = 64
 _HEADER = struct.Struct("<qI")
@@ -146,10 +147,11 @@ class WeightRing:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by name; of tied ones the first."""
+    """The model's tensors by name; of tied ones the first, and of a model with adapters those alone."""
     seen: set[int] = set()
     found = {}
-    for name, tensor in model.state_dict().items():
+    weights = model.state_dict()
+    for name, tensor in (adapter_tensors(model, weights) if has_adapter(model) else weights).items():
         if tensor.numel() == 0 or tensor.data_ptr() not in seen:
             found[name] = tensor
             seen.add(tensor.data_ptr())
