@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ID = "org/tiny"
@@ -30,6 +31,13 @@ def save_model(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Adds a tokenizer of 32 words, the numbers 0 to 31."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def add_to_cache(cache: Path, model: Path, *, commit: str, ref: str = "main") -> None:

@@ -166,35 +166,31 @@ def test_a_teacher_is_found_by_its_id(hub_commands: Commands, cache: Path) -> No
     assert (identity["teacher.path"], identity["teacher.revision"]) == (ID, FIRST)
 
 
-def test_a_model_is_fetched_from_the_hub_once(hub_commands: Commands) -> None:
-    model = save_model(hub_commands.folder / "m")
+def test_a_model_is_fetched_from_the_hub_once_and_without_what_it_does_not_need(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "m")
     for unwanted in ("README.md", "consolidated.safetensors", "model.gguf"):
         (model / unwanted).write_text("unwanted")
-    arguments = [sys.executable, "-c", "from treering.cli.start import main; main()", "sft", "sft.toml", "--json"]
     with local_hub(model, FIRST) as (address, asked):
-        env = {
-            **os.environ,
-            **{"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            **{"HF_HOME": str(hub_commands.folder / "home"), "NO_PROXY": "127.0.0.1"},
-        }
-        env.pop("HF_HUB_CACHE", None)
-        done = subprocess.run(arguments, env=env, cwd=hub_commands.folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert "Fetching" not in done.stderr
-        fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
-        assert {"config.json", "model.safetensors"} <= fetched
-        assert not fetched & {"README.md", "consolidated.safetensors", "model.gguf"}
+        folder = found(tmp_path, address, "org/tiny").stdout.strip()
+        assert Path(folder).name == FIRST
+        assert Path(folder).is_relative_to(tmp_path / "home")
+        names = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+        assert names == {"config.json", "generation_config.json", "model.safetensors"}
         num_asked = len(asked)
-        again = [*arguments, "train.num_steps=3"]
-        done = subprocess.run(again, env=env, cwd=hub_commands.folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert len(asked) == num_asked, "a resumed run knows its commit, which the cache has"
-        other = [*arguments, "model.path=org/absent", "run.dir=absent"]
-        done = subprocess.run(other, env=env, cwd=hub_commands.folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "the hub has no such id that you may read; correct it" in done.stderr
-    other = [*arguments, "run.dir=new"]
-    env["HF_HOME"] = str(hub_commands.folder / "empty")
-    done = subprocess.run(other, env=env, cwd=hub_commands.folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "while the hub cannot be reached; run `hf download org/tiny`" in done.stderr
+        again = found(tmp_path, address, "org/tiny", FIRST)
+        assert (again.stdout.strip(), again.stderr) == (folder, "")
+        assert len(asked) == num_asked, "a commit that the cache has needs no network"
+        assert "the hub has no such id that you may read; correct it" in found(tmp_path, address, "org/absent").stderr
+    assert found(tmp_path, address, "org/tiny").stdout.strip() == folder, "without the hub, what the cache has"
+    refused = found(tmp_path, address, "org/other").stderr
+    assert "while the hub cannot be reached; run `hf download org/other` where there is a network" in refused
+
+
+def found(home: Path, address: str, name: str, revision: str = "") -> subprocess.CompletedProcess[str]:
+    """What `find_folder` prints in a process of its own, which the hub's client takes its environment from."""
+    script = f"from treering.cli.hub import find_folder\nprint(find_folder({name!r}, [], setting='model.path'"
+    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_CACHE"}
+    env |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HOME": str(home / "home"), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", f"{script}, revision={revision or None!r}))"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)

@@ -8,9 +8,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from treering.config import RlConfig, SftConfig
 from treering.config.model import ModelConfig
@@ -143,16 +143,23 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting:
     require(f"the hub id {name}", "huggingface_hub")
     from huggingface_hub import errors, snapshot_download
 
-    wanted = {"revision": revision, "allow_patterns": list(patterns), "ignore_patterns": list(_IGNORED)}
+    def fetch(*, only_from_cache: bool) -> Path:
+        found: str = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_IGNORED),
+            local_files_only=only_from_cache,
+        )
+        return Path(found)
+
     if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
         # A commit never changes, so one that the cache has needs no network.
-        try:
-            return Path(snapshot_download(name, local_files_only=True, **wanted))
-        except errors.LocalEntryNotFoundError:
-            pass
+        with suppress(errors.LocalEntryNotFoundError):
+            return fetch(only_from_cache=True)
     try:
         with bars_for_people_only():
-            return Path(snapshot_download(name, **wanted))
+            return fetch(only_from_cache=False)
     except Exception as error:  # of the hub's client, of its transport, or of the disk
         raise InputError(_reason(error, name, revision, setting)) from error
 
@@ -178,13 +185,14 @@ def _reason(error: Exception, name: str, revision: str | None, setting: str) -> 
 @contextmanager
 def bars_for_people_only() -> Iterator[None]:
     """Without the hub's progress bars where stderr is no terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub import utils
 
-    if sys.stderr.isatty() or are_progress_bars_disabled():
+    bars: Any = utils
+    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
         yield
         return
-    disable_progress_bars()
+    bars.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        bars.enable_progress_bars()

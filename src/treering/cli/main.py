@@ -382,8 +382,8 @@ def push(
     from treering.cli.push.command import run
 
     run(
-        folder,
-        repo_id,
+        folder=folder,
+        repo_id=repo_id,
         step=step,
         base_model=base_model,
         private=private,

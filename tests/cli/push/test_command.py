@@ -8,9 +8,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.cli.hub_cache import FIRST, add_to_cache, save_model
+from tests.cli.hub_cache import FIRST, add_to_cache, save_model, save_tokenizer
 from tests.cli.runs import Commands
 from tests.cli.test_hub import SFT, TRAIN, cache, hub_commands
 from tests.cli.test_lora import LORA
@@ -73,9 +72,7 @@ def trained(commands: Commands, name: str = "sft", *, base: str = "./base", more
     """A run in `out` on a model folder with a tokenizer."""
     model = commands.folder / "base"
     save_model(model)
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(model / "tokenizer.json"))
+    save_tokenizer(model)
     text = (SFT if name == "sft" else TRAIN).replace('path = "org/tiny"', f'path = "{base}"')
     (commands.folder / f"{name}.toml").write_text(f"{text}{more}")
     commands.done(name)

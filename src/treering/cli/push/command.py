@@ -13,9 +13,9 @@ from treering.errors import InputError
 
 
 def run(
+    *,
     folder: Path,
     repo_id: str,
-    *,
     step: int | None,
     base_model: str | None,
     private: bool,

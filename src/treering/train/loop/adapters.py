@@ -114,7 +114,7 @@ def base_checksum(model: nn.Module) -> str:
     total = 0
     for name, weight in model.named_parameters():
         if not weight.requires_grad:
-            values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             total = zlib.crc32(values, zlib.crc32(name.encode(), total))
     return f"{total:08x}"
 
