@@ -91,7 +91,8 @@ def load_checkpoint(folder: Path) -> nn.Module:
         InputError: the base model of adapters is no longer found.
     """
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        return _load(folder, "the checkpoint")
+        plain: nn.Module = _load(folder, "the checkpoint")
+        return plain
     require("a checkpoint of adapters", "peft")
     from peft import PeftModel
 
