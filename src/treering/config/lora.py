@@ -30,8 +30,7 @@ class LoraConfig(Config):
         if self.dropout != 0:
             raise ConfigError(
                 f"dropout gives a shared token another value in each of its branches, where a tree computes one, and "
-                f"lora.dropout is {self.dropout}; set it to 0, and lower lora.rank or train.num_epochs against "
-                "overfitting"
+                f"lora.dropout is {self.dropout}; set it to 0, and against overfitting lower lora.rank"
             )
         given = sorted(self.model_fields_set - {"rank", "dropout"})
         if given and not self.is_set:
