@@ -117,9 +117,20 @@ def test_what_the_cache_lacks_is_refused_with_both_ways_out(tmp_path: Path, cach
     )
 
 
+def test_a_tokenizer_in_the_cache_is_no_model(tmp_path: Path, cache: Path) -> None:
+    model = save_model(tmp_path / "one")
+    (model / "model.safetensors").unlink()
+    add_to_cache(cache, model, commit=FIRST)
+    assert find_folder(ID, [], setting="data.tokenizer", wanted="tokenizer").name == FIRST
+    with pytest.raises(InputError, match=r"model\.path = 'org/tiny' has none in .*; run `hf download org/tiny` where"):
+        find_folder(ID, [], setting="model.path")
+
+
 def test_a_command_refuses_an_unknown_id_in_one_line(hub_commands: Commands, cache: Path) -> None:
     for name in ("sft", "train"):
-        assert "run `hf download org/tiny`" in hub_commands.refused(name)
+        line = hub_commands.refused(name)
+        assert f"model.path = 'org/tiny' is no folder in ., ., and the cache {cache} has no" in line
+        assert "run `hf download org/tiny`" in line
         assert not (hub_commands.folder / "out").exists()
 
 

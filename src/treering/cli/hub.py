@@ -85,9 +85,16 @@ def find_folder(
                 f"a revision is one of a hub id, and {setting} = {name!r} is a folder; remove the revision"
             )
         return locate(Path(name), places)
-    folder = _snapshot(name, revision, _FILES[wanted], setting)
+    listed = ", ".join(str(place) for place in places)
+    what = f"{setting} = {name!r} is no folder{' in ' if listed else ''}{listed}"
+    folder = _snapshot(name, revision, _FILES[wanted], what)
     if wanted == "model" and not any(folder.glob("*.safetensors")):
-        folder = _snapshot(name, revision, _PICKLES, setting)
+        folder = _snapshot(name, revision, _PICKLES, what)
+        if not any(folder.glob("*.bin")):
+            raise InputError(
+                f"a model has weights as .safetensors or .bin, and {setting} = {name!r} has none in {folder}; run "
+                f"`hf download {name}` where there is a network, or correct the id"
+            )
     return folder
 
 
@@ -139,7 +146,7 @@ def _first_commit(path: str, name: str, run_dir: Path) -> str | None:
         return None
 
 
-def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:
     require(f"the hub id {name}", "huggingface_hub")
     from huggingface_hub import errors, snapshot_download
 
@@ -161,25 +168,24 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting:
         with bars_for_people_only():
             return fetch(only_from_cache=False)
     except Exception as error:  # of the hub's client, of its transport, or of the disk
-        raise InputError(_reason(error, name, revision, setting)) from error
+        raise InputError(_reason(error, name, revision, what)) from error
 
 
-def _reason(error: Exception, name: str, revision: str | None, setting: str) -> str:
+def _reason(error: Exception, name: str, revision: str | None, what: str) -> str:
     from huggingface_hub import constants, errors
 
-    what = f"{setting} = {name!r} is no folder, and"
     ways = f"run `hf download {name}` where there is a network, or name the folder of a model"
     if isinstance(error, errors.GatedRepoError):
-        return f"{what} on the hub it is gated; accept its terms there and log in with `hf auth login`, or {ways}"
+        return f"{what}, and on the hub it is gated; accept its terms there and log in with `hf auth login`, or {ways}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{what} the hub has no such id that you may read; correct it, or log in with `hf auth login`"
+        return f"{what}, and the hub has no such id that you may read; correct it, or log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{what} on the hub it has no revision {revision!r}; correct the revision"
+        return f"{what}, and on the hub it has no revision {revision!r}; correct the revision"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         of = "" if revision is None else f" at revision {revision!r}"
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return f"{what} the cache {constants.HF_HUB_CACHE} has no whole model of that id{of} while {why}; {ways}"
-    return f"{what} it cannot be fetched from the hub ({type(error).__name__}: {error}); try again, or {ways}"
+        return f"{what}, and the cache {constants.HF_HUB_CACHE} has no whole model of that id{of} while {why}; {ways}"
+    return f"{what}, and it cannot be fetched from the hub ({type(error).__name__}: {error}); try again, or {ways}"
 
 
 @contextmanager
