@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from treering.errors import ConfigError, UnsupportedError
 from treering.model.forward import forward
 from treering.train.gradient.backward import backward
 from treering.train.loop.adapters import LoraOptions, adapter_tensors, add_lora, base_checksum, save_adapter
+from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
 
@@ -34,7 +36,11 @@ def adapted(model: PreTrainedModel | None = None, options: LoraOptions = OPTIONS
     return model
 
 
-def test_gradients_are_those_of_flat_peft_on_the_stored_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_tokens", [None, 4])
+@pytest.mark.parametrize("mode", get_args(GradientCheckpointing))
+def test_gradients_are_those_of_flat_peft_on_the_stored_adapter(
+    tmp_path: Path, mode: GradientCheckpointing, max_tokens: int | None
+) -> None:
     model = adapted(build_float64()).double()
     save_adapter(model, adapter_tensors(model, model.state_dict()), tmp_path)
     # PEFT reads the file into the precision of its model, which float64 is.
@@ -45,7 +51,8 @@ def test_gradients_are_those_of_flat_peft_on_the_stored_adapter(tmp_path: Path) 
         (-flat_logprobs(peft, sequence)[0].sum()).backward()
     expected = {name.removeprefix("base_model.model."): grad for name, grad in take_gradients(peft).items()}
     assert all(float(grad.norm()) > 0 for grad in expected.values())
-    backward(model, Forest.from_sequences(SEQUENCES), sft(normalizer="sum"))
+    enable_gradient_checkpointing(model.train(), mode)
+    backward(model, Forest.from_sequences(SEQUENCES), sft(normalizer="sum"), max_tokens)
     assert_gradients_equal(take_gradients(model), expected, 1e-10)
 
 
