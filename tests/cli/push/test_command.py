@@ -140,6 +140,7 @@ def test_a_card_covers_the_steps_up_to_its_checkpoint(hub_commands: Commands) ->
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
     card = (run / "checkpoints" / "step-000001" / "README.md").read_text()
     assert f"| loss | {first:.4f} at first, {first:.4f} at last |" in card
+    assert model_card(run, 1, has_tokenizer=True) == card, "later steps change nothing"
 
 
 def test_adapters_name_their_base_model_and_never_a_folder_of_this_machine(
