@@ -16,8 +16,9 @@ export OMP_WAIT_POLICY := PASSIVE
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "setting up .venv, which fetches torch and takes a minute or more"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1'

@@ -76,6 +76,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
     assert f"unknown key '{key}'; did you mean '{near}'?" in refusal(STEPS, override)
 
 
+def test_a_name_of_another_library_is_refused_with_ours() -> None:
+    assert "did you mean 'rl.group_size' (Rollouts per prompt and step)?" in refusal(STEPS, "rl.num_generations=8")
+
+
 def test_the_limits_of_a_batch_and_of_a_rollout_are_told_apart() -> None:
     message = refusal(STEPS, "rl.max_tokens=512")
     assert "did you mean 'rl.max_batch_tokens' (Unique tokens per micro-batch, at most)" in message

@@ -16,7 +16,7 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "trl"}
+SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -68,6 +68,16 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             | {"json_output": True},
         ),
         (["watch", "runs/a", "--once"], {"folder": Path("runs/a"), "once": True, "json_output": False}),
+        (
+            ["push", "runs/a", "me/a"],
+            {"folder": Path("runs/a"), "repo_id": "me/a", "step": None, "base_model": None, "private": False}
+            | {"dry_run": False, "json_output": False},
+        ),
+        (
+            shlex.split("push runs/a me/a --step 3 --base-model o/b --private --dry-run --json"),
+            {"folder": Path("runs/a"), "repo_id": "me/a", "step": 3, "base_model": "o/b", "private": True}
+            | {"dry_run": True, "json_output": True},
+        ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
         (

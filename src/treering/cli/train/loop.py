@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import locate, search_places
+from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
 from treering.cli.settings import optim_options
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
@@ -77,7 +77,8 @@ def load_source(config: RlConfig, config_dir: Path) -> TaskSource:
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
     folder = _model_folder(config, config_dir)
-    return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
+    num_ids = source.task.vocab_size
+    return build_model(config.model, num_ids=num_ids, seed=config.rl.seed, folder=folder, lora=config.lora)
 
 
 def make_loop(
@@ -162,11 +163,11 @@ def _resources(process: ProcessConfig) -> Resources:
 
 
 def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
-    if config.teacher.path is None:
+    folder = find_model(config.teacher, config_dir, setting="teacher.path")
+    if folder is None:
         return None
-    folder = locate(config.teacher.path, search_places(config_dir))
     return load_teacher(folder, config.model, tokenizer=_model_folder(config, config_dir))
 
 
 def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:
-    return None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    return find_model(config.model, config_dir)

@@ -10,6 +10,7 @@ from treering.cli.settings import (
     Scalar,
     compute_options,
     distill_options,
+    lora_identity,
     model_identity,
     router_identity,
     router_losses,
@@ -221,6 +222,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         free |= {"old_logprobs"}
     return {
         **model_identity(config.model, model),
+        **lora_identity(config.lora, model),
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": config.task.reward,
@@ -241,6 +243,7 @@ def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scala
     """What a resumed warm-up must share with the original one."""
     return {
         **model_identity(config.model, model),
+        **lora_identity(config.lora, model),
         **section_identity("task", config.task),
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from treering.train.loop.adapters import adapter_tensors, has_adapter
+
 _ALIGN = 64
 
 
@@ -69,10 +71,11 @@ class WeightLayout:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by name; of tied ones the first."""
+    """The model's tensors by name; of tied ones the first, and of a model with adapters those alone."""
     seen: set[int] = set()
     found = {}
-    for name, tensor in model.state_dict().items():
+    weights = model.state_dict()
+    for name, tensor in (adapter_tensors(model, weights) if has_adapter(model) else weights).items():
         if tensor.numel() == 0 or tensor.data_ptr() not in seen:
             found[name] = tensor
             seen.add(tensor.data_ptr())
