@@ -110,16 +110,20 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     if config.task.template == "hf":
         date = group.gather(run_date(config.run, "task", config.task.date))[0]
         config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
-    config = with_commits(config, config_dir)
+    if group.rank == 0:
+        config = with_commits(config, config_dir)
+    config = group.gather(config)[0]
     source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
     compute = _compute(config, model, group)
+    # Before its weights are sharded.
+    run_identity = identity(config, source, model)
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps, group=group)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
-        identity=identity(config, source, model),
+        identity=run_identity,
         keep=config.run.keep,
         card=partial(model_card, config.run.dir, has_tokenizer=source.tokenizer is not None),
         tokenizer=source.tokenizer,
