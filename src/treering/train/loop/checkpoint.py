@@ -89,8 +89,8 @@ class CheckpointStore:
         model = loop.model
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
-                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; add LoRA with its own "
-                "add_adapter, or merge adapters first"
+                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters "
+                "first, or add them with the model's own add_adapter"
             )
         if self.group.size > 1:
             return self._save_together(loop, model)
