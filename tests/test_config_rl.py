@@ -76,6 +76,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: st
     assert f"unknown key '{key}'; did you mean '{near}'?" in refusal(STEPS, override)
 
 
+def test_a_name_of_another_library_is_refused_with_ours() -> None:
+    assert "did you mean 'rl.group_size' (Rollouts per prompt and step)?" in refusal(STEPS, "rl.num_generations=8")
+
+
 def test_the_limits_of_a_batch_and_of_a_rollout_are_told_apart() -> None:
     message = refusal(STEPS, "rl.max_tokens=512")
     assert "did you mean 'rl.max_batch_tokens' (Unique tokens per micro-batch, at most)" in message
@@ -131,6 +135,9 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["sampling.top_p=0"], "sampling.top_p: expected greater than 0"),
         (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
         (["rl.staleness=1"], "rl.staleness is 1 without any; set runtime.workers=1 or more"),
+        (["runtime.launcher=ray"], "runtime.workers is 0; set runtime.workers=1 or more"),
+        (["runtime.workers=1", "runtime.listen=10.0.0.1"], "runtime.listen is for Ray"),
+        (["runtime.workers=1", "runtime.resources.trainer.num_gpus=1"], "runtime.resources is for Ray"),
         (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),
         (["task.kind=chess"], "task.kind: expected 'sums', 'calculator' or 'prompts', got 'chess'"),
     ],

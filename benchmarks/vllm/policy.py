@@ -8,11 +8,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
+from treering.types import LossMask, TokenIds
 
 VOCAB, END = 384, 1
 PROMPT_SIZE, SOLUTION_SIZE = 24, 160
 NUM_SOLUTIONS = 3
-_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 2e-3, 0.02, 600
+_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 3e-3, 0.04, 600
+_SLIPS = 0.05
+"""Share of a solution's tokens that are replaced in each step: the policy learns to come back after a wrong token."""
 
 
 def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
@@ -31,6 +34,20 @@ def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[lis
     return found
 
 
+def with_slips(
+    known: list[tuple[list[int], list[list[int]]]], rng: np.random.Generator
+) -> tuple[list[TokenIds], list[LossMask]]:
+    """Each solution after its prompt, with some wrong tokens, which are not trained."""
+    sequences, masks = [], []
+    for prompt, solutions in known:
+        for solution in solutions:
+            is_slip = rng.random(len(solution)) < _SLIPS
+            slipped = np.where(is_slip, rng.integers(2, VOCAB, len(solution)), solution)
+            sequences.append(np.array([*prompt, *slipped], np.int32))
+            masks.append(np.concatenate([np.zeros(len(prompt), bool), ~is_slip]))
+    return sequences, masks
+
+
 def save_policy(folder: Path, num_problems: int, on_progress: Callable[[str], None]) -> float:
     """Trains the policy until it knows the solutions; returns the last loss, nats a token."""
     torch.manual_seed(0)
@@ -39,13 +56,12 @@ def save_policy(folder: Path, num_problems: int, on_progress: Callable[[str], No
         head_dim=32, intermediate_size=384, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
-    pairs = [(prompt, solution) for prompt, solutions in problems(num_problems) for solution in solutions]
-    masks = [np.array([False] * len(prompt) + [True] * len(solution)) for prompt, solution in pairs]
-    forest = treering.Forest.from_sequences([np.array([*prompt, *solution], np.int32) for prompt, solution in pairs])
+    known, rng = problems(num_problems), np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
     loss = float("inf")
     for step in range(_MOST_STEPS):
-        loss = treering.backward(model, forest, treering.objectives.sft(masks)).loss
+        tokens, masks = with_slips(known, rng)
+        loss = treering.backward(model, treering.Forest.from_sequences(tokens), treering.objectives.sft(masks)).loss
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -10,7 +10,8 @@ from benchmarks.vllm.policy import END, SOLUTION_SIZE, problems
 
 Method = Literal["none", "ngram", "suffix", "history", "other history", "contract"]
 """none: no drafts. ngram, suffix: vLLM's own. history: the plugin with the rollouts of the epoch before. other history:
-with those of other problems. contract: as history, by vLLM's documented contract alone."""
+each problem has the solutions of another one as its history. contract: as history, by vLLM's documented contract
+alone."""
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,9 +47,9 @@ def measure_case(case: Case, model: Path, folder: Path, num_problems: int, group
 
     Args:
         case: what to measure.
-        model: the saved policy, which knows twice as many problems as are sampled.
+        model: the saved policy.
         folder: for the history.
-        num_problems: that are sampled.
+        num_problems: that the policy knows; all are sampled.
         group_size: rollouts of each.
     """
     os.environ.update(_ENVIRONMENT, TREERING_HISTORY=str(folder / "history"), TREERING_VLLM_CONFIG=str(folder / "c"))
@@ -59,17 +60,17 @@ def measure_case(case: Case, model: Path, folder: Path, num_problems: int, group
 
     from treering.history.store.store import HistoryStore
 
-    is_history = case.method in ("history", "other history", "contract")
     meter = _Meter(llm)
     known = problems(2 * num_problems)
     asked, other = known[:num_problems], known[num_problems:]
     with right_sampling(), HistoryStore(folder / "history") as store:
+        if case.method == "other history":
+            _record_others(llm, store, [prompt for prompt, _ in asked], [solutions for _, solutions in other])
         for epoch in range(case.num_epochs):
-            drawn = other if case.method == "other history" and epoch < case.num_epochs - 1 else asked
             meter.reset()
-            outputs, names = _sample(llm, [prompt for prompt, _ in drawn], group_size, epoch)
+            outputs, names = _sample(llm, [prompt for prompt, _ in asked], group_size, epoch)
             found = meter.report(sum(len(output.outputs[0].token_ids) for output in outputs))
-            if is_history:
+            if case.method in ("history", "contract"):
                 _record(llm, store, outputs, names, epoch)
     return {"method": case.method, "num_rows": case.num_rows, "num_drafts": case.num_drafts, **found}
 
@@ -122,6 +123,15 @@ def _record(llm: Any, store: Any, outputs: list[Any], names: list[str], epoch: i
     record(store, outputs, epoch, prompt_ids=names)
     # By the contract alone, prompts are found by their tokens.
     record(store, outputs, epoch)
+    store.publish()
+    llm.collective_rpc("treering_refresh")
+
+
+def _record_others(llm: Any, store: Any, prompts: list[list[int]], solutions: list[list[list[int]]]) -> None:
+    import numpy as np
+
+    for prompt, known in zip(prompts, solutions, strict=True):
+        store.add(str(prompt), [np.array(solution, np.int32) for solution in known], version=0)
     store.publish()
     llm.collective_rpc("treering_refresh")
 

@@ -30,6 +30,7 @@ def published(name: str) -> dict[str, Any]:
         ("pipe", "pipe.json", "histopipe"),
         ("loop", "loop.json", "on top"),
         ("ranks", "ranks.json", "toolbench"),
+        ("weights", "weights.json", "object store: both"),
         ("faults", "faults.json", "SIGKILL at a random moment"),
         ("trl", "trl.json", "nothing_shared_260"),
     ],

@@ -16,7 +16,7 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "trl"}
+SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -68,6 +68,16 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             | {"json_output": True},
         ),
         (["watch", "runs/a", "--once"], {"folder": Path("runs/a"), "once": True, "json_output": False}),
+        (
+            ["push", "runs/a", "me/a"],
+            {"folder": Path("runs/a"), "repo_id": "me/a", "step": None, "base_model": None, "private": False}
+            | {"dry_run": False, "json_output": False},
+        ),
+        (
+            shlex.split("push runs/a me/a --step 3 --base-model o/b --private --dry-run --json"),
+            {"folder": Path("runs/a"), "repo_id": "me/a", "step": 3, "base_model": "o/b", "private": True}
+            | {"dry_run": True, "json_output": True},
+        ),
         (["demo"], {"out": None, "seed": 0, "json_output": False}),
         (["demo", "--out", "o", "--seed", "3", "--json"], {"out": Path("o"), "seed": 3, "json_output": True}),
         (
@@ -219,7 +229,7 @@ def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dic
     kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     environment = kept | before
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=500
     )
     assert done.stdout.splitlines()[-1] == f"{after} False"
 

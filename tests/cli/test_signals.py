@@ -116,7 +116,7 @@ def ended(process: subprocess.Popen[str], *signals: signal.Signals) -> tuple[int
     for number in signals:
         assert process.stdout.readline()
         process.send_signal(number)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=500)
     return process.returncode, out, err
 
 

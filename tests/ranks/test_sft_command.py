@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from tests.models import build
 from tests.ranks.commands import torchrun, treering, weights_of
@@ -53,8 +54,8 @@ def of_two(folder: Path) -> subprocess.CompletedProcess[str]:
     return treering(*arguments)
 
 
-def alone(folder: Path, *overrides: str) -> SftSummary:
-    config = load(SftConfig, folder / "run.toml", list(overrides))
+def alone(folder: Path, *overrides: str, file: str = "run.toml") -> SftSummary:
+    config = load(SftConfig, folder / file, list(overrides))
     return train(config, config_dir=folder, console=Console(quiet=True))
 
 
@@ -82,6 +83,32 @@ def test_one_process_goes_on_with_the_run_of_two(folder: Path, of_two: subproces
     summary = alone(folder, f"run.dir={folder / 'two'}", "train.num_steps=4")
     assert summary.resumed_from_step == 3
     assert summary.num_steps == 4
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_the_adapters_of_one_and_either_goes_on(folder: Path) -> None:
+    build(vocab_size=64).save_pretrained(folder / "base")
+    sequences = [
+        {"task_id": i, "tokens": [5, 6, 7 + j, i], "loss_mask": [0, 1, 1, 1]} for i in range(4) for j in (0, 1)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sequences))
+    (folder / "lora.toml").write_text(
+        f'[model]\npath = "{folder / "base"}"\ndevice = "cpu"\n[lora]\nrank = 2\n[data]\nfiles = ["data.jsonl"]\n'
+        "[train]\nnum_steps = 2\ntrees_per_step = 2\nlearning_rate = 1e-2\n"
+    )
+    for run in ("lora-two", "lora-one"):
+        alone(folder, f"run.dir={folder / run}", "train.num_steps=1", file="lora.toml")
+    several = treering("sft", str(folder / "lora.toml"), f"run.dir={folder / 'lora-two'}")
+    assert several.returncode == 0, several.stderr[-2000:]
+    assert "resuming the run" in several.stderr
+    alone(folder, f"run.dir={folder / 'lora-one'}", file="lora.toml")
+    one, two = (
+        load_file(folder / run / "checkpoints" / "step-000002" / "adapter_model.safetensors")
+        for run in ("lora-one", "lora-two")
+    )
+    assert one.keys() == two.keys()
+    assert all(float((one[name] - two[name]).norm()) < 1e-4 * float(one[name].norm()) for name in one)
+    assert alone(folder, f"run.dir={folder / 'lora-two'}", "train.num_steps=3", file="lora.toml").num_steps == 3
 
 
 @pytest.mark.ranks

@@ -39,10 +39,13 @@ def killing(moments: Mapping[int, str], number: signal.Signals = signal.SIGKILL)
         for _ in messages:
             count += 1
             if due and count >= due[0][0]:
-                victim = next(each for each in children.values() if each.name.startswith(due[0][1]) and each.pid)
-                # Wait for a later message if the victim is dead and not yet replaced.
+                named = (each for each in children.values() if each.name.startswith(due[0][1]))
+                victim = next((each for each in named if each.pid), None)
+                # Wait for a later message if the victim is dead, and not yet replaced or on its way.
+                if victim is None or victim.pid is None:
+                    continue
                 is_last_chance = victim.num_deaths == MAX_DEATHS - 1
-                if victim.pid is not None and victim.pid not in killed and not is_last_chance:
+                if victim.pid not in killed and not is_last_chance:
                     os.kill(victim.pid, number)
                     killed.add(victim.pid)
                     dead.append(victim.name)

@@ -16,6 +16,7 @@ from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.tasks.task import Task
+from treering.runtime.ipc.launcher import Launcher
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
@@ -96,6 +97,7 @@ def pipeline(
     worker_time_limit_s: float = 3600.0,
     rebalancing: Rebalancing = "queued",
     num_slots: int = MAX_BATCH,
+    launcher: Launcher | None = None,
     **changes: object,
 ) -> PipelineLoop:
     """A loop over the recipe's task: two prompts per step, groups of four."""
@@ -120,4 +122,5 @@ def pipeline(
         drafting=drafting if history is None else Drafting(DraftOptions(min_acceptance=0.01), history),
         reward_time_limit_s=reward_time_limit_s,
         worker_time_limit_s=worker_time_limit_s,
+        launcher=launcher,
     )

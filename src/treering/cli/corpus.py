@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from treering.cli.branches import branches_note
+from treering.cli.hub import find_folder, locate, search_places
 from treering.config.sft import DataConfig, StandInConfig
 from treering.data import (
     DATA_VARIABLE,
@@ -77,27 +78,6 @@ def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None,
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
 
-def locate(path: Path, places: Sequence[Path]) -> Path:
-    """`path` in the first of `places` that has it; an absolute path stays as it is.
-
-    Raises:
-        InputError: none has it.
-
-    Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
-    """
-    for place in places:
-        if (place / path).exists():
-            return place / path
-    listed = ", ".join(str(place) for place in places)
-    raise InputError(f"{path} is looked up in {listed}, and none has it; correct the path, or set {DATA_VARIABLE}")
-
-
-def search_places(config_dir: Path) -> list[Path]:
-    """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
-    folder = data_folder()
-    return [config_dir, Path(), *([] if folder is None else [folder])]
-
-
 def _load(config: DataConfig, config_dir: Path, model: Path | None) -> Corpus:
     if config.source == "generated":
         return _generate(config.stand_in, notes=())
@@ -111,7 +91,9 @@ def _load(config: DataConfig, config_dir: Path, model: Path | None) -> Corpus:
 
 
 def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Corpus:
-    tokenizer = _of_model(model) if config.tokenizer is None else locate(config.tokenizer, places)
+    tokenizer = _of_model(model)
+    if config.tokenizer is not None:
+        tokenizer = find_folder(config.tokenizer, places, setting="data.tokenizer", wanted="tokenizer")
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     tasks: list[TrainingTask] = []
     notes: list[str] = []

@@ -126,7 +126,7 @@ def inspect(
         ),
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder; needed for messages.")
+        str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
     ] = None,
     model_shape: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.")
@@ -194,12 +194,15 @@ def inspect(
         raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
     if max_rollouts is not None and not (drafts or history):
         raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+    from treering.cli.hub import tokenizer_folder
+
+    folder = None if tokenizer is None else tokenizer_folder(tokenizer)
     if drafts:
         from treering.cli.inspect.drafts import run as run_drafts
 
         run_drafts(
             paths=files,
-            tokenizer=tokenizer,
+            tokenizer=folder,
             template=template,
             max_rollouts=max_rollouts,
             verify_cost=verify_cost,
@@ -212,7 +215,7 @@ def inspect(
 
         run_history(
             paths=files,
-            tokenizer=tokenizer,
+            tokenizer=folder,
             template=template,
             num_groups=groups or 8,
             max_rollouts=max_rollouts,
@@ -224,7 +227,7 @@ def inspect(
 
     run(
         files=files,
-        tokenizer=tokenizer,
+        tokenizer=folder,
         model_shape=model_shape or "qwen3-8b",
         template=template,
         json_output=json_output,
@@ -367,6 +370,42 @@ def watch(
     from treering.cli.watch.command import run
 
     run(folder=folder, once=once, json_output=json_output)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="ORGANISATION/NAME on the hub; made if absent.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(metavar="HUB_ID", help="Base model of a run that began from a folder."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be uploaded, and upload nothing.")
+    ] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Upload a checkpoint and its model card to the Hugging Face hub.
+
+    Weights, their configuration, the tokenizer and the card go there; optimiser, rollouts and history stay. It needs
+    `hf auth login` or HF_TOKEN.
+
+    Example: treering push runs/train me/qwen3-sums --private
+    """
+    require("treering push")
+    from treering.cli.push.command import run
+
+    run(
+        folder=folder,
+        repo_id=repo_id,
+        step=step,
+        base_model=base_model,
+        private=private,
+        dry_run=dry_run,
+        json_output=json_output,
+    )
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

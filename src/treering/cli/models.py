@@ -1,5 +1,6 @@
 """Builds the model of a configuration: pre-trained from a folder, or small and random."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,15 +8,22 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from treering.cli.hub import find_folder
 from treering.cli.model_folder import check_model_folder
+from treering.config.lora import LoraConfig
 from treering.config.model import ModelConfig
 from treering.errors import ConfigError, InputError
+from treering.extras import require
+from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, LoraOptions, add_lora
 
 
-def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | None) -> PreTrainedModel:
+def build_model(
+    config: ModelConfig, *, num_ids: int, seed: int, folder: Path | None, lora: LoraConfig | None = None
+) -> PreTrainedModel:
     """The model with float32 weights, on the configured device.
 
     Args:
@@ -23,6 +31,7 @@ def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | 
         num_ids: number of token ids in the data; the vocabulary of a random model without `vocab_size`.
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
+        lora: the [lora] section; None adds no adapters.
 
     Raises:
         ConfigError: the vocabulary is too small, or there is no cuda device.
@@ -37,7 +46,22 @@ def build_model(config: ModelConfig, *, num_ids: int, seed: int, folder: Path | 
     if vocab_size < num_ids:
         fix = "set model.vocab_size to that" if folder is None else "use the tokenizer of this model"
         raise ConfigError(f"the data has token ids up to {num_ids - 1}, and the model knows {vocab_size} ids; {fix}")
+    if lora is not None and lora.rank is not None and folder is not None:
+        torch.manual_seed(seed)
+        add_lora(model, _lora_options(lora, lora.rank, config, folder))
     return model.to(device)
+
+
+def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:
+    # A revision says that the path is a hub id, see `with_commits`.
+    base = str(folder.resolve()) if model.revision is None else str(model.path)
+    return LoraOptions(
+        rank=rank,
+        alpha=2 * rank if lora.alpha is None else lora.alpha,
+        target_modules=lora.target_modules,
+        base=base,
+        revision=model.revision,
+    )
 
 
 def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -> PreTrainedModel:
@@ -58,6 +82,25 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
     model = _load(folder, setting="teacher.path").eval().requires_grad_(False)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     return model.to(choose_device(config.device), dtype)
+
+
+def load_checkpoint(folder: Path) -> nn.Module:
+    """The model of a checkpoint, with float32 weights; adapters around their base model.
+
+    Raises:
+        InputError: the base model of adapters is no longer found.
+    """
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
+        plain: nn.Module = _load(folder, "the checkpoint")
+        return plain
+    require("a checkpoint of adapters", "peft")
+    from peft import PeftModel
+
+    settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
+    name, revision = settings["base_model_name_or_path"], settings["revision"]
+    base = find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
+    loaded: nn.Module = PeftModel.from_pretrained(_load(base, "the base model of the adapters"), folder)
+    return loaded
 
 
 def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:

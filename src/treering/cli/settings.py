@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from treering.cli.run_folder import COSTS_FILE
 from treering.config import Config
+from treering.config.lora import LoraConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig
 from treering.config.rl import LoopConfig
@@ -19,6 +20,7 @@ from treering.config.teacher import TeacherConfig
 from treering.model.context import tree_attention
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.adapters import base_checksum, has_adapter
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.compute import Autocast, ComputeOptions, precision, prepare_model
 from treering.train.loop.distill import DistillOptions
@@ -112,19 +114,41 @@ def router_identity(section: RouterConfig) -> Mapping[str, Scalar]:
 
 def distill_options(section: TeacherConfig) -> DistillOptions | None:
     """How the student is compared with its teacher; None if the section sets none."""
-    return DistillOptions(**section.model_dump(exclude={"path"})) if section.is_set else None
+    return DistillOptions(**section.model_dump(exclude={"path", "revision"})) if section.is_set else None
 
 
 def teacher_identity(section: TeacherConfig) -> Mapping[str, Scalar]:
     """The teacher's settings that a resumed run must share with the original one; empty without a teacher."""
-    return section_identity("teacher", section) if section.is_set else {}
+    # Only hub ids have revisions.
+    free = frozenset({"revision"} if section.revision is None else ())
+    return section_identity("teacher", section, free=free) if section.is_set else {}
 
 
 def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Scalar]:
     """What a resumed run's model must share with the original one."""
     shape = {f"model.{key}": getattr(model.config, key, None) for key in _SHAPE}
-    path = None if config.path is None else str(config.path)
-    return {**shape, "model.path": path, "model.dtype": config.dtype}
+    path = None if config.path is None else str(Path(config.path))
+    revision = {} if config.revision is None else {"model.revision": config.revision}
+    return {**shape, "model.path": path, **revision, "model.dtype": config.dtype}
+
+
+def lora_identity(section: LoraConfig, model: PreTrainedModel) -> Mapping[str, Scalar]:
+    """The settings of adapters and their base weights, which a resumed run must share; empty without adapters.
+
+    Checkpoints of adapters leave the base weights out, so a resumed run could meet others in the same place.
+    """
+    if not section.is_set:
+        return {}
+    return {**section_identity("lora", section, free=frozenset({"dropout"})), "lora.base": base_checksum(model)}
+
+
+def parameters_in_words(model: PreTrainedModel) -> str:
+    """How many parameters a model has.
+
+    Example: "917,504 parameters", and with adapters "917,504 parameters, 24,576 of them trained".
+    """
+    words = f"{model.num_parameters():,} parameters"
+    return f"{words}, {model.num_parameters(only_trainable=True):,} of them trained" if has_adapter(model) else words
 
 
 def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:

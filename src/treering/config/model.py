@@ -5,16 +5,19 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath
+from treering.config.values import Count, ModelPath, Revision
 from treering.errors import ConfigError
 
 
 class ModelConfig(Config):
-    """A pre-trained model from a folder, or a small random one of the given shape."""
+    """A pre-trained model from a folder or the hub, or a small random one of the given shape."""
 
-    path: FilePath | None = Field(
-        default=None, description="Hugging Face model folder; none: a random model of this shape."
+    path: ModelPath | None = Field(
+        default=None,
+        description="Hugging Face model: a folder, or the id of one on the hub, as Qwen/Qwen3-0.6B; none: a random "
+        "model of this shape.",
     )
+    revision: Revision = None
     family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
     vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
     hidden_size: Count = Field(default=128, description="Width of the residual stream.")
@@ -33,11 +36,15 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
-        shape = sorted(self.model_fields_set - {"path", "dtype", "device"})
+        shape = sorted(self.model_fields_set - {"path", "revision", "dtype", "device"})
         if self.path is not None and shape:
             raise ConfigError(
-                f"a model from a folder has its own shape, and path = {str(self.path)!r} conflicts with "
+                f"a pre-trained model has its own shape, and path = {self.path!r} conflicts with "
                 f"{', '.join(shape)}; remove these, or remove path for a random model"
+            )
+        if self.path is None and self.revision is not None:
+            raise ConfigError(
+                f"revision = {self.revision!r} is one of a hub id, and path is not set; set path, or remove revision"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,17 @@ _TOML_NAMES = {
     type(None): "nothing",
 }
 _SIMILARITY = 0.6
+_NAMES_ELSEWHERE = MappingProxyType(
+    {
+        **dict.fromkeys(("log", "logger", "log_with", "mlflow", "report_to", "trackio", "wandb"), "metrics.sinks"),
+        **{"model_name_or_path": "model.path", "output_dir": "run.dir", "save_steps": "run.save_every"},
+        **{"save_total_limit": "run.keep", "r": "lora.rank", "lora_r": "lora.rank", "use_peft": "lora.rank"},
+        **{"num_generations": "rl.group_size", "max_completion_length": "sampling.max_tokens"},
+    }
+)
+"""Settings of transformers, TRL and verl whose names are far from ours."""
+
+_PUSH = ("push_to_hub", "hub_model_id")
 
 
 def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
@@ -62,11 +74,16 @@ def _toml_name(value: object) -> str:
 
 
 def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[BaseModel]) -> str:
+    keys = list(_dotted_keys(config_type))
+    if loc[-1] in _PUSH:
+        return f"unknown key {dotted!r}; a run is uploaded when you ask for it: treering push RUN REPO_ID"
+    if (ours := _NAMES_ELSEWHERE.get(str(loc[-1]))) in keys:
+        return f"unknown key {dotted!r}; did you mean {_told(str(ours), config_type)}?"
     section = [str(part) for part in loc[:-1]]
     here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
     # Settings are often written outside their section, so suggest keys of other sections too; prefer this one.
-    by_name = {key.rpartition(".")[2]: key for key in _dotted_keys(config_type)} | here
-    elsewhere = [key for key in _dotted_keys(config_type) if key.rpartition(".")[2] == loc[-1]]
+    by_name = {key.rpartition(".")[2]: key for key in keys} | here
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == loc[-1]]
     near_here = difflib.get_close_matches(str(loc[-1]), here, n=1, cutoff=_SIMILARITY)
     if section and elsewhere and near_here:
         # Settings of much the same name: say what each one is, those of later sections first as above.

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
+from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_importance, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
@@ -179,6 +180,7 @@ class RlConfig(Config):
         default_factory=TeacherConfig, description="The teacher of an on-policy distillation."
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
     rl: LoopConfig = Field(description="Steps, groups, advantages and the loss.")
@@ -199,6 +201,11 @@ class RlConfig(Config):
         description="With workers: how the length of rollouts is predicted from the prompt's earlier ones. median: of "
         "the latest. ema: a moving mean of medians. quantile: 0.75 of the latest two epochs.",
     )
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        check_lora(self.lora, self.model)
+        return self
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:

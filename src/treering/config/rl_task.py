@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
+from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
@@ -30,8 +30,8 @@ class TaskConfig(Config):
         description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up next to the "
         "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
     )
-    tokenizer: FilePath | None = Field(
-        default=None, description="Prompts: Hugging Face tokenizer folder; none: that of model.path."
+    tokenizer: ModelPath | None = Field(
+        default=None, description="Prompts: Hugging Face tokenizer folder or hub id; none: that of model.path."
     )
     template: Literal["plain", "hf", "raw"] = Field(
         default="plain",

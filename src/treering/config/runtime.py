@@ -3,12 +3,13 @@
 These settings change how long a run takes, never what it learns.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Positive
+from treering.config.values import NonNegative, Positive
+from treering.errors import ConfigError
 
 Schedule = Literal[
     "fifo", "work_stealing", "longest_first", "equal_groups", "two_tier", "equal_work", "halves", "histopipe"
@@ -20,6 +21,33 @@ Lengths = Literal["median", "ema", "quantile"]
 
 Rebalancing = Literal["none", "queued", "running"]
 """See `treering.schedule.cluster`."""
+
+
+LOOPBACK = "127.0.0.1"
+"""Reached from this machine alone."""
+
+
+class ProcessConfig(Config):
+    """What Ray reserves for one process."""
+
+    num_cpus: NonNegative = Field(default=1.0, description="Logical CPUs, which Ray counts and does not enforce.")
+    num_gpus: NonNegative = Field(default=0.0, description="GPUs; a fraction shares one.")
+
+
+class RewardProcessConfig(ProcessConfig):
+    """What Ray reserves for one of two reward workers, of which one is spare."""
+
+    num_cpus: NonNegative = Field(default=0.0, description="Logical CPUs, which Ray counts and does not enforce.")
+
+
+class ResourcesConfig(Config):
+    """What Ray reserves for each process."""
+
+    rollout_worker: ProcessConfig = Field(default_factory=ProcessConfig, description="Of each rollout worker.")
+    reward_worker: RewardProcessConfig = Field(
+        default_factory=RewardProcessConfig, description="Of the reward worker, and of its spare."
+    )
+    trainer: ProcessConfig = Field(default_factory=ProcessConfig, description="Of the trainer.")
 
 
 class RuntimeConfig(Config):
@@ -45,3 +73,31 @@ class RuntimeConfig(Config):
         "started. running: running ones too, if that saves more than the new prefill costs. none: nothing, and plans "
         "use no measured times, so that batches depend on no clock.",
     )
+    launcher: Literal["local", "ray"] = Field(
+        default="local",
+        description="With workers: what starts them. local: this machine. ray: Ray, as actors, in the cluster that "
+        "RAY_ADDRESS names, else in one of its own on this machine; needs treering[ray].",
+    )
+    listen: str = Field(
+        default=LOOPBACK,
+        description="With ray: the IP address of this machine at which actors connect. On loopback all run on this "
+        "machine; messages are authenticated, and not encrypted.",
+    )
+    resources: ResourcesConfig = Field(
+        default_factory=ResourcesConfig, description="With ray: what it reserves for each process."
+    )
+
+    @model_validator(mode="after")
+    def _check_launcher(self) -> Self:
+        if self.launcher == "ray" and self.workers == 0:
+            raise ConfigError(
+                'runtime.launcher = "ray" starts workers, and runtime.workers is 0; set runtime.workers=1 or more'
+            )
+        defaults = {"listen": LOOPBACK, "resources": ResourcesConfig()}
+        own = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if self.launcher == "local" and own:
+            raise ConfigError(
+                f'runtime.{" and runtime.".join(own)} is for Ray, and runtime.launcher is "local"; set '
+                'runtime.launcher = "ray", or remove it'
+            )
+        return self

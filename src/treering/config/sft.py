@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
+from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
@@ -15,7 +16,7 @@ from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, FilePath, Positive, Seed, TemplateDate
+from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.errors import ConfigError
 
@@ -47,8 +48,8 @@ class DataConfig(Config):
     format: FormatName = Field(
         default="auto", description="Format of the records; auto: found from the keys of each file's first record."
     )
-    tokenizer: FilePath | None = Field(
-        default=None, description="Hugging Face tokenizer folder, for `messages`; none: that of model.path."
+    tokenizer: ModelPath | None = Field(
+        default=None, description="Hugging Face tokenizer folder or hub id, for `messages`; none: that of model.path."
     )
     template: Literal["plain", "hf"] = Field(
         default="plain", description="How messages become text: the plain form, or the tokenizer's chat template."
@@ -140,6 +141,7 @@ class SftConfig(Config):
     # First: where a mistaken key exists in two sections, the later one is suggested.
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of a distillation.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
     data: DataConfig = Field(description="The trajectories.")
     train: TrainConfig = Field(description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
@@ -147,16 +149,21 @@ class SftConfig(Config):
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
 
     @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        check_lora(self.lora, self.model)
+        return self
+
+    @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:
         if self.model.path is not None and self.data.vocab == "folded":
             raise ConfigError(
                 'data.vocab = "folded" renumbers token ids, which a pre-trained model (model.path = '
-                f'{str(self.model.path)!r}) does not know; set data.vocab = "full", or remove model.path'
+                f'{self.model.path!r}) does not know; set data.vocab = "full", or remove model.path'
             )
         if self.model.path is not None and self.data.source == "generated":
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
-                f"{str(self.model.path)!r} is a pre-trained model; name real files, or remove model.path"
+                f"{self.model.path!r} is a pre-trained model; name real files, or remove model.path"
             )
         return self
 

@@ -5,16 +5,17 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath, Positive
+from treering.config.values import Count, ModelPath, Positive, Revision
 from treering.errors import ConfigError
 
 
 class TeacherConfig(Config):
     """A teacher of the student's tokenizer, and the divergence from it."""
 
-    path: FilePath | None = Field(
-        default=None, description='Hugging Face model folder; needed for objective = "distill".'
+    path: ModelPath | None = Field(
+        default=None, description='Hugging Face model folder or hub id; needed for objective = "distill".'
     )
+    revision: Revision = None
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="forward_kl",
         description="forward_kl: KL(teacher, student). reverse_kl: KL(student, teacher). jsd: generalised "

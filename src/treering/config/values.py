@@ -1,13 +1,23 @@
 """Types of single settings, shared by every section: paths, counts, fractions, seeds."""
 
+import os
 from datetime import date as Date
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 # TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
+# Text, because a `Path` loses the "./" that tells a folder from a hub id.
+ModelPath = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+Revision = Annotated[
+    str | None,
+    Field(
+        default=None,
+        description="Commit, branch or tag of a hub id; none: the newest, in a resumed run the one that it began with.",
+    ),
+]
 TemplateDate = Annotated[
     Date | None,
     Field(

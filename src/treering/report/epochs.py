@@ -19,10 +19,14 @@ def by_epoch(rows: Sequence[Row]) -> list[dict[str, float | None]]:
         epoch = number(row.get(metrics.EPOCH))
         if epoch is not None:
             epochs.setdefault(int(epoch), []).append(row)
-    return [{"epoch": epoch, **_figures(epochs[epoch])} for epoch in sorted(epochs)]
+    return [{"epoch": epoch, **figures(epochs[epoch])} for epoch in sorted(epochs)]
 
 
-def _figures(rows: Sequence[Row]) -> dict[str, float | None]:
+def figures(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The means of `by_epoch` over all of the given steps; None where nothing was counted.
+
+    Example: without a row of sampled tokens "tokens_per_forward" is None.
+    """
     sampled = _pairs(rows, metrics.NUM_SAMPLED, metrics.TOKENS_PER_FORWARD)
     drafted = _pairs(rows, metrics.NUM_DRAFTED, metrics.ACCEPTANCE)
     flat = total(rows, metrics.NUM_BRANCH_TOKENS)

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.step_report import WorkerSpan
 from treering.rl.turns import RewardResult
+from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.messages import RewardRequest, TrainedStep
 from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.ipc.weight_ring import WeightRing
+from treering.runtime.ipc.weight_store import WeightStore
 from treering.runtime.pools.reward_client import RewardClient
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.pools.trainer_client import TrainerClient
@@ -55,7 +55,8 @@ class Controller:
         rollout_pool: RolloutPool,
         reward_client: RewardClient,
         trainer_client: TrainerClient,
-        ring: WeightRing,
+        store: WeightStore,
+        launcher: Launcher,
         *,
         policy_versions: Mapping[int, int],
         on_finished: Callable[[Rollout], bool] | None,
@@ -66,14 +67,16 @@ class Controller:
             rollout_pool: the rollout workers.
             reward_client: the reward worker.
             trainer_client: the trainer.
-            ring: the weights.
-            policy_versions: step -> policy version after it, of the weights in the ring.
+            store: the weights.
+            launcher: started the processes; `close` closes it.
+            policy_versions: step -> policy version after it, of the weights in the store.
             on_finished: called with each finished rollout; returns whether the workers must refresh their history.
         """
         self._rollout_pool = rollout_pool
         self._reward_client = reward_client
         self.trainer_client = trainer_client
-        self.ring = ring
+        self.store = store
+        self._launcher = launcher
         self.policy_versions = dict(policy_versions)
         self._on_finished = on_finished
         self._open_steps: dict[int, OpenStep] = {}
@@ -140,7 +143,7 @@ class Controller:
         """Makes new weights available to the workers; those whose slot they overwrote are forgotten."""
         self.policy_versions[version] = policy_version
         self.policy_versions = {
-            known: updates for known, updates in self.policy_versions.items() if known > version - self.ring.num_slots
+            known: updates for known, updates in self.policy_versions.items() if known > version - self.store.num_slots
         }
 
     def close(self) -> None:
@@ -148,14 +151,15 @@ class Controller:
         self._rollout_pool.close()
         self._reward_client.close()
         self.trainer_client.close()
-        self.ring.close()
+        self.store.close()
+        self._launcher.close()
 
     def _receive(self) -> TrainedStep | None:
         """Waits for messages and handles them; returns the trained step if there is one."""
         parts = (self._rollout_pool, self._reward_client, self.trainer_client)
         left_s = self._reward_client.seconds_left()
         connections = [each for part in parts for each in part.connections()]
-        wait(connections, _POLL_S if left_s is None else min(_POLL_S, left_s))
+        wait_for_any(connections, _POLL_S if left_s is None else min(_POLL_S, left_s))
         for open_step, request in self._rollout_pool.receive(self._open_steps):
             self._request_reward(open_step, request)
         for reply in [*self._reward_client.receive(), *self._reward_client.check_time()]:

@@ -1,4 +1,4 @@
-"""Starts the processes of a run: writes the weights to shared memory and sends each child its settings."""
+"""Starts the processes of a run: writes the weights to their store and sends each child its settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller
+from treering.runtime.ipc.launcher import Launcher
 from treering.runtime.ipc.messages import RewardSettings, TrainerSettings, WorkerSettings
-from treering.runtime.ipc.process import start_method
 from treering.runtime.ipc.recipe import Recipe
-from treering.runtime.ipc.weight_ring import BASE, WeightRing
+from treering.runtime.ipc.weight_store import BASE
 from treering.runtime.pools.reward_client import RewardClient
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.pools.trainer_client import TrainerClient
@@ -29,6 +29,7 @@ class RunSpec:
     """The settings of a run's processes."""
 
     recipe: Recipe
+    launcher: Launcher
     optim: OptimOptions
     options: RlOptions
     cluster: Cluster
@@ -77,42 +78,40 @@ def start_controller(
         on_finished: see `Controller`.
     """
     num_slots, step = spec.cluster.staleness + 2, start_state.step
-    ring = WeightRing(model, num_slots)
+    launcher = spec.launcher
+    store = launcher.open(spec.recipe, model, num_slots)
     for past in start_state.past:
-        ring.put(past["step"], past["weights"])
-    ring.write(step, model)
-    ring.write(step, model, BASE)
-    context = start_method(spec.recipe)
+        store.put(past["step"], past["weights"])
+    store.write(step, model)
+    store.write(step, model, BASE)
     trainer = TrainerSettings(
         recipe=spec.recipe,
-        num_slots=num_slots,
         optim=spec.optim,
         options=spec.options,
         version=step,
         state=packed(start_state.optimizer),
     )
-    worker = WorkerSettings(recipe=spec.recipe, num_slots=num_slots, history=spec.history, drafts=spec.drafts)
+    worker = WorkerSettings(recipe=spec.recipe, history=spec.history, drafts=spec.drafts)
     reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
         RolloutPool(
             worker,
-            ring.memory,
-            context,
+            launcher,
             num_workers=spec.cluster.num_workers,
             time_limit_s=spec.worker_time_limit_s,
             account=account,
         ),
         RewardClient(
             reward,
-            ring.memory,
-            context,
+            launcher,
             reward_name=spec.reward_name,
             time_limit_s=spec.time_limit_s,
             worker_time_limit_s=spec.worker_time_limit_s,
             account=account,
         ),
-        TrainerClient(trainer, ring, context, model=model, time_limit_s=spec.worker_time_limit_s, account=account),
-        ring,
+        TrainerClient(trainer, store, launcher, model=model, time_limit_s=spec.worker_time_limit_s, account=account),
+        store,
+        launcher,
         policy_versions={
             step: start_state.policy_version,
             **{past["step"]: past["policy_version"] for past in start_state.past},

@@ -21,6 +21,8 @@ from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller, FinishedStep
+from treering.runtime.ipc.launcher import Launcher
+from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.recipe import Recipe
 from treering.runtime.launch import RunSpec, StartState, start_controller
 from treering.runtime.reports import report_of
@@ -64,6 +66,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         drafting: Drafting | None = None,
         reward_time_limit_s: float = 60.0,
         worker_time_limit_s: float = 3600.0,
+        launcher: Launcher | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -80,14 +83,22 @@ class PipelineLoop(Resumable[RlStepReport]):
             drafting: history of earlier rollouts, in a folder that workers read; None disables speculation.
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
             worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
+            launcher: starts the processes; None: on this host.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            ConfigError: drafting without a folder, or a time limit that is not positive.
+            ConfigError: drafting without a folder, or on hosts that do not share it, or a time limit that is not
+                positive.
             UnsupportedError: router losses for a model without routers.
         """
         if drafting is not None and drafting.folder is None:
             raise ConfigError("workers read the history in its folder, and this drafting has none; give it a folder")
+        launcher = LocalLauncher() if launcher is None else launcher
+        if drafting is not None and not launcher.shares_host:
+            raise ConfigError(
+                "workers read the history from files of the controller's host, and these may run on others; train "
+                'without drafting (history.drafts = "off"), or on one host (runtime.listen on loopback)'
+            )
         if not reward_time_limit_s > 0:
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
         if not worker_time_limit_s > 0:
@@ -101,6 +112,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         self._drafting = drafting
         self._spec = RunSpec(
             recipe=recipe,
+            launcher=launcher,
             optim=optim,
             options=options,
             cluster=cluster,
@@ -185,7 +197,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             raise
         set_random_state(saved["random"])
         past = [
-            {"step": k, "policy_version": controller.policy_versions[k], "weights": controller.ring.tensors(k)}
+            {"step": k, "policy_version": controller.policy_versions[k], "weights": controller.store.tensors(k)}
             for k in self._run_state.past
         ]
         return {**self._run_state.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
@@ -246,7 +258,7 @@ class PipelineLoop(Resumable[RlStepReport]):
     def _complete_step(self, controller: Controller, finished: FinishedStep) -> None:
         """Makes a trained step the latest one: account, history, and the weights here and in the workers."""
         self._latest = self._run_state.complete_step(finished)
-        controller.ring.read(self.num_steps_done, self.model)
+        controller.store.read(self.num_steps_done, self.model)
         if self._drafting is not None:
             self._drafting.publish()
         controller.announce(self.num_steps_done, self.version)

@@ -20,7 +20,7 @@ def make_gpu(tmp_path: Path, script: str, *settings: str) -> tuple[int, list[lis
     python.write_text(f'#!/bin/bash\necho "$*" >> {log}\n{script}\n')
     python.chmod(0o755)
     command = ["make", "--no-print-directory", "gpu", f"PYTHON={python}", *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return done.returncode, [line.split() for line in log.read_text().splitlines()]
 
 

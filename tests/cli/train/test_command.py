@@ -462,7 +462,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(folder: Path, capsys: pyt
     source = str(Path(__file__).parents[3] / "src")
     command = [sys.executable, "-c", code, "train", str(path), "run.dir=out", *start]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": source}, cwd=folder, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline and not list(folder.glob("out/checkpoints/step-*")):
         assert process.poll() is None
         time.sleep(0.02)

@@ -1,8 +1,6 @@
 """`treering watch` follows the metrics of a run elsewhere to its last step."""
 
 import json
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,15 @@ from treering.errors import InputError
 def test_off_a_terminal_it_prints_a_line_per_new_step_until_the_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_EVERY_S", 0.01)
     write_run(tmp_path / "a", num_steps=6)
+    steps = iter((7, 8))
 
-    def train() -> None:
-        for step in (7, 8):
-            time.sleep(0.3)
-            with (tmp_path / "a" / "metrics.jsonl").open("a") as log:
-                log.write(json.dumps(row(step)) + "\n")
+    def train_while_it_waits(_: float) -> None:
+        with (tmp_path / "a" / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(row(next(steps))) + "\n")
 
-    loop = threading.Thread(target=train)
-    loop.start()
+    monkeypatch.setattr(command, "sleep", train_while_it_waits)
     command.run(tmp_path / "a", once=False, json_output=False)
-    loop.join()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" reward")[0] for line in lines] == ["a: step 6/8", "a: step 7/8", "a: step 8/8"]
 

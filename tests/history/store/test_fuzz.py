@@ -171,7 +171,7 @@ def shutil_copy(folder: Path, copy: Path) -> HistoryStore:
 def test_a_writer_killed_at_a_file_operation_leaves_one_published_state(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", "tests.history.store.killed_writer", str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     states = result["digests"]

@@ -79,7 +79,7 @@ def test_another_process_reads_while_the_store_is_open(tmp_path: Path) -> None:
     with HistoryStore(tmp_path) as store:
         add(store, "a", 1, 2)
         command = [sys.executable, "-c", READING, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
         assert done.stdout == '{"a": [-1, 1, 2]}\n'
         add(store, "b", 3)
 

@@ -25,6 +25,7 @@ from tests.integrations.trl.rollout_runs import (
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.integrations.trl import HistoryRollouts
+from treering.integrations.trl import rollouts as rollouts_file
 from treering.integrations.trl.open_turns import OpenTurns
 from treering.integrations.trl.prompt_ids import PromptIds
 from treering.types import hash_of_prompt
@@ -104,6 +105,16 @@ def test_drafts_change_no_token_and_no_weight(tmp_path: Path) -> None:
     assert drafted._engine._engine.stats.num_accepted > 0
     for name, weight in weights_of(trainer).items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+
+
+def test_a_short_run_does_not_pay_for_compiling_the_drafter_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollouts_file, "is_compiled", lambda _: False)
+    rollouts = HistoryRollouts()
+    train(tmp_path, rollouts)
+    assert rollouts._history.drafter is None
+    assert capsys.readouterr().out.count("Drafter(HistoryStore()).warm_up()") == 1
 
 
 def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from tests.models import build
 from treering.errors import StateError
 from treering.runtime.ipc.shared_memory import SharedMemory
-from treering.runtime.ipc.weight_ring import BASE, WeightRing
+from treering.runtime.ipc.weight_ring import WeightRing
+from treering.runtime.ipc.weight_store import BASE
 
 
 class Mixed(nn.Module):

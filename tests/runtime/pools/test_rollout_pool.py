@@ -49,6 +49,9 @@ class QuietChild:
     def start(self, settings: object) -> None:
         self.is_dead = False
 
+    def offer(self, version: int, slot: int | None = None) -> None:
+        self.sent.append(version)
+
     def send(self, message: object) -> None:
         self.sent.append(message)
 
@@ -72,8 +75,8 @@ class QuietChild:
 @pytest.fixture
 def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
     monkeypatch.setattr(module, "ChildProcess", QuietChild)
-    settings = WorkerSettings(recipe=TinyRecipe(), num_slots=3, history=None, drafts=DraftOptions())
-    return RolloutPool(settings, None, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
+    settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=DraftOptions())
+    return RolloutPool(settings, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
 
 
 def children(rollout_pool: RolloutPool) -> list[QuietChild]:
@@ -236,3 +239,16 @@ def test_more_requests_queue_in_an_engine_whose_rollouts_end_many_at_a_time(roll
     assert TinyRecipe().max_batch == 3
     # Three run and one waits; where one has ended, two wait, and where three have, three; later fewer, one by one.
     assert [given_after(num_ended) for num_ended in (0, 1, 3, 1, 1, 1)] == [4, 5, 6, 6, 5, 5]
+
+
+def test_a_worker_on_its_way_keeps_no_requests_from_the_others(rollout_pool: RolloutPool) -> None:
+    first, second = children(rollout_pool)
+    runs = {1: step_run(stealing="queued")}
+    first.is_ready = False
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    assert first.sent == []
+    # Two are its own; the others' are stolen as if the first worker were busy.
+    assert len(requests_of(second)) > 2
+    first.is_ready = True
+    rollout_pool.dispatch(runs, POLICY_VERSIONS)
+    assert len(requests_of(first)) + len(requests_of(second)) == 4

@@ -24,7 +24,7 @@ class Ranks:
     """Ranks as threads, with a sum that all of them must call."""
 
     def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=60)
+        self._barrier = threading.Barrier(count, timeout=500)
         self._own: list[Any] = [None] * count
 
     def sum_of(self, rank: int) -> SumOverRanks:

@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +22,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from treering.compiled import is_compiled
+
 NUM_PLAIN_LINES = 10
 """Most step lines per run when stderr is not a terminal."""
 
@@ -37,17 +38,8 @@ def note_compiling(console: Console, *functions: Any) -> None:
         console: writes to stderr.
         functions: of `numba.njit(cache=True)`. Each stands for those that its command compiles with it.
     """
-    if any(_is_cold(function) for function in functions):
+    if not all(map(is_compiled, functions)):
         console.print("compiling functions with numba, once after installation; this may take a minute")
-
-
-def _is_cold(function: Any) -> bool:
-    """Whether numba's cache folder has no index of the function: `FILE.NAME-LINE.py311.nbi`."""
-    folder = getattr(getattr(function, "stats", None), "cache_path", None)
-    if folder is None:
-        return False
-    code = function.py_func.__code__
-    return not any(Path(folder).glob(f"{Path(code.co_filename).stem}.*{code.co_name}-{code.co_firstlineno}.*.nbi"))
 
 
 @contextmanager

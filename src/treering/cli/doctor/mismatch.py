@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from treering.arrays import Float64Array, Int64Array
+from treering.cli.models import load_checkpoint
 from treering.cli.run_folder import CONFIG_FILE, ROLLOUTS_FOLDER
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError
@@ -131,7 +131,7 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
 
 
 def _compare(checkpoint: Path, rollouts: list[Trajectory], settings: Mapping[str, Any]) -> MismatchReport:
-    model = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32, local_files_only=True).eval()
+    model = load_checkpoint(checkpoint).eval()
     forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
     autocast: Autocast = "bfloat16" if settings["model"]["dtype"] == "bfloat16" else "none"
     with torch.no_grad(), precision(model, autocast):

@@ -2,19 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import Corpus, load_corpus, locate, search_places
+from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RunDisplay, SftProgress
+from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
+from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
-from treering.cli.settings import attention_in_words, compute_options, count_steps, optim_options, with_costs
+from treering.cli.settings import (
+    attention_in_words,
+    compute_options,
+    count_steps,
+    optim_options,
+    parameters_in_words,
+    with_costs,
+)
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
 from treering.config import SftConfig
@@ -42,9 +52,13 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     if config.data.template == "hf":
         date = group.gather(run_date(config.run, "data", config.data.date))[0]
         config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
-    folder = None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    if group.rank == 0:
+        config = with_commits(config, config_dir)
+    config = group.gather(config)[0]
+    folder = find_model(config.model, config_dir)
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
-    model = build_model(config.model, num_ids=corpus.num_ids, seed=config.train.seed, folder=folder)
+    seed = config.train.seed
+    model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
     note_compiling(console, lay_out)
     compute = compute_options(config.model, config.train)
     if group.rank == 0:
@@ -55,17 +69,19 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
     teacher = None
-    if config.teacher.path is not None:
-        folder = locate(config.teacher.path, search_places(config_dir))
-        teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
+    if teacher_folder := find_model(config.teacher, config_dir, setting="teacher.path"):
+        teacher = load_teacher(teacher_folder, config.model, tokenizer=corpus.tokenizer)
     optim = optim_options(config.train, num_steps)
+    # Before its weights are sharded.
+    run_identity = identity(config, corpus, model)
     if group.size > 1:
         shard_model(model)
     loop = SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher, group=group)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
-        identity=identity(config, corpus, model),
+        identity=run_identity,
         keep=config.run.keep,
+        card=partial(model_card, config.run.dir, has_tokenizer=corpus.tokenizer is not None),
         tokenizer=corpus.tokenizer,
         group=group,
     )
@@ -103,7 +119,7 @@ def _announce(
     flat = sum(sequence.size for task in corpus.tasks for sequence in task.sequences)
     device = next(model.parameters()).device
     console.print(
-        f"{len(corpus.tasks)} tasks, {flat:,} flat tokens; {model.num_parameters():,} parameters on {device} in "
+        f"{len(corpus.tasks)} tasks, {flat:,} flat tokens; {parameters_in_words(model)} on {device} in "
         f"{config.model.dtype}; {num_steps} steps into {config.run.dir}",
         soft_wrap=True,
     )

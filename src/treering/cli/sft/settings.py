@@ -7,6 +7,7 @@ from treering.cli.ranks import num_started
 from treering.cli.settings import (
     Scalar,
     distill_options,
+    lora_identity,
     model_identity,
     router_identity,
     router_losses,
@@ -49,6 +50,7 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
     train = section_identity("train", config.train, free=free)
     return {
         **model_identity(config.model, model),
+        **lora_identity(config.lora, model),
         "data": corpus.digest,
         **train,
         **teacher_identity(config.teacher),

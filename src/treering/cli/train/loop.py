@@ -8,17 +8,20 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import locate, search_places
+from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
 from treering.cli.settings import optim_options
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
+from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.tasks.task import Task
+from treering.runtime.ipc.launcher import Launcher, Resources
+from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
@@ -74,7 +77,8 @@ def load_source(config: RlConfig, config_dir: Path) -> TaskSource:
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
     folder = _model_folder(config, config_dir)
-    return build_model(config.model, num_ids=source.task.vocab_size, seed=config.rl.seed, folder=folder)
+    num_ids = source.task.vocab_size
+    return build_model(config.model, num_ids=num_ids, seed=config.rl.seed, folder=folder, lora=config.lora)
 
 
 def make_loop(
@@ -114,7 +118,8 @@ def make_loop(
     return PipelineLoop(
         model,
         source.task,
-        TrainRecipe(config, config_dir),
+        # On other hosts actors run in another folder.
+        TrainRecipe(config, config_dir.absolute()),
         optim=optim,
         options=options,
         num_steps=num_steps,
@@ -131,15 +136,38 @@ def make_loop(
         drafting=make_drafting(config),
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
+        launcher=make_launcher(config.runtime),
     )
 
 
+def make_launcher(runtime: RuntimeConfig) -> Launcher:
+    """What starts the workers; raises MissingExtraError where Ray is to do it and is missing."""
+    if runtime.launcher == "local":
+        return LocalLauncher()
+    from treering.integrations.ray import RayLauncher
+
+    needs = runtime.resources
+    return RayLauncher(
+        num_rollout_workers=runtime.workers,
+        resources={
+            "rollout_worker": _resources(needs.rollout_worker),
+            "reward_worker": _resources(needs.reward_worker),
+            "trainer": _resources(needs.trainer),
+        },
+        listen=runtime.listen,
+    )
+
+
+def _resources(process: ProcessConfig) -> Resources:
+    return Resources(num_cpus=process.num_cpus, num_gpus=process.num_gpus)
+
+
 def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
-    if config.teacher.path is None:
+    folder = find_model(config.teacher, config_dir, setting="teacher.path")
+    if folder is None:
         return None
-    folder = locate(config.teacher.path, search_places(config_dir))
     return load_teacher(folder, config.model, tokenizer=_model_folder(config, config_dir))
 
 
 def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:
-    return None if config.model.path is None else locate(config.model.path, search_places(config_dir))
+    return find_model(config.model, config_dir)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RlProgress, RunDisplay
+from treering.cli.hub import with_commits
+from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
@@ -20,7 +23,7 @@ from treering.cli.run_folder import (
     run_date,
     write_settings,
 )
-from treering.cli.settings import attention_in_words, compute_options, count_steps, with_costs
+from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
 from treering.cli.train.logs import Loop, step_logs
 from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity
@@ -107,16 +110,22 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     if config.task.template == "hf":
         date = group.gather(run_date(config.run, "task", config.task.date))[0]
         config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
+    if group.rank == 0:
+        config = with_commits(config, config_dir)
+    config = group.gather(config)[0]
     source = load_source(config, config_dir)
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
     compute = _compute(config, model, group)
+    # Before its weights are sharded.
+    run_identity = identity(config, source, model)
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps, group=group)
     checkpoints = CheckpointStore(
         folder=config.run.dir / CHECKPOINTS_FOLDER,
-        identity=identity(config, source, model),
+        identity=run_identity,
         keep=config.run.keep,
+        card=partial(model_card, config.run.dir, has_tokenizer=source.tokenizer is not None),
         tokenizer=source.tokenizer,
         hints=config.run.dir / HISTORY_FOLDER,
         group=group,
@@ -181,7 +190,7 @@ def _announce(
         console.print(note, soft_wrap=True)
     device = next(model.parameters()).device
     console.print(
-        f"{len(source.task.prompts)} prompts ({source.kind}); {model.num_parameters():,} parameters on {device} in "
+        f"{len(source.task.prompts)} prompts ({source.kind}); {parameters_in_words(model)} on {device} in "
         f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
         f"into {config.run.dir}",
         soft_wrap=True,

@@ -10,6 +10,7 @@ from treering.cli.settings import (
     Scalar,
     compute_options,
     distill_options,
+    lora_identity,
     model_identity,
     router_identity,
     router_losses,
@@ -173,9 +174,14 @@ def check_room(config: RlConfig, source: TaskSource) -> None:
 
 
 def _engine_threads(config: RlConfig) -> int | None:
-    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine."""
+    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine.
+
+    On Ray it is what Ray reserves for a worker, rounded down, and at least one.
+    """
     if config.engine.num_threads is not None or config.runtime.workers == 0:
         return config.engine.num_threads
+    if config.runtime.launcher == "ray":
+        return max(1, int(config.runtime.resources.rollout_worker.num_cpus))
     return max(1, (os.cpu_count() or 1) // (config.runtime.workers + 1))
 
 
@@ -216,6 +222,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         free |= {"old_logprobs"}
     return {
         **model_identity(config.model, model),
+        **lora_identity(config.lora, model),
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": config.task.reward,
@@ -236,6 +243,7 @@ def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scala
     """What a resumed warm-up must share with the original one."""
     return {
         **model_identity(config.model, model),
+        **lora_identity(config.lora, model),
         **section_identity("task", config.task),
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from treering.cli.corpus import locate, search_places
+from treering.cli.hub import find_folder, locate, search_places
 from treering.config.rl_task import TaskConfig
 from treering.engine.stop_strings import Decode
 from treering.rl.tasks.calculator import Calculator
@@ -79,7 +79,9 @@ def draw_sums(config: TaskConfig) -> SumTask:
 def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     places = search_places(config_dir)
-    tokenizer = model if config.tokenizer is None else locate(config.tokenizer, places)
+    tokenizer = model
+    if config.tokenizer is not None:
+        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
     assert tokenizer is not None, "the configuration checks it"
     task = PromptsFile(
         locate(config.file, places),

@@ -1,8 +1,8 @@
 """`treering watch`: shows a run in the folder of another process, by its metrics. Loads no torch."""
 
 import json
-import time
 from pathlib import Path
+from time import sleep
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -39,7 +39,7 @@ def _follow(folder: Path, states: list[PanelState], console: Console) -> None:
     with Live(_panels(states), console=console, auto_refresh=False) as live:
         seen = _stamp(folder)
         while not _is_done(states):
-            time.sleep(_EVERY_S)
+            sleep(_EVERY_S)
             if (stamp := _stamp(folder)) != seen:
                 seen, states = stamp, _states(folder)
                 live.update(_panels(states), refresh=True)
@@ -55,7 +55,7 @@ def _print_lines(folder: Path, states: list[PanelState], console: Console) -> No
         shown = lines
         if _is_done(states):
             return
-        time.sleep(_EVERY_S)
+        sleep(_EVERY_S)
         states = _states(folder)
 
 

@@ -139,7 +139,9 @@ class Renderer:
 
     def _open(self) -> Encoder:
         if self._folder is None:
-            raise InputError("messages need a tokenizer, got none; pass --tokenizer DIR (a Hugging Face folder)")
+            raise InputError(
+                "messages need a tokenizer, got none; pass --tokenizer DIR (a Hugging Face folder or hub id)"
+            )
         self._encoder = self._encoder or Encoder(self._folder)
         if self._template == "hf":
             self._chat = self._chat or ChatTemplate(self._folder, date=self._date)

@@ -13,9 +13,11 @@ from treering.errors import ConfigError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.pass_times import PassTimes
 
-_LOAD_S = 0.3
+LOAD_S = 0.3
 """Seconds that the first drafts of a process take beyond their own: the compiled drafter is loaded. 0.26 were measured
 on two slow cores."""
+COMPILE_S = 60.0
+"""Seconds that they take once after an installation: the drafter is compiled. 31 to 46 were measured there."""
 _NUM_TRIED = 4
 """Steps with drafts after which their gain counts."""
 _KEPT = 0.8
@@ -49,6 +51,7 @@ class ObservedCosts:
 
     Args:
         max_loss: share of the time of all steps that drafts may cost without paying back, in [0, 1].
+        load_s: seconds that the first drafts take beyond their own, such as `COMPILE_S`.
 
     Raises:
         ConfigError: another share.
@@ -57,7 +60,7 @@ class ObservedCosts:
     load the drafter and try a few steps. If these are slower, the next 32 such steps make none, then 128, 512, ...
     """
 
-    def __init__(self, *, max_loss: float = 0.025) -> None:
+    def __init__(self, *, max_loss: float = 0.025, load_s: float = LOAD_S) -> None:
         """Starts without times; the first steps make no drafts."""
         if not isinstance(max_loss, int | float) or not 0 <= max_loss <= 1:
             raise ConfigError(f"max_loss is a share of the time in [0, 1], got {max_loss!r}; 0.025 allows 2.5 %")
@@ -68,7 +71,7 @@ class ObservedCosts:
         """Seconds of all steps."""
         self.saved_s = 0.0
         """Seconds that drafts saved; negative if they lost."""
-        self._max_loss = max_loss
+        self._max_loss, self._load_s = max_loss, load_s
         self._steps, self._passes = PassTimes(), PassTimes()
         self._gains: dict[int, _Gain] = {}
         self._num_drafted_steps = 0
@@ -81,7 +84,7 @@ class ObservedCosts:
 
     def can_spend(self, seconds: float) -> bool:
         """Whether drafts may cost so many seconds, and loading the drafter if nothing was drafted yet."""
-        return seconds + self._load_s() <= self.budget_s
+        return seconds + (0.0 if self._num_drafted_steps else self._load_s) <= self.budget_s
 
     def is_promising(self) -> bool:
         """Whether drafts pay at some number of rows, or have yet to be tried at one."""
@@ -156,9 +159,6 @@ class ObservedCosts:
         per_row = (whole_s - self._steps.seconds_of(1)) / (num_rows - 1) if num_rows > 1 else 0.0
         alone = self._steps.seconds_of(1) - per_row
         return num_steps * alone + num_sampled * per_row
-
-    def _load_s(self) -> float:
-        return 0.0 if self._num_drafted_steps else _LOAD_S
 
     def _update(self, gain: _Gain, expected_s: float, seconds: float) -> None:
         gain.num_steps += 1

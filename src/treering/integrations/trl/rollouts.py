@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 from transformers import TrainerCallback
 
+from treering.compiled import is_compiled
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout
-from treering.engine.speculation.observed_costs import ObservedCosts
+from treering.engine.speculation.observed_costs import COMPILE_S, LOAD_S, ObservedCosts
 from treering.errors import ConfigError, StateError
+from treering.history.draft.kernel import propose
 from treering.integrations.trl.draft_history import DraftHistory
 from treering.integrations.trl.open_turns import OpenTurns
 from treering.integrations.trl.prompt_ids import PromptIds
@@ -22,6 +24,12 @@ from treering.integrations.trl.trainer_engine import TrainerEngine
 from treering.metrics import TOKENS_PER_FORWARD
 
 Drafts = Literal["auto", "off"]
+
+_NOT_COMPILED = (
+    "history drafts are not compiled yet, which takes up to a minute of a processor once after installation; a run "
+    "that is too short to pay for it makes none. To compile them first: python -c 'from treering import Drafter, "
+    "HistoryStore; Drafter(HistoryStore()).warm_up()'"
+)
 """auto: where real steps show that drafts pay. off: none."""
 Turns = tuple[list[list[int]], list[list[float]]]
 """Tokens and log-probs of each rollout's new turn, as TRL passes them."""
@@ -70,7 +78,8 @@ class HistoryRollouts:
         if drafts not in get_args(Drafts):
             raise ConfigError(f"drafts are one of {', '.join(get_args(Drafts))}, got {drafts!r}; choose one")
         self._id_column, self._drafts = id_column, drafts
-        self._costs = ObservedCosts(max_loss=max_loss)
+        self._is_compiled = is_compiled(propose)
+        self._costs = ObservedCosts(max_loss=max_loss, load_s=LOAD_S if self._is_compiled else COMPILE_S)
         self._history = DraftHistory(self._costs, max_bytes=max_bytes, max_epochs=max_epochs, clock=time.process_time)
         self._engine = TrainerEngine(self._costs, max_batch=max_batch, seed=seed, num_threads=num_threads)
         self._trainer: Any = None
@@ -161,6 +170,8 @@ class HistoryRollouts:
         check_trainer(trainer)
         self._ids = PromptIds(trainer.train_dataset, self._id_column)
         self._trainer, self._first_step = trainer, trainer.state.global_step
+        if self._drafts == "auto" and not self._is_compiled:
+            trainer.accelerator.print(_NOT_COMPILED)
         trainer.add_callback(_SaveState(self))
         folder = _resumed_folder(trainer)
         if folder is not None:

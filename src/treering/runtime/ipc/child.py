@@ -3,6 +3,8 @@
 Imports nothing heavy, so that a child reads its pipe before it imports torch.
 """
 
+from __future__ import annotations
+
 import ctypes
 import io
 import multiprocessing
@@ -17,10 +19,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from treering.errors import StateError, TreeringError
-from treering.runtime.ipc.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from treering.runtime.ipc.weight_store import ProcessWeights
 
 SERVER_PARENT = "TREERING_SERVER_PARENT"
 """Environment variable: the process whose fork server dies with it."""
@@ -66,8 +72,15 @@ class Port:
             os._exit(0)
 
 
-Role: TypeAlias = Callable[[Port, SharedMemory, Any], None]
-"""The main function of a child: takes its port, the weights' memory and its settings, and never returns."""
+class WeightAccess(Protocol):
+    """What a launcher gives a child to reach the weights of the run."""
+
+    def open(self, model: nn.Module, port: Port) -> ProcessWeights:
+        """The weights, for a child that has built the model; messages about them go through its port."""
+
+
+Role: TypeAlias = Callable[[Port, WeightAccess, Any], None]
+"""The main function of a child: takes its port, the way to the weights and its settings, and never returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,10 +89,10 @@ class Start:
 
     role: Role
     settings: object
-    folder: str
-    """The controller's working directory."""
+    folder: str | None
+    """The controller's working directory; None: the child stays where it is."""
     environment: Mapping[str, str]
-    """The controller's."""
+    """What the child adds to its own: the controller's, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,12 +107,12 @@ class Failed:
     error: Exception
 
 
-def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -> None:
-    """The entry point of a child process: runs the role of the first message, and sends its error if it raises.
+def main(connection: Connection, access: WeightAccess, dies_with_parent: bool) -> None:
+    """The entry point of a local child process.
 
     Args:
         connection: to the controller.
-        memory: of the weights.
+        access: to the weights.
         dies_with_parent: asks the kernel to kill this process with its parent. Must be false if the thread that started
             this process may end before the controller does.
     """
@@ -108,16 +121,25 @@ def main(connection: Connection, memory: SharedMemory, dies_with_parent: bool) -
     # The controller starts this process as a daemon, so that it ends with it; but daemons may not start processes, and
     # rewards may.
     multiprocessing.current_process().daemon = False
-    _stdout_to_stderr()
     if dies_with_parent:
         die_with_parent()
+    run_role(connection, access)
+
+
+def run_role(connection: Connection, access: WeightAccess) -> None:
+    """Runs the role of the first message, and sends its error if it raises; never returns.
+
+    Ends this process when the other end of the connection closes.
+    """
+    _stdout_to_stderr()
     port = Port(connection)
     try:
         start: Start = port.take()
         # The fork server may have started in another folder and with another environment.
-        os.chdir(start.folder)
+        if start.folder is not None:
+            os.chdir(start.folder)
         os.environ.update(start.environment)
-        start.role(port, memory, start.settings)
+        start.role(port, access, start.settings)
     except Exception as error:
         port.send(Failed(error=_picklable_error(error)))
         threading.Event().wait()

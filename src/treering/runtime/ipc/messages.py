@@ -25,8 +25,6 @@ class WorkerSettings:
     """Settings of a rollout worker."""
 
     recipe: Recipe
-    num_slots: int
-    """Of the ring of weights."""
     history: Path | None
     """Folder of the history that it drafts from; None disables drafts."""
     drafts: DraftOptions
@@ -38,7 +36,7 @@ class BeginStep:
 
     step: int
     version: int
-    """The step that produced the weights: their version in the ring."""
+    """The step that produced the weights: their version in the store."""
     policy_version: int
     """The policy version of the weights, which rollouts record."""
     reports: bool
@@ -118,11 +116,9 @@ class RewardReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainerSettings:
-    """Settings of the trainer, which starts from the weights of the ring's base slot."""
+    """Settings of the trainer, which starts from the base of the weight store."""
 
     recipe: Recipe
-    num_slots: int
-    """Of the ring of weights."""
     optim: OptimOptions
     options: RlOptions
     version: int
@@ -133,7 +129,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainStep:
-    """To the trainer: train a step; write its weights to the ring unless an earlier trainer did (`is_new`)."""
+    """To the trainer: train a step; publish its weights unless an earlier trainer did (`is_new`)."""
 
     step: int
     groups: Sequence[Group]
@@ -142,7 +138,7 @@ class TrainStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep:
-    """From the trainer: a step is trained, and its weights are in the ring."""
+    """From the trainer: a step is trained, and its weights are published."""
 
     step: int
     trained: Trained

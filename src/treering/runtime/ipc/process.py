@@ -1,71 +1,16 @@
 """The controller's side of a child process: start it, exchange messages, and replace it when it dies."""
 
-import multiprocessing
 import os
 import pickle
-import signal
-import sys
-import threading
 import time
-from contextlib import suppress
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Any, TypeAlias
-
-import torch
+from typing import Any
 
 from treering.errors import StateError
-from treering.runtime.ipc.child import SERVER_PARENT, Failed, Ready, Role, Start, main
-from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc.child import Failed, Ready, Role, Start
+from treering.runtime.ipc.launcher import Ended, Kind, Launcher, Process, Transport
 
 MAX_DEATHS = 5
 """Deaths in a row, without progress in between, that end the run."""
-
-_CLOSE_S = 5.0
-_RETRY_S = 0.1
-_PRELOADED = (
-    "treering.runtime.ipc.fork_server",
-    "treering.engine.torch_engine",
-    "treering.runtime.workers.reward_worker",
-    "treering.runtime.workers.trainer_worker",
-    "treering.runtime.workers.rollout_worker",
-    "transformers.modeling_utils",
-)
-
-
-Context: TypeAlias = ForkServerContext | SpawnContext
-
-
-def start_method(recipe: object) -> Context:
-    """How children start: forked from a server that has imported everything, which takes a tenth of a second.
-
-    The server is started once per process and runs only imports. With a CUDA device even imports may initialise the
-    driver, which a forked process cannot use; then every child is spawned and imports for itself.
-    """
-    if torch.cuda.is_available():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *_PRELOADED, type(recipe).__module__])
-    _start_server()
-    return context
-
-
-def _start_server() -> None:
-    """Starts the fork server if there is none, with this process's module search path."""
-    changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if threading.current_thread() is threading.main_thread():
-        # The kernel watches the thread that starts the server, and another one may end before the run.
-        changes[SERVER_PARENT] = str(os.getpid())
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 class ChildProcess:
@@ -77,9 +22,9 @@ class ChildProcess:
     def __init__(
         self,
         name: str,
+        kind: Kind,
         role: Role,
-        memory: SharedMemory,
-        context: Context,
+        launcher: Launcher,
         *,
         time_limit_s: float,
         leads_group: bool = False,
@@ -88,75 +33,56 @@ class ChildProcess:
 
         Args:
             name: used in errors.
+            kind: what its launcher reserves for it.
             role: what it runs.
-            memory: of the weights.
-            context: from `start_method`.
+            launcher: starts it.
             time_limit_s: how long it may be silent while it has work; see `end_if_silent`.
             leads_group: the role makes itself the leader of a process group, which `stop` kills as a whole.
         """
         self.name = name
+        self._kind = kind
         self._leads_group = leads_group
         self._time_limit_s = time_limit_s
         self._heard_s = time.monotonic()
         self._was_silent = False
-        self._context = context
         self._role = role
-        self._memory = memory
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._connection: Connection | None = None
+        self._launcher = launcher
+        self._process: Process | None = None
+        self.num_starts = 0
+        """Processes started, which tells one from its replacement; ids of processes on two hosts may be equal."""
         self.num_deaths = 0
         """Deaths in a row, without progress in between."""
         self.is_ready = False
 
     @property
-    def connection(self) -> Connection:
+    def connection(self) -> Transport:
         """The connection to wait for; only while a child runs."""
-        assert self._connection is not None
-        return self._connection
+        assert self._process is not None
+        return self._process.transport
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None if there is no child."""
+        """The child's process id; None if there is no child, or it is on its way."""
         return None if self._process is None else self._process.pid
 
     def start(self, settings: object) -> None:
         """Starts the child with the settings of its role.
 
         Raises:
-            StateError: the fork server dies again and again.
+            StateError: it cannot be started.
         """
-        for _ in range(MAX_DEATHS):
-            try:
-                self._process, self._connection = self._started()
-                break
-            except (EOFError, OSError) as error:
-                # The fork server has died meanwhile; the next attempt starts another one.
-                cause = error
-                time.sleep(_RETRY_S)
-        else:
-            raise StateError(
-                f"a process starts within {MAX_DEATHS} attempts, and the {self.name} did not, last with "
-                f"{type(cause).__name__}: {cause}; free memory, or allow more processes and open files"
-            )
+        self._process = self._launcher.start(self.name, self._kind)
+        self.num_starts += 1
         self.is_ready = self._was_silent = False
         self._heard_s = time.monotonic()
-        self.send(Start(role=self._role, settings=settings, folder=os.getcwd(), environment=dict(os.environ)))
+        folder = os.getcwd() if self._launcher.shares_host else None
+        environment = dict(os.environ) if self._launcher.copies_environment else {}
+        self.send(Start(role=self._role, settings=settings, folder=folder, environment=environment))
 
-    def _started(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-        ours, theirs = self._context.Pipe()
-        # The kernel watches the thread that started the process: the server's, or this one, which may end early.
-        is_forked = isinstance(self._context, ForkServerContext)
-        dies_with_parent = is_forked or threading.current_thread() is threading.main_thread()
-        process = self._context.Process(
-            target=main, args=(theirs, self._memory, dies_with_parent), name=f"treering {self.name}", daemon=True
-        )
-        with theirs:
-            try:
-                process.start()
-            except BaseException:
-                ours.close()
-                raise
-        return process, ours
+    def offer(self, version: int, slot: int | None = None) -> None:
+        """Lets the child read these weights of the store."""
+        if self._process is not None:
+            self._process.offer(version, slot)
 
     def send(self, message: object) -> None:
         """Sends a message. One to a dead child is dropped; `receive` reports the death."""
@@ -201,17 +127,17 @@ class ChildProcess:
             self._was_silent = True
             self._process.kill()
 
-    def reap(self) -> int | None:
-        """Cleans up a dead child and returns its exit status.
+    def reap(self) -> Ended:
+        """Cleans up a dead child and returns how it ended.
 
         Raises:
             StateError: it is the `MAX_DEATHS`-th in a row.
         """
-        status = self.stop()
+        ended = self.stop()
         self.num_deaths += 1
         if self.num_deaths < MAX_DEATHS:
-            return status
-        cause = f"last with {describe_status(status)}; free memory, or read its output"
+            return ended
+        cause = f"last with {ended.cause}; free memory, or read its output"
         if self._was_silent:
             cause = f"last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
         raise StateError(
@@ -223,30 +149,10 @@ class ChildProcess:
         """Resets the count of deaths."""
         self.num_deaths = 0
 
-    def stop(self) -> int | None:
-        """Kills the child, if there is one, and returns its exit status."""
+    def stop(self) -> Ended:
+        """Kills the child, if there is one, and returns how it ended."""
         if self._process is None:
-            return None
-        if self._leads_group and self._process.pid is not None:
-            # Also after its death: what it started may live on.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join(_CLOSE_S)
-        status = self._process.exitcode
-        if status is not None:
-            self._process.close()
-        self.connection.close()
-        self._process = self._connection = None
-        return status
-
-
-def describe_status(status: int | None) -> str:
-    """An exit status in words: "signal SIGKILL", "exit status 1"."""
-    if status is None or status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+            return Ended(status=None, cause="no process")
+        ended = self._process.end(with_group=self._leads_group)
+        self._process = None
+        return ended

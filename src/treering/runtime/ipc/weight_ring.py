@@ -1,69 +1,37 @@
 """Weights in shared memory: a ring of versions that the trainer writes and the rollout workers read.
 
-There are no locks: a version is announced only after its slot is complete, and a slot is overwritten only when no
-process needs its old version.
-
-    S slots of the ring, plus one for the weights that a new trainer starts from
+A ring has a slot for each version, and one more for the weights that a new trainer starts from.
 """
 
-import math
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
+from treering.runtime.ipc.weight_store import BASE
 
-_ALIGN = 64
 _HEADER = struct.Struct("<qI")
 """The version (-1 during a write) and the CRC-32 of the weights."""
 
-BASE = -1
-"""The `slot` argument for the extra slot outside the ring."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorLayout:
-    """The position of a tensor in a slot."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_values(self) -> int:
-        """Number of values."""
-        return math.prod(self.shape)
-
-
-def tensor_layouts(model: nn.Module) -> tuple[list[TensorLayout], int]:
-    """The layout of each tensor of a model, tied ones once, and the bytes of a slot.
-
-    Example: a float32 layer with weight [3, 2] and bias [3] has offsets 0 and 64 in 128 bytes.
-    """
-    layouts, end = [], 0
-    for name, tensor in _tensors(model).items():
-        layouts.append(TensorLayout(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), offset=end))
-        end += _padded(tensor.numel() * tensor.element_size())
-    return layouts, end
+_HEADER_BYTES = 64
+"""The header with its padding."""
 
 
 class WeightRing:
-    """The weights of the latest S versions of one model.
+    """The weights of the latest S versions of one model: the `WeightStore` of processes on one host.
 
     Example: with 3 slots, after writing versions 0 to 4, versions 2, 3 and 4 can be read, and 1 raises StateError.
     """
 
     def __init__(self, model: nn.Module, num_slots: int, memory: SharedMemory | None = None) -> None:
         """`memory`: of a ring that another process made for the same model; None allocates it."""
-        self._layouts, self._num_bytes = tensor_layouts(model)
+        self._layout = WeightLayout(model)
         self.num_slots = num_slots
-        self._stride = _ALIGN + self._num_bytes
+        self._stride = _HEADER_BYTES + self.num_bytes
         size = (num_slots + 1) * self._stride
         if memory is not None and len(memory.view) != size:
             raise StateError(
@@ -75,43 +43,37 @@ class WeightRing:
     @property
     def num_bytes(self) -> int:
         """Bytes of one version."""
-        return self._num_bytes
+        return self._layout.num_bytes
 
     def write(self, version: int, model: nn.Module, slot: int | None = None) -> None:
-        """Copies a model's weights into the ring as `version`, or into the slot `BASE`."""
-        self.put(version, _tensors(model), slot)
+        """See `WeightStore`."""
+        self.put(version, model_tensors(model), slot)
 
     def put(self, version: int, tensors: Mapping[str, Tensor], slot: int | None = None) -> None:
-        """As `write`, with tensors by name, as `tensors` returns them."""
+        """See `WeightStore`."""
         start = self._start(version, slot)
         self._set_header(start, -1, 0)
-        with torch.no_grad():
-            for layout, target in self._slot_tensors(start):
-                target.copy_(tensors[layout.name])
+        self._layout.fill(self.memory.view, tensors, start + _HEADER_BYTES)
+        self._set_header(start, version, self._checksum(start))
+
+    def put_bytes(self, version: int, payload: bytes | bytearray) -> None:
+        """See `WeightStore`."""
+        start = self._start(version, None)
+        self._set_header(start, -1, 0)
+        self.memory.view[start + _HEADER_BYTES : start + self._stride] = payload
         self._set_header(start, version, self._checksum(start))
 
     def read(self, version: int, model: nn.Module, slot: int | None = None) -> None:
-        """Copies a version into a model.
-
-        Raises:
-            StateError: the slot holds another version, or is damaged.
-        """
-        start = self._checked(version, slot)
-        own = _tensors(model)
-        with torch.no_grad():
-            for layout, source in self._slot_tensors(start):
-                own[layout.name].copy_(source)
+        """See `WeightStore`."""
+        self._layout.load(self.memory.view, model, self._checked(version, slot) + _HEADER_BYTES)
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """Copies of a version's tensors by name.
-
-        Raises:
-            StateError: see `read`.
-        """
-        return {layout.name: source.clone() for layout, source in self._slot_tensors(self._checked(version, None))}
+        """See `WeightStore`."""
+        views = self._layout.views(self.memory.view, self._checked(version, None) + _HEADER_BYTES)
+        return {name: source.clone() for name, source in views.items()}
 
     def close(self) -> None:
-        """Frees the memory once nothing refers to it."""
+        """See `WeightStore`."""
         self.memory.close()
 
     def _checked(self, version: int, slot: int | None) -> int:
@@ -132,29 +94,4 @@ class WeightRing:
 
     def _checksum(self, start: int) -> int:
         with memoryview(self.memory.view) as everything:
-            return zlib.crc32(everything[start + _ALIGN : start + self._stride])
-
-    def _slot_tensors(self, start: int) -> list[tuple[TensorLayout, Tensor]]:
-        found = []
-        for layout in self._layouts:
-            if layout.num_values == 0:
-                continue
-            offset = start + _ALIGN + layout.offset
-            flat = torch.frombuffer(self.memory.view, dtype=layout.dtype, count=layout.num_values, offset=offset)
-            found.append((layout, flat.view(layout.shape)))
-        return found
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by name; of tied ones the first."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() == 0 or tensor.data_ptr() not in seen:
-            found[name] = tensor
-            seen.add(tensor.data_ptr())
-    return found
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+            return zlib.crc32(everything[start + _HEADER_BYTES : start + self._stride])

@@ -3,15 +3,14 @@
 import signal
 import time
 from collections import Counter, deque
-from multiprocessing.connection import Connection
 
 from treering.engine.rollout import RolloutKey
 from treering.errors import StateError
 from treering.rl.turns import without_reward
 from treering.runtime.account import Account
+from treering.runtime.ipc.launcher import Ended, Launcher, Transport
 from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
-from treering.runtime.ipc.process import ChildProcess, Context, describe_status
-from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.ended_workers import EndedWorkers
 from treering.runtime.workers.reward_worker import run_reward_worker
 
@@ -34,8 +33,7 @@ class RewardClient:
     def __init__(
         self,
         settings: RewardSettings,
-        memory: SharedMemory,
-        context: Context,
+        launcher: Launcher,
         *,
         reward_name: str,
         time_limit_s: float,
@@ -46,8 +44,7 @@ class RewardClient:
 
         Args:
             settings: of the workers.
-            memory: of the weights.
-            context: how processes are started.
+            launcher: starts them.
             reward_name: see `Task.reward_name`.
             time_limit_s: for one request.
             worker_time_limit_s: to build the task.
@@ -62,13 +59,20 @@ class RewardClient:
         self._deaths: Counter[RolloutKey] = Counter()
         self._since_s = time.perf_counter()
         self.child, self.spare = (
-            ChildProcess(name, run_reward_worker, memory, context, time_limit_s=worker_time_limit_s, leads_group=True)
+            ChildProcess(
+                name,
+                "reward_worker",
+                run_reward_worker,
+                launcher,
+                time_limit_s=worker_time_limit_s,
+                leads_group=True,
+            )
             for name in ("reward worker", "spare reward worker")
         )
         self.child.start(settings)
         self.spare.start(settings)
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[Transport]:
         """Connections to wait for."""
         return [self.child.connection, self.spare.connection]
 
@@ -151,22 +155,22 @@ class RewardClient:
     def _replace(self) -> list[RewardReply]:
         was_ready = self.child.is_ready
         self._account.reward_worker_deaths += 1
-        status = self.child.reap()
+        ended = self.child.reap()
         found = []
         # A worker that died before it was ready was not ended by a request.
         if self._given and was_ready:
-            found = self._count_death(self._given[0].rollout.key, status)
+            found = self._count_death(self._given[0].rollout.key, ended)
         self._take_over()
         return found
 
-    def _count_death(self, key: RolloutKey, status: int | None) -> list[RewardReply]:
+    def _count_death(self, key: RolloutKey, ended: Ended) -> list[RewardReply]:
         """Leaves out a rollout that ended its worker, or during which workers were killed several times."""
         self._deaths[key] += 1
-        if not _is_own_doing(status) and self._deaths[key] < MAX_DEATHS_OF_ONE:
+        if not _is_own_doing(ended.status) and self._deaths[key] < MAX_DEATHS_OF_ONE:
             return []
         self.child.note_progress()
         again = f", {self._deaths[key]} times" if self._deaths[key] > 1 else ""
-        return [self._leave_out(StateError(f"its reward ended the reward worker ({describe_status(status)}){again}"))]
+        return [self._leave_out(StateError(f"its reward ended the reward worker ({ended.cause}){again}"))]
 
     def _leave_out(self, error: Exception) -> RewardReply:
         rollout = self._given.popleft().rollout

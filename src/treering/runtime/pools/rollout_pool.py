@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.account import Account
+from treering.runtime.ipc.launcher import Launcher, Transport
 from treering.runtime.ipc.messages import (
     BeginStep,
     GiveUp,
@@ -17,8 +17,7 @@ from treering.runtime.ipc.messages import (
     SampleRequests,
     WorkerSettings,
 )
-from treering.runtime.ipc.process import ChildProcess, Context
-from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.workers.rollout_worker import run_rollout_worker
@@ -64,8 +63,7 @@ class RolloutPool:
     def __init__(
         self,
         settings: WorkerSettings,
-        memory: SharedMemory,
-        context: Context,
+        launcher: Launcher,
         *,
         num_workers: int,
         time_limit_s: float,
@@ -78,7 +76,11 @@ class RolloutPool:
         self._workers = [
             _WorkerState(
                 child=ChildProcess(
-                    f"rollout worker {number}", run_rollout_worker, memory, context, time_limit_s=time_limit_s
+                    f"rollout worker {number}",
+                    "rollout_worker",
+                    run_rollout_worker,
+                    launcher,
+                    time_limit_s=time_limit_s,
                 )
             )
             for number in range(num_workers)
@@ -98,7 +100,7 @@ class RolloutPool:
         """Their child processes."""
         return [worker.child for worker in self._workers]
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[Transport]:
         """Connections to wait for."""
         return [worker.child.connection for worker in self._workers]
 
@@ -107,13 +109,12 @@ class RolloutPool:
 
         Args:
             open_steps: the open steps.
-            policy_versions: step -> policy version after it, of the weights in the ring.
+            policy_versions: step -> policy version after it, of the weights in the store.
         """
-        # Ready workers with the fewest rollouts choose first from the unassigned requests.
-        order = sorted(
-            range(len(self._workers)),
-            key=lambda n: (not self._workers[n].child.is_ready, len(self._workers[n].running)),
-        )
+        # Those with the fewest rollouts choose first from the unassigned requests. A worker that is on its way, perhaps
+        # for a minute, would only keep requests from others.
+        ready = [number for number, worker in enumerate(self._workers) if worker.child.is_ready]
+        order = sorted(ready, key=lambda number: len(self._workers[number].running))
         for number in order:
             worker = self._workers[number]
             open_step = _next_step(number, worker, open_steps)
@@ -261,6 +262,7 @@ class RolloutPool:
 def _begin_step(worker: _WorkerState, open_step: OpenStep, policy_version: int) -> None:
     """Starts a step on a worker, before its first requests."""
     worker.step, worker.has_begun = open_step.step, True
+    worker.child.offer(open_step.version)
     worker.child.send(
         BeginStep(
             step=open_step.step,

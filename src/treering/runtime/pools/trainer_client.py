@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 
 from torch import nn
 
 from treering.rl.collect import Group
 from treering.runtime.account import Account
+from treering.runtime.ipc.launcher import Launcher, Transport, wait_for_any
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
-from treering.runtime.ipc.process import ChildProcess, Context
-from treering.runtime.ipc.weight_ring import BASE, WeightRing
+from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
+from treering.runtime.ipc.weight_store import BASE, WeightStore
 from treering.runtime.workers.trainer_worker import run_trainer
 
 _TOKEN_BYTES = 25
@@ -28,7 +29,7 @@ class _Job:
 
 
 class TrainerClient:
-    """One trainer. Its base is the last fetched state: weights in an extra slot of the ring, the optimiser as bytes.
+    """One trainer. Its base is the last fetched state: weights in an extra slot of the store, the optimiser as bytes.
 
     The rollouts of later steps are kept. After a crash, a new trainer replays them and gets bitwise the same weights.
     Once they need more memory than the base, a new base replaces them.
@@ -39,8 +40,8 @@ class TrainerClient:
     def __init__(
         self,
         settings: TrainerSettings,
-        ring: WeightRing,
-        context: Context,
+        store: WeightStore,
+        launcher: Launcher,
         *,
         model: nn.Module,
         time_limit_s: float,
@@ -50,14 +51,14 @@ class TrainerClient:
 
         Args:
             settings: with the initial version and state.
-            ring: the weights.
-            context: how processes are started.
+            store: the weights.
+            launcher: starts it.
             model: the caller's; at every call it has the weights of the latest finished step.
             time_limit_s: for one step.
             account: counts deaths.
         """
         self._settings = settings
-        self._ring = ring
+        self._store = store
         self._model = model
         self._account = account
         self._jobs: list[_Job] = []
@@ -65,10 +66,11 @@ class TrainerClient:
         self._pending: int | None = None
         self._saved: list[bytes] = []
         self._is_fetching = False
-        self.child = ChildProcess("trainer", run_trainer, ring.memory, context, time_limit_s=time_limit_s)
+        self._incoming = IncomingWeights()
+        self.child = ChildProcess("trainer", "trainer", run_trainer, launcher, time_limit_s=time_limit_s)
         self._start_child()
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[Transport]:
         """Connections to wait for."""
         return [self.child.connection]
 
@@ -91,6 +93,11 @@ class TrainerClient:
         done = None
         for message in messages:
             self.child.note_progress()
+            if isinstance(message, PublishedWeights):
+                weights = self._incoming.take(message)
+                if weights is not None:
+                    self._store.put_bytes(message.version, weights)
+                continue
             if isinstance(message, TrainerState):
                 self._saved.append(message.state)
                 continue
@@ -113,7 +120,7 @@ class TrainerClient:
         assert self._pending is None, "a state is fetched between steps"
         version = self._jobs[-1].message.step if self._jobs else self._settings.version
         state = self._fetch_state()
-        self._ring.write(version, self._model, BASE)
+        self._store.write(version, self._model, BASE)
         self._settings = replace(self._settings, version=version, state=state)
         self._jobs.clear()
         return state
@@ -121,7 +128,7 @@ class TrainerClient:
     def compact(self) -> None:
         """Makes a new base if the kept rollouts are larger than the current one."""
         kept = sum(job.num_bytes for job in self._jobs)
-        if kept > max(_LEAST_BYTES, self._ring.num_bytes + len(self._settings.state)):
+        if kept > max(_LEAST_BYTES, self._store.num_bytes + len(self._settings.state)):
             self.fetch()
 
     def close(self) -> None:
@@ -130,14 +137,14 @@ class TrainerClient:
 
     def _fetch_state(self) -> bytes:
         """The trainer's state; the request is sent again if the trainer is replaced."""
-        asked_pid: int | None = None
+        asked: int | None = None
         self._is_fetching = True
         self._saved.clear()
         while not self._saved:
-            if asked_pid != self.child.pid:
+            if asked != self.child.num_starts:
                 self.child.send(FetchState())
-                asked_pid = self.child.pid
-            wait(self.connections(), timeout=1.0)
+                asked = self.child.num_starts
+            wait_for_any(self.connections(), timeout_s=1.0)
             self.receive()
         self._is_fetching = False
         return self._saved.pop()
@@ -145,6 +152,7 @@ class TrainerClient:
     def _start_child(self) -> None:
         self._expected.clear()
         self.child.start(self._settings)
+        self.child.offer(self._settings.version, BASE)
         for job in self._jobs:
             is_new = job.message.step == self._pending
             self._account.steps_trained_again += not is_new

@@ -6,12 +6,11 @@ It has no time limit of its own: the controller kills it.
 import os
 
 from treering.rl.turns import evaluate_turn
-from treering.runtime.ipc.child import Port, Ready
+from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import RewardReply, RewardRequests, RewardSettings
-from treering.runtime.ipc.shared_memory import SharedMemory
 
 
-def run_reward_worker(port: Port, _: SharedMemory, settings: RewardSettings) -> None:
+def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> None:
     """The role of the reward worker."""
     # With its process group end the processes that rewards have started.
     os.setpgid(0, 0)

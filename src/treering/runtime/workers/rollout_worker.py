@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from treering.engine.protocol import Engine, EngineStats
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.draft.drafter import Drafter
 from treering.history.store.reader import HistoryReader
 from treering.rl.drafting import DraftOptions, make_drafter
-from treering.runtime.ipc.child import Port, Ready
+from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
     GiveUp,
@@ -23,8 +25,7 @@ from treering.runtime.ipc.messages import (
     SampleRequests,
     WorkerSettings,
 )
-from treering.runtime.ipc.shared_memory import SharedMemory
-from treering.runtime.ipc.weight_ring import WeightRing
+from treering.runtime.ipc.weight_store import ProcessWeights
 from treering.runtime.workers.pass_timer import PassTimer
 
 _REPORT_S = 0.2
@@ -34,9 +35,10 @@ _ALIVE_S = 10.0
 """Most seconds without a message while it samples, except during one pass."""
 
 
-def run_rollout_worker(port: Port, memory: SharedMemory, settings: WorkerSettings) -> None:
+def run_rollout_worker(port: Port, access: WeightAccess, settings: WorkerSettings) -> None:
     """The role of a rollout worker."""
-    worker = _Worker(settings, memory)
+    model = settings.recipe.make_model()
+    worker = _Worker(settings, model, access.open(model, port))
     port.send(Ready())
     while True:
         messages = port.take_ready() if worker.is_busy else [port.take()]
@@ -66,10 +68,10 @@ class _DraftHistory:
 class _Worker:
     """The engine, its current step and its counters."""
 
-    def __init__(self, settings: WorkerSettings, memory: SharedMemory) -> None:
+    def __init__(self, settings: WorkerSettings, model: nn.Module, weights: ProcessWeights) -> None:
         self._recipe = settings.recipe
-        self._model = settings.recipe.make_model()
-        self._ring = WeightRing(self._model, settings.num_slots, memory)
+        self._model = model
+        self._weights = weights
         self._history = None if settings.history is None else _DraftHistory(settings.history, settings.drafts)
         self._engine: Engine | None = None
         self._step = 0
@@ -163,7 +165,7 @@ class _Worker:
             # The weights are the same, but an engine's caches of the previous step would change rounding.
             self._engine = None
         else:
-            self._ring.read(message.version, self._model)
+            self._weights.read(message.version, self._model)
         if self._engine is not None:
             self._engine.update_weights(message.policy_version)
         else:

@@ -1,4 +1,4 @@
-"""The trainer process: model and optimiser; writes the weights of every step to shared memory."""
+"""The trainer process: model and optimiser; publishes the weights of every step."""
 
 import io
 import time
@@ -8,18 +8,17 @@ from typing import Any
 import torch
 
 from treering.rl.trainer import Trainer
-from treering.runtime.ipc.child import Port, Ready
+from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
-from treering.runtime.ipc.shared_memory import SharedMemory
-from treering.runtime.ipc.weight_ring import BASE, WeightRing
+from treering.runtime.ipc.weight_store import BASE
 from treering.train.loop.restore import random_state, set_random_state
 
 
-def run_trainer(port: Port, memory: SharedMemory, settings: TrainerSettings) -> None:
+def run_trainer(port: Port, access: WeightAccess, settings: TrainerSettings) -> None:
     """The role of the trainer."""
     model = settings.recipe.make_model()
-    ring = WeightRing(model, settings.num_slots, memory)
-    ring.read(settings.version, model, BASE)
+    weights = access.open(model, port)
+    weights.read(settings.version, model, BASE)
     trainer = Trainer(model, settings.optim, settings.options)
     state = unpacked(settings.state)
     if state["optimizer"] is not None:
@@ -36,7 +35,7 @@ def run_trainer(port: Port, memory: SharedMemory, settings: TrainerSettings) -> 
             trained = trainer.train(message.step, message.groups)
             ended = time.perf_counter()
             if message.is_new:
-                ring.write(message.step, model)
+                weights.write(message.step, model)
             update_s = time.perf_counter() - ended
             port.send(TrainedStep(step=message.step, trained=trained, train_s=ended - started, update_s=update_s))
 

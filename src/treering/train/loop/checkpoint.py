@@ -24,6 +24,7 @@ from treering.errors import StateError, UnsupportedError
 from treering.ranks.group import RankGroup
 from treering.ranks.state import split_state, whole_state_dict, write_shards
 from treering.ranks.together import write_together
+from treering.train.loop.adapters import adapter_tensors, has_adapter, save_adapter
 from treering.train.loop.restore import SHARDS_FOLDER, STATE_FILE, random_state, restore
 from treering.train.loop.resumable import ReportT, Resumable
 from treering.writing import allocate, writing
@@ -65,6 +66,7 @@ class CheckpointStore:
         hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
             to it does not affect them; None keeps no hints.
         group: the ranks of a sharded model, which save and restore together in a folder that all of them see.
+        card: gives the text of README.md, the model card, for the step of a checkpoint; None writes none.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
     """
@@ -75,19 +77,20 @@ class CheckpointStore:
     tokenizer: Path | None = None
     hints: Path | None = None
     group: RankGroup = field(default_factory=RankGroup)
+    card: Callable[[int], str] | None = None
 
     def save(self, loop: Resumable[ReportT]) -> Path:
         """Writes a checkpoint of the loop and removes those beyond `keep`; returns the checkpoint's folder.
 
         Raises:
-            UnsupportedError: not a plain Hugging Face model, such as a PEFT adapter.
+            UnsupportedError: not a Hugging Face model, such as a PEFT model around one.
             StateError: the disk is full, or the folder cannot be written; earlier checkpoints are unchanged.
         """
         model = loop.model
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
-                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters first, or "
-                "save them yourself"
+                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters "
+                "first, or add them with the model's own add_adapter"
             )
         if self.group.size > 1:
             return self._save_together(loop, model)
@@ -112,17 +115,22 @@ class CheckpointStore:
         """Writes a checkpoint of the model, or of its gathered weights, and tidies up."""
         target = checkpoint_path(self.folder, loop.num_steps_done)
         weights = model.state_dict() if gathered is None else gathered.weights
+        if has_adapter(model):
+            weights = adapter_tensors(model, weights)
         num_bytes = num_tensor_bytes(weights) + num_tensor_bytes(state)
 
         def fill(draft: Path) -> None:
             with told_why(draft / STATE_FILE, num_bytes):
-                if gathered is None:
-                    model.save_pretrained(draft)
-                else:
+                if gathered is not None:
                     gathered.begin()
-                    model.save_pretrained(draft, state_dict=gathered.weights)
+                if has_adapter(model):
+                    save_adapter(model, weights, draft)
+                else:
+                    model.save_pretrained(draft, state_dict=None if gathered is None else gathered.weights)
                 torch.save(state, draft / STATE_FILE)
             _copy_tokenizer(self.tokenizer, draft)
+            if self.card is not None:
+                (draft / "README.md").write_text(self.card(loop.num_steps_done), encoding="utf-8")
 
         # Hints come first, so that a complete checkpoint has its hints even if this process is killed.
         if self.hints is not None:

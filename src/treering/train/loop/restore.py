@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.ranks.state import first_sharded, join_state, own_part, shard_like
+from treering.train.loop.adapters import adapter_tensors, has_adapter
 from treering.train.loop.resumable import ReportT, Resumable
 
 STATE_FILE = "training_state.pt"
@@ -46,6 +47,8 @@ def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
 def _load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Copies the stored tensors into the model's, in the same dtypes; tied tensors are stored once."""
     own = model.state_dict()
+    if has_adapter(model):
+        own = adapter_tensors(model, own)
     loaded: set[int] = set()
     for name, tensor in _stored_tensors(checkpoint):
         target = own.get(name)

@@ -1,0 +1,204 @@
+"""Finds a model or tokenizer: in the folder that a setting names, or by its hub id in the Hugging Face cache.
+
+What stands on disk is never asked of the hub. The cache, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are those of
+huggingface_hub.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from treering.config import RlConfig, SftConfig
+from treering.config.model import ModelConfig
+from treering.config.teacher import TeacherConfig
+from treering.data import DATA_VARIABLE, data_folder
+from treering.errors import InputError
+from treering.extras import require
+from treering.report.run import CONFIG_FILE
+
+Wanted = Literal["model", "tokenizer"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_FILES = {"model": (*_SMALL_FILES, "*.safetensors"), "tokenizer": _SMALL_FILES}
+_PICKLES = ("*.bin", "*.bin.index.json")
+# Other formats of the same weights, and weights in the layout of the model's authors.
+_IGNORED = ("*/*", "consolidated*")
+
+SectionT = TypeVar("SectionT", ModelConfig, TeacherConfig)
+ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
+
+
+def locate(path: Path, places: Sequence[Path]) -> Path:
+    """`path` in the first of `places` that has it; an absolute path stays as it is.
+
+    Raises:
+        InputError: none has it.
+
+    Example: `a.jsonl` with the places `conf` and `data` is `conf/a.jsonl` if that exists, else `data/a.jsonl`.
+    """
+    for place in places:
+        if (place / path).exists():
+            return place / path
+    listed = ", ".join(str(place) for place in places)
+    raise InputError(f"{path} is looked up in {listed}, and none has it; correct the path, or set {DATA_VARIABLE}")
+
+
+def search_places(config_dir: Path) -> list[Path]:
+    """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
+    folder = data_folder()
+    return [config_dir, Path(), *([] if folder is None else [folder])]
+
+
+def is_hub_id(name: str, places: Sequence[Path]) -> bool:
+    """Whether a name is asked of the hub: it reads ORGANISATION/NAME, and none of `places` has a folder of that name.
+
+    Example: "Qwen/Qwen3-0.6B" is one; "./Qwen/Qwen3-0.6B", "/models/qwen3" and "qwen3" are not.
+    """
+    return _HUB_ID.fullmatch(name) is not None and not any((place / name).exists() for place in places)
+
+
+def find_folder(
+    name: str, places: Sequence[Path], *, setting: str, revision: str | None = None, wanted: Wanted = "model"
+) -> Path:
+    """The folder of a model or tokenizer; one of the hub is downloaded into the cache first, if it is not there.
+
+    Args:
+        name: a path, looked up in `places`, or a hub id.
+        places: folders.
+        setting: what errors call the name.
+        revision: commit, branch or tag of a hub id; None is the newest of its main branch.
+        wanted: "tokenizer" leaves weights out.
+
+    Raises:
+        InputError: there is no such folder, and the hub has none or cannot be asked; or a folder with a revision.
+
+    Example: `find_folder("Qwen/Qwen3-0.6B", [], setting="model.path")` ends in "snapshots/" and the commit.
+    """
+    if not is_hub_id(name, places):
+        if revision is not None:
+            raise InputError(
+                f"a revision is one of a hub id, and {setting} = {name!r} is a folder; remove the revision"
+            )
+        return locate(Path(name), places)
+    listed = ", ".join(str(place) for place in places)
+    what = f"{setting} = {name!r} is no folder{' in ' if listed else ''}{listed}"
+    folder = _snapshot(name, revision, _FILES[wanted], what)
+    if wanted == "model" and not any(folder.glob("*.safetensors")):
+        folder = _snapshot(name, revision, _PICKLES, what)
+        if not any(folder.glob("*.bin")):
+            raise InputError(
+                f"a model has weights as .safetensors or .bin, and {setting} = {name!r} has none in {folder}; run "
+                f"`hf download {name}` where there is a network, or correct the id"
+            )
+    return folder
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder that `--tokenizer` names: a path as it is, or that of a hub id."""
+    if not is_hub_id(name, [Path()]):
+        return Path(name)
+    return find_folder(name, [Path()], setting="--tokenizer", wanted="tokenizer")
+
+
+def find_model(section: ModelConfig | TeacherConfig, config_dir: Path, *, setting: str = "model.path") -> Path | None:
+    """The folder of a section's model, see `find_folder`; None if it names none."""
+    if section.path is None:
+        return None
+    return find_folder(section.path, search_places(config_dir), setting=setting, revision=section.revision)
+
+
+def with_commits(config: ConfigT, config_dir: Path) -> ConfigT:
+    """A configuration whose hub ids have their commits as revisions, so that a run keeps its models.
+
+    A run that resumes without a revision keeps the commit in the settings of its folder.
+
+    Raises:
+        InputError: see `find_folder`.
+
+    Example: `path = "Qwen/Qwen3-0.6B"` gets `revision = "c1899de289a04d12100db370d81485cdf75e47ca"`.
+    """
+    model = _with_commit(config.model, "model", run_dir=config.run.dir, config_dir=config_dir)
+    teacher = _with_commit(config.teacher, "teacher", run_dir=config.run.dir, config_dir=config_dir)
+    return config.model_copy(update={"model": model, "teacher": teacher})
+
+
+def _with_commit(section: SectionT, name: str, *, run_dir: Path, config_dir: Path) -> SectionT:
+    if section.path is None or not is_hub_id(section.path, search_places(config_dir)):
+        return section
+    if section.revision is None:
+        section = section.model_copy(update={"revision": _first_commit(section.path, name, run_dir)})
+    folder = find_model(section, config_dir, setting=f"{name}.path")
+    assert folder is not None, "the section names a model"
+    return section.model_copy(update={"revision": folder.name})
+
+
+def _first_commit(path: str, name: str, run_dir: Path) -> str | None:
+    try:
+        section = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))[name]
+        return str(section["revision"]) if section["path"] == path and section["revision"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        # A new run, or one whose settings are lost: then its identity says whether the model is still the same.
+        return None
+
+
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:
+    require(f"the hub id {name}", "huggingface_hub")
+    from huggingface_hub import errors, snapshot_download
+
+    def fetch(*, only_from_cache: bool) -> Path:
+        found: str = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_IGNORED),
+            local_files_only=only_from_cache,
+        )
+        return Path(found)
+
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        # A commit never changes, so one that the cache has needs no network.
+        with suppress(errors.LocalEntryNotFoundError):
+            return fetch(only_from_cache=True)
+    try:
+        with bars_for_people_only():
+            return fetch(only_from_cache=False)
+    except Exception as error:  # of the hub's client, of its transport, or of the disk
+        raise InputError(_reason(error, name, revision, what)) from error
+
+
+def _reason(error: Exception, name: str, revision: str | None, what: str) -> str:
+    from huggingface_hub import constants, errors
+
+    ways = f"run `hf download {name}` where there is a network, or name the folder of a model"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{what}, and on the hub it is gated; accept its terms there and log in with `hf auth login`, or {ways}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"{what}, and the hub has no such id that you may read; correct it, or log in with `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{what}, and on the hub it has no revision {revision!r}; correct the revision"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        of = "" if revision is None else f" at revision {revision!r}"
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"{what}, and the cache {constants.HF_HUB_CACHE} has no whole model of that id{of} while {why}; {ways}"
+    return f"{what}, and it cannot be fetched from the hub ({type(error).__name__}: {error}); try again, or {ways}"
+
+
+@contextmanager
+def bars_for_people_only() -> Iterator[None]:
+    """Without the hub's progress bars where stderr is no terminal."""
+    from huggingface_hub import utils
+
+    bars: Any = utils
+    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
+        yield
+        return
+    bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bars()

@@ -1,0 +1,173 @@
+"""The model card of a checkpoint: what was trained on what, with which settings, and what was measured. No torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from treering import metrics
+from treering.errors import TreeringError
+from treering.report.epochs import figures, total
+from treering.report.run import Row, RunData, number, read_run
+
+CARD_FILE = "README.md"
+
+_HERE = "path/to/this/folder"
+_PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
+_SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
+
+
+def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
+    """The card of a run's checkpoint, as Markdown with the metadata that the hub reads.
+
+    It holds settings and figures up to this step, no rollout, no path and nothing of the environment. What cannot be
+    read is left out: no training depends on it.
+
+    Args:
+        run_dir: folder of the run; of its files `config.json` and `metrics.jsonl` are read.
+        step: of the checkpoint.
+        has_tokenizer: whether the checkpoint has one.
+
+    Example: of a run of GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
+    """
+    try:
+        run = read_run(run_dir)
+    except (OSError, TreeringError):
+        run = RunData(name=run_dir.resolve().name, folder=run_dir, rows=(), config={}, notes=())
+    rows = [row for row in run.rows if row["step"] <= step]
+    parts = [
+        _metadata(run.config),
+        f"# {run.name}, step {step}",
+        "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
+        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": _versions()}),
+        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer)}",
+        f"## Settings\n\n{_settings(run.config)}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def published(card: str, repo_id: str, base_model: str | None) -> str:
+    """A card as it is in a repository: it loads from there, and names the base model if one is given."""
+    card = card.replace(_HERE, repo_id)
+    if base_model is None or f"\nbase_model: {base_model}\n" in card:
+        return card
+    card = card.replace("---\n", f"---\nbase_model: {base_model}\n", 1)
+    return re.sub(r"^\| base model \|.*$", f"| base model | {base_model} |", card, count=1, flags=re.MULTILINE)
+
+
+def hub_base(config: Mapping[str, Any]) -> str | None:
+    """The hub id of a run's base model; None for a folder or a random model.
+
+    Only a hub id has a revision in the settings of a run.
+    """
+    model = _section(config, "model")
+    return str(model["path"]) if model.get("path") and model.get("revision") else None
+
+
+def _metadata(config: Mapping[str, Any]) -> str:
+    """What the hub sorts and links models by."""
+    base = hub_base(config)
+    lines = [
+        *([] if base is None else [f"base_model: {base}"]),
+        f"library_name: {'peft' if _has_adapters(config) else 'transformers'}",
+        "pipeline_tag: text-generation",
+        *["tags:", "- treering", f"- {_objective(config)}", *(["- lora"] if _has_adapters(config) else [])],
+    ]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, str]:
+    task, data, lora = (_section(config, name) for name in ("task", "data", "lora"))
+    facts = {"base model": _base_in_words(config)}
+    if task:
+        facts["task"] = f"{_name(task['file'])}, reward {task['reward']}" if task.get("file") else str(task["kind"])
+    if data:
+        facts["data"] = ", ".join(_name(file) for file in data.get("files", ())) or "generated"
+    facts["objective"] = _objective(config)
+    if _has_adapters(config):
+        facts["adapters"] = f"LoRA of rank {lora['rank']}; the base weights are unchanged"
+    return facts
+
+
+def _measured(rows: list[Row]) -> dict[str, str]:
+    found = figures(rows)
+    losses = [value for row in rows if (value := number(row.get(metrics.LOSS))) is not None]
+    rewards = [value for row in rows if (value := number(row.get(metrics.REWARD_MEAN))) is not None]
+    measured = {}
+    if rewards:
+        measured["mean reward"] = f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} at last"
+    if losses:
+        measured["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    if found["sharing"] is not None:
+        flat, computed = total(rows, metrics.NUM_BRANCH_TOKENS), total(rows, metrics.NUM_TOKENS)
+        measured["sharing"] = f"{found['sharing']:.3f}: {computed:,.0f} tokens were computed for {flat:,.0f}"
+    if found["tokens_per_forward"] is not None:
+        measured["tokens per forward"] = f"{found['tokens_per_forward']:.2f} of a rollout, drafts included"
+    return measured
+
+
+def _versions() -> str:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _loading(config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
+    kind, package = ("AutoModelForCausalLM", "transformers")
+    if _has_adapters(config):
+        kind, package = ("AutoPeftModelForCausalLM", "peft")
+    lines = [f"from {package} import {kind}", "", f'model = {kind}.from_pretrained("{_HERE}")']
+    if has_tokenizer:
+        lines.insert(1, "from transformers import AutoTokenizer")
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{_HERE}")')
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    is_used = {"lora": _has_adapters(config), "teacher": bool(_section(config, "teacher").get("path"))}
+    lines: list[str] = []
+    for name in _SECTIONS:
+        values = {} if not is_used.get(name, True) else _section(config, name)
+        # JSON writes these numbers, texts and lists as TOML does.
+        own = [f"{key} = {json.dumps(value)}" for key, value in values.items() if _is_shown(key, value)]
+        lines += ["", f"[{name}]", *own] if own else []
+    return "\n".join(["```toml", *lines[1:], "```"])
+
+
+def _is_shown(key: str, value: object) -> bool:
+    # Folders have names that say more about a machine than about a model.
+    return value is not None and key not in ("path", "revision")
+
+
+def _table(facts: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
+
+
+def _base_in_words(config: Mapping[str, Any]) -> str:
+    model, base = _section(config, "model"), hub_base(config)
+    if base is not None:
+        return f"{base} at {model['revision']}"
+    return f"{_name(model['path'])}, a folder" if model.get("path") else "random weights"
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    return str({**_section(config, "rl"), **_section(config, "train")}.get("objective", "unknown"))
+
+
+def _has_adapters(config: Mapping[str, Any]) -> bool:
+    return bool(_section(config, "lora").get("rank"))
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _name(path: object) -> str:
+    return Path(str(path)).name

@@ -1,0 +1,51 @@
+"""The [lora] section of every subcommand that trains: adapters instead of all weights. Imports no torch."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.model import ModelConfig
+from treering.config.values import Count
+from treering.errors import ConfigError
+
+
+class LoraConfig(Config):
+    """Low-rank adapters on the frozen weights of a pre-trained model; they alone are trained and saved."""
+
+    rank: Count | None = Field(default=None, description="Rank of the adapters; none: all weights are trained.")
+    alpha: Count | None = Field(default=None, description="Adapters count alpha / rank times; none: twice the rank.")
+    target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None, description="Linear modules that get adapters, as q_proj; none: all but the output head."
+    )
+    dropout: float = Field(default=0.0, description="0: a shared token is computed once, and has one value.")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dropout != 0:
+            raise ConfigError(
+                f"dropout gives a shared token another value in each of its branches, where a tree computes one, and "
+                f"lora.dropout is {self.dropout}; set it to 0, and against overfitting lower lora.rank"
+            )
+        given = sorted(self.model_fields_set - {"rank", "dropout"})
+        if given and not self.is_set:
+            raise ConfigError(f"adapters have a rank, and lora.rank is not set beside {', '.join(given)}; set it to 16")
+        return self
+
+
+def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
+    """Refuses adapters of random weights, which no checkpoint would hold.
+
+    Raises:
+        ConfigError: `lora.rank` without `model.path`.
+    """
+    if lora.is_set and model.path is None:
+        raise ConfigError(
+            f"adapters belong to the weights of a pre-trained model, and lora.rank is {lora.rank} with model.path "
+            "unset; set model.path, or remove [lora]"
+        )

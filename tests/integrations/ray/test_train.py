@@ -1,0 +1,38 @@
+"""`treering train` on Ray: the same rollouts as in local processes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.train.test_command import folder, prompts
+from tests.cli.train.test_processes import REWARD, rows_of, train
+from treering import extras
+from treering.errors import ConfigError, MissingExtraError
+
+__all__ = ["folder"]
+
+ON_RAY = ("runtime.workers=1", "runtime.launcher=ray")
+
+
+def test_the_launcher_changes_no_rollout(ray_here: None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prompts(folder, REWARD)
+    train(capsys, path, "run.dir=local", "runtime.workers=1")
+    summary = train(capsys, path, "run.dir=ray", *ON_RAY, "runtime.resources.trainer.num_cpus=0.5")
+    assert rows_of(folder / "local") == rows_of(folder / "ray")
+    assert summary["account"]["scheduled"] == len(rows_of(folder / "ray"))
+
+
+def test_hosts_that_do_not_share_the_history_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda _: True)
+    with pytest.raises(ConfigError, match=r'history\.drafts = "off"'):
+        train(capsys, prompts(folder, REWARD), *ON_RAY, "runtime.listen=10.0.0.1")
+
+
+def test_without_ray_the_run_names_its_extra(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda package: package != "ray")
+    with pytest.raises(MissingExtraError, match=r"pip install 'treering\[ray\]'"):
+        train(capsys, prompts(folder, REWARD), *ON_RAY)

@@ -1,0 +1,29 @@
+"""A run on two Ray nodes of which one dies: `python -m tests.integrations.ray.two_nodes` prints what became of it."""
+
+import json
+
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.integrations.ray.conftest import make_launcher
+from tests.runtime.runs import pipeline
+from tests.runtime.test_pipeline import rows_of
+
+NUM_STEPS = 4
+
+if __name__ == "__main__":
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
+    # Ray fills half of a node before it takes the next, so three of five actors are on the second one.
+    second = cluster.add_node(num_cpus=5)
+    ray.init(address=cluster.address, logging_level="warning")
+    rows = []
+    with pipeline(num_steps=NUM_STEPS, staleness=1, launcher=make_launcher()) as loop:
+        for step in range(NUM_STEPS):
+            if step == 1:
+                cluster.remove_node(second, allow_graceful=False)
+            loop.step()
+            rows.append([row[2] for row in rows_of(loop)])
+        account = loop.account.as_dict()
+    ray.shutdown()
+    cluster.shutdown()
+    print(json.dumps({"rows": rows, "account": account}))
