@@ -37,6 +37,7 @@ class RlLoop(Resumable[RlStepReport]):
     The engine is made at the first step, after a resumed run has loaded the model's weights.
 
     Example:
+        >>> from treering.engine.request import Sampling
         >>> options = RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))
         >>> def make_engine(drafter, version):
         ...     return TorchEngine(model, drafter, version=version)                                 # doctest: +SKIP
