@@ -13,7 +13,7 @@ TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 
 _EXTRAS = MappingProxyType(
     {
-        **{"math_verify": "math", "pyarrow": "datasets", "trl": "trl", "vllm": "vllm"},
+        **{"math_verify": "math", "pyarrow": "datasets", "trl": "trl", "verl": "verl", "vllm": "vllm"},
         **{"mlflow": "mlflow", "trackio": "trackio", "wandb": "wandb"},
     }
 )

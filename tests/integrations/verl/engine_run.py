@@ -72,7 +72,7 @@ def save_model(folder: Path, *, tied: bool) -> None:
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(3.0)
+            weight.mul_(2.0)
     model.save_pretrained(folder)
 
 
@@ -180,8 +180,13 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
 
 
 def main(folder: Path, rank: int, size: int) -> None:
+    """Rank 0 saves the models before the others pass the rendezvous."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    if rank == 0:
+        save_model(folder / "plain", tied=False)
+        save_model(folder / "tied", tied=True)
+    dist.barrier()
     plugin.register()
     os.environ[plugin.VARIABLE] = plugin.VENDOR
     ours = EngineRegistry.get_engine_cls("language_model", "fsdp2")

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treering.integrations.verl.engine import TreeEngine as TreeEngine
     from treering.integrations.verl.rollout_settings import prompt_key as prompt_key
+    from treering.integrations.verl.rollout_settings import record_batch as record_batch
     from treering.integrations.verl.rollout_settings import with_history_drafts as with_history_drafts
 
-_HOMES = {"TreeEngine": "engine", "prompt_key": "rollout_settings", "with_history_drafts": "rollout_settings"}
-__all__ = ["TreeEngine", "prompt_key", "with_history_drafts"]
+_HOMES = {
+    "TreeEngine": "engine",
+    "prompt_key": "rollout_settings",
+    "record_batch": "rollout_settings",
+    "with_history_drafts": "rollout_settings",
+}
+__all__ = ["TreeEngine", "prompt_key", "record_batch", "with_history_drafts"]
 
 
 def __getattr__(name: str) -> Any:
