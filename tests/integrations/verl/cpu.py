@@ -7,10 +7,23 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 
 
+class _NoMemory:
+    """What verl logs of a device's memory, and torch's CPU does not tell."""
+
+    @staticmethod
+    def max_memory_allocated() -> int:
+        return 0
+
+    max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+
 class CpuPlatform(PlatformBase):
     device_name = "cpu"
     vendor_name = "none"
-    device_module = torch.cpu
+    device_module = _NoMemory()
 
     def is_available(self) -> bool:
         return True

@@ -29,8 +29,10 @@ from verl.workers.config import (  # noqa: E402
     HFModelConfig,
     PolicyLossConfig,
 )
+from verl.workers.config.engine import TrainingWorkerConfig  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
+from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
 from treering.integrations.verl import plugin  # noqa: E402
@@ -124,7 +126,7 @@ def loss_of(kind: str, options: dict[str, Any]) -> Any:
     return partial(ppo_loss if kind == "ppo" else sft_loss, config=config)
 
 
-def engine_of(kind: type, model: Path, name: str) -> Any:
+def configs_of(model: Path, name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8} if name == "lora" else {}
     model_config = HFModelConfig(
         path=str(model),
@@ -135,19 +137,37 @@ def engine_of(kind: type, model: Path, name: str) -> Any:
         **options,
     )
     model_config.model_type = "language_model"
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+    return {
+        "model_config": model_config,
+        "engine_config": FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
+        # Plain descent: an update is as exact as its gradient, where Adam's first one is its sign.
+        "optimizer_config": FSDPOptimizerConfig(lr=0.1, optimizer="SGD", weight_decay=0.0, total_training_steps=10),
+        "checkpoint_config": CheckpointConfig(),
+    }
+
+
+def engine_of(kind: type, model: Path, name: str) -> Any:
     torch.manual_seed(3)
-    engine = kind(
-        model_config=model_config,
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2", use_torch_compile=False, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"}
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
+    engine = kind(**configs_of(model, name))
     engine.initialize()
     if name == "lora":
         _fill_adapters(engine.module)
     return engine
+
+
+def ppo_step(model: Path, rows: list[tuple[list[int], list[int]]], *, size: int) -> dict[str, Any]:
+    """One PPO step by verl's own worker: two mini-batches of two epochs, clipped gradients, updates."""
+    worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
+    worker.reset()
+    worker.set_loss_fn(loss_of("ppo", PPO))
+    before = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
+    data = batch_of(rows, "ppo", DYNAMIC, size=size)
+    steps = {"num_mini_batch": 2, "epochs": 2, "seed": 1, "dataloader_kwargs": {"shuffle": True}}
+    tu.assign_non_tensor(data, **steps)
+    output = worker.train_mini_batch(data)
+    updates = {name: weight.full_tensor() - before[name] for name, weight in worker.engine.module.named_parameters()}
+    return {"engine": type(worker.engine).__name__, "updates": updates, "metrics": tu.get(output, "metrics")}
 
 
 def _fill_adapters(module: Any) -> None:
@@ -182,13 +202,20 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
 def main(folder: Path, rank: int, size: int) -> None:
     """Rank 0 saves the models before the others pass the rendezvous."""
     warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     if rank == 0:
         save_model(folder / "plain", tied=False)
         save_model(folder / "tied", tied=True)
     dist.barrier()
+    # verl registers its own engine for CUDA and NPU devices only.
+    EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)
+    rows = rows_of(rank)
+    saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows]}
+    saved["step/stock"] = ppo_step(folder / "plain", rows, size=size)
     plugin.register()
     os.environ[plugin.VARIABLE] = plugin.VENDOR
+    saved["step/tree"] = ppo_step(folder / "plain", rows, size=size)
     ours = EngineRegistry.get_engine_cls("language_model", "fsdp2")
     models = {"plain": folder / "plain", "tied": folder / "tied", "lora": folder / "plain"}
     engines = {
@@ -196,8 +223,6 @@ def main(folder: Path, rank: int, size: int) -> None:
         for name, path in models.items()
         for side, kind in (("stock", FSDPEngineWithLMHead), ("tree", ours))
     }
-    rows = rows_of(rank)
-    saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows], "engine": ours.__name__}
     for case, (name, loss, options, batch) in CASES.items():
         for side in ("stock", "tree"):
             data = batch_of(rows, loss, batch, size=size)

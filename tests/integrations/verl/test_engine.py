@@ -80,8 +80,9 @@ def check_outputs(ours: dict[str, Any], stock: dict[str, Any], rows: list[list[i
         assert [value.numel() for value in ours[name]] == [len(row) for row in rows]
         # The value at a row's last token is of no token in the row, and verl's losses leave it out.
         pairs = zip(ours[name], stock[name], strict=True)
-        torch.testing.assert_close(*map(torch.cat, zip(*((a[:-1], b[:-1]) for a, b in pairs), strict=True)),
-                                   rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            *map(torch.cat, zip(*((a[:-1], b[:-1]) for a, b in pairs), strict=True)), rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 def test_each_distinct_token_is_computed_once(ranks: list[dict[str, Any]]) -> None:
@@ -96,5 +97,13 @@ def test_ranks_run_equally_many_micro_batches(ranks: list[dict[str, Any]]) -> No
     assert len({len(rank["ppo in dynamic micro-batches/tree"]["tokens"]) for rank in ranks}) == 1
 
 
-def test_the_vendor_key_picks_the_tree_engine(ranks: list[dict[str, Any]]) -> None:
-    assert {rank["engine"] for rank in ranks} == {"TreeEngine"}
+def test_a_ppo_step_of_verls_worker_moves_the_weights_as_its_own_engine_does(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        stock, ours = rank["step/stock"], rank["step/tree"]
+        assert (stock["engine"], ours["engine"]) == ("FSDPEngineWithLMHead", "TreeEngine")
+        assert all(update.norm() > 0 for update in stock["updates"].values())
+        # Four updates, each from weights that the ones before have moved by as little.
+        errors = {name: relative(ours["updates"][name], update) for name, update in stock["updates"].items()}
+        assert max(errors.values()) <= 4 * TOLERANCE, errors
+        assert {*ours["metrics"]} - {*stock["metrics"]} == {"tree/token_ratio"}
+        assert ours["metrics"]["grad_norm"] == pytest.approx(stock["metrics"]["grad_norm"], rel=4 * TOLERANCE)

@@ -45,7 +45,11 @@ def test_an_engine_that_cannot_be_imported_ends_the_process(monkeypatch: pytest.
 def shown(**environment: str) -> dict[str, object]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SHOW], cwd=ROOT, env={**env, **environment}, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", SHOW],
+        cwd=ROOT,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])

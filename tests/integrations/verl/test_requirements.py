@@ -17,7 +17,9 @@ ENGINE = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, "qat": Simpl
 def settings(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
     model, engine = dict(MODEL), dict(ENGINE)
     for name, value in changes.items():
-        (engine if name in ("strategy", "ulysses_sequence_parallel_size", "pad_to_length", "qat") else model)[name] = value
+        (engine if name in ("strategy", "ulysses_sequence_parallel_size", "pad_to_length", "qat") else model)[name] = (
+            value
+        )
     return SimpleNamespace(**model), SimpleNamespace(**engine)
 
 

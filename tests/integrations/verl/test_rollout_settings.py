@@ -48,7 +48,10 @@ def test_responses_stand_under_the_prompts_that_the_drafter_finds_by_their_token
     record_batch(store, [[1, 2], [1, 2], [3]], [[4, 5], [6], [7]], version=2)
     record_batch(store, [[3]], [[8]], version=2, prompt_ids=["q"])
     store.publish()
-    stored = {key: [rollout.tolist() for rollout in store.rollouts(key)] for key in (hash_of_prompt([1, 2]), "q")}
-    assert stored == {hash_of_prompt([1, 2]): [[4, 5], [6]], "q": [[8]]}
+    assert {key: index.text.tolist() for key, index in store.snapshot.items()} == {
+        hash_of_prompt([1, 2]): [-1, 4, 5, -1, 6],
+        hash_of_prompt([3]): [-1, 7],
+        "q": [-1, 8],
+    }
     with pytest.raises(InputError, match="each row has a prompt and a response, got 1 and 2"):
         record_batch(store, [[1]], [[2], [3]], version=0)

@@ -1,9 +1,10 @@
 """Treering inside verl: an engine that trains on trees, and settings for drafts from history in verl's vLLM rollouts.
 
-    python -m verl.trainer.main_ppo ... actor_rollout_ref.actor.strategy=fsdp2 \\
-      +ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR=treering
+    actor_rollout_ref.actor.strategy=fsdp2
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR=treering
 
-The last line is the opt-in. Without it nothing of verl changes, and nothing but this package's small plugin is imported.
+These lines follow verl's own on its command line. The last one is the opt-in: without it nothing of verl changes, and
+only the small file `plugin` is imported.
 """
 
 from importlib import import_module

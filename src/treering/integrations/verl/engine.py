@@ -48,8 +48,10 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with tree_attention(self.module):
             pass
 
-    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False) -> Any:
-        """verl's contract: a batch in, outputs in the order of its rows, losses and metrics of each micro-batch."""
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """Verl's contract: a batch in, outputs in the order of its rows, losses and metrics of each micro-batch."""
         check_batch({name: tu.get_non_tensor_data(data, key=name, default=None) for name in OPTIONS}, loss_function)
         check_rows(data["position_ids"], data.get("multi_modal_inputs", None))
         keeps_outputs = forward_only or tu.get_non_tensor_data(data, key="return_model_output", default=False)
@@ -63,10 +65,12 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             if not keeps_outputs:
                 output.pop("model_output")
             outputs.append(output)
-        return _in_order(postprocess_batch_func(output_lst=outputs, indices=micro_batches, data=data), micro_batches, data)
+        return _in_order(
+            postprocess_batch_func(output_lst=outputs, indices=micro_batches, data=data), micro_batches, data
+        )
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
-        """verl's contract: a micro-batch in, its loss and what is reported of it."""
+        """Verl's contract: a micro-batch in, its loss and what is reported of it."""
         micro_batch = micro_batch.to(get_device_id())
         with self._autocast():
             model_output, ratio = self._tree_outputs(micro_batch)

@@ -1,8 +1,4 @@
-"""Which rows of a batch stand together in a micro-batch: rows of a prompt, and as many as a budget of distinct tokens
-takes.
-
-    B rows   N distinct tokens
-"""
+"""Which rows of a batch stand together in a micro-batch: rows of a prompt, within a budget of distinct tokens."""
 
 from collections.abc import Hashable, Sequence
 
@@ -81,9 +77,7 @@ class _Bins:
 
     def add(self, rows: Sequence[int]) -> None:
         """Adds a group to the last micro-batch, else to a new one, else row by row."""
-        if self._fits(rows):
-            self._put(rows)
-        elif self._opened()._fits(rows):
+        if self._fits(rows) or self._opened()._fits(rows):
             self._put(rows)
         else:
             for row in rows:
@@ -101,9 +95,7 @@ class _Bins:
         if not self.filled:
             return False
         new = self._new_tokens(rows)
-        return (
-            self._num_tokens + new.size <= self._max_tokens and len(self.filled[-1]) + len(rows) <= self._max_rows
-        )
+        return self._num_tokens + new.size <= self._max_tokens and len(self.filled[-1]) + len(rows) <= self._max_rows
 
     def _put(self, rows: Sequence[int]) -> None:
         new = self._new_tokens(rows)

@@ -43,9 +43,7 @@ def register() -> None:
             f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): install "
             "'treering[verl]' on every node, or unset the variable"
         ) from error
-    registry.register(
-        model_type="language_model", backend=list(BACKENDS), device=list(DEVICES), vendor=VENDOR
-    )(engine)
+    registry.register(model_type="language_model", backend=list(BACKENDS), device=list(DEVICES), vendor=VENDOR)(engine)
 
 
 if is_chosen():

@@ -51,8 +51,8 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
     hf_config = _get(model_config, "hf_config")
     if any(hasattr(hf_config, name) for name in ("vision_config", "audio_config", "thinker_config")):
         raise UnsupportedError(
-            f"{type(hf_config).__name__} takes images or sound, which have no place in a forest of tokens: train a text "
-            "model, or leave VERL_ENGINE_VENDOR out"
+            f"{type(hf_config).__name__} takes images or sound, which have no place in a forest of tokens: train a "
+            "text model, or leave VERL_ENGINE_VENDOR out"
         )
 
 

@@ -17,7 +17,7 @@ PROPOSER = "treering.integrations.vllm.HistoryProposer"
 
 
 def with_history_drafts(engine_kwargs: Mapping[str, Any] | None = None, *, max_draft: int = 16) -> dict[str, Any]:
-    """verl's `rollout.engine_kwargs` with drafts from history for vLLM; everything else stays.
+    """Verl's `rollout.engine_kwargs` with drafts from history for vLLM; everything else stays.
 
     Workers find the history in `TREERING_HISTORY` and need `VLLM_USE_V2_MODEL_RUNNER=0`.
 

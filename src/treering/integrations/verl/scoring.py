@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of rows in verl's layout, each distinct token computed once.
 
 verl's rows stand one after another, and the value at a token is about the next one: the log-probability of the token
-that follows it, and the entropy of what may follow it. At the last token of a row, which no loss of verl reads, both are
-0 here; verl has the log-probability of the next row's first token there.
+that follows it, and the entropy of what may follow it. At the last token of a row, which no loss of verl reads, both
+are 0 here; verl has the log-probability of the next row's first token there.
 
     B rows   F tokens of all rows   N distinct tokens   T temperatures   E scored pairs of an edge and a temperature
 """
@@ -74,7 +74,7 @@ def score_rows_once(
         InputError: a token outside the vocabulary, a temperature that is not positive.
         UnsupportedError: a model that would not be exact.
 
-    Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; with temperatures 1 and 2 the edge from 1 to 2 has two values.
+    Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; at temperatures 1 and 2 the edge from 1 to 2 has two values.
     """
     parts = find_parts(model)
     check_no_hooks(model)
