@@ -16,6 +16,14 @@ class _NoMemory:
 
     max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
 
+    @staticmethod
+    def mem_get_info() -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def get_device_name() -> str:
+        return "cpu"
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 

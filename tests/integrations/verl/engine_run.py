@@ -44,6 +44,8 @@ DYNAMIC = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 90}
 ONE = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10_000}
 PPO = {"loss_agg_mode": "token-mean", "entropy_coeff": 0.02, "use_kl_loss": True}
 GSPO = {"loss_agg_mode": "seq-mean-token-mean", "policy_loss": PolicyLossConfig(loss_mode="gspo")}
+SHOWN = ("actor/pg_loss", "actor/entropy_loss", "kl_loss", "loss", "grad_norm", "tree/token_ratio")
+"""Metrics over the batch; those that verl averages over micro-batches change with their rows."""
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # name: model, loss, its options, options of the batch
     "ppo in one micro-batch": ("plain", "ppo", PPO, ONE),
@@ -142,7 +144,7 @@ def configs_of(model: Path, name: str) -> dict[str, Any]:
         "model_config": model_config,
         "engine_config": FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=precision),
         # Plain descent: an update is as exact as its gradient, where Adam's first one is its sign.
-        "optimizer_config": FSDPOptimizerConfig(lr=0.1, optimizer="SGD", weight_decay=0.0, total_training_steps=10),
+        "optimizer_config": FSDPOptimizerConfig(lr=0.02, optimizer="SGD", weight_decay=0.0, total_training_steps=10),
         "checkpoint_config": CheckpointConfig(),
     }
 
@@ -157,17 +159,19 @@ def engine_of(kind: type, model: Path, name: str) -> Any:
 
 
 def ppo_step(model: Path, rows: list[tuple[list[int], list[int]]], *, size: int) -> dict[str, Any]:
-    """One PPO step by verl's own worker: two mini-batches of two epochs, clipped gradients, updates."""
+    """One PPO step by verl's own worker: two mini-batches, in a shuffled order, with clipped gradients."""
     worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
     worker.reset()
     worker.set_loss_fn(loss_of("ppo", PPO))
     before = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
     data = batch_of(rows, "ppo", DYNAMIC, size=size)
-    steps = {"num_mini_batch": 2, "epochs": 2, "seed": 1, "dataloader_kwargs": {"shuffle": True}}
+    steps = {"num_mini_batch": 2, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": True}}
     tu.assign_non_tensor(data, **steps)
     output = worker.train_mini_batch(data)
-    updates = {name: weight.full_tensor() - before[name] for name, weight in worker.engine.module.named_parameters()}
-    return {"engine": type(worker.engine).__name__, "updates": updates, "metrics": tu.get(output, "metrics")}
+    after = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
+    logged = tu.get(output, "metrics")
+    metrics = {name: [float(value) for value in values] for name, values in logged.items() if name in SHOWN}
+    return {"engine": type(worker.engine).__name__, "before": before, "after": after, "metrics": metrics}
 
 
 def _fill_adapters(module: Any) -> None:
@@ -202,7 +206,8 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
 def main(folder: Path, rank: int, size: int) -> None:
     """Rank 0 saves the models before the others pass the rendezvous."""
     warnings.simplefilter("ignore")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
+    # verl's workers read these, though the processes have met already.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     if rank == 0:
         save_model(folder / "plain", tied=False)

@@ -33,9 +33,8 @@ def test_gradients_are_those_of_the_rows_trained_alone() -> None:
     model = build_float64("qwen3")
     weights = torch.randn(2, sum(map(len, ROWS)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     scores = score_rows_once(model, Forest.from_sequences(ROWS), TEMPERATURES)
-    ours = torch.autograd.grad(
-        (weights[0] * scores.logprobs + weights[1] * scores.entropy).sum(), [*model.parameters()]
-    )
+    wanted = [*model.parameters()]
+    ours = torch.autograd.grad((weights[0] * scores.logprobs + weights[1] * scores.entropy).sum(), wanted)
     parts = [alone(model, row, temperature) for row, temperature in zip(ROWS, TEMPERATURES, strict=True)]
     logprobs, entropy = (torch.cat([part[i] for part in parts]) for i in range(2))
     flat = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), wanted)
