@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test ray-test hosts lint fmt types checks faults bench bench-draft \
+.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test verl-test ray-test hosts lint fmt types checks faults bench bench-draft \
   screenshots figures docs dist gpu gpu-data peers clean
 
 venv: $(STAMP)
@@ -91,6 +91,20 @@ $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-ray.txt \
 	  -e '.[dev,ray]'
+	touch $@
+
+# Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks.
+VERL := .venv-verl
+VERL_TESTS ?= tests/integrations/verl
+verl-test: $(VERL)/.installed
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" $(VERL_TESTS)
+
+# Of verl's packages those that its FSDP engine imports; its rollout engines are left out.
+$(VERL)/.installed: pyproject.toml constraints-verl.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VERL)
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VERL)/bin/python \
+	  -c constraints-verl.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
+	  -e '.[verl]' TransferQueue beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
@@ -192,5 +206,5 @@ dist: $(STAMP)
 	$(PYTHON) tools/check_wheel.py dist
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-ray .venv-trl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-ray .venv-trl .venv-verl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

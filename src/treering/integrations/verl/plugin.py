@@ -1,0 +1,50 @@
+"""The `verl.plugins` entry point: verl imports this file in every process, and it does nothing without the opt-in.
+
+verl picks an engine by device and vendor, and `VERL_ENGINE_VENDOR` overrides the vendor. The tree engine is registered
+for a vendor of its own, so no engine of verl is replaced, and runs that do not name it never meet it.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+
+VARIABLE, VENDOR = "VERL_ENGINE_VENDOR", "treering"
+
+BACKENDS = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
+"""Strategies of verl 0.9.1. The engine trains with fsdp2 and refuses the others, where verl would take its own."""
+
+DEVICES = ("cuda", "npu", "cpu")
+
+
+def is_chosen(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the run asks for the tree engine.
+
+    Args:
+        environment: variables by name; None is the process's own.
+
+    Example: `is_chosen({"VERL_ENGINE_VENDOR": "treering"})` is true, and `is_chosen({})` is not.
+    """
+    variables = os.environ if environment is None else environment
+    return variables.get(VARIABLE, "") == VENDOR
+
+
+def register() -> None:
+    """Registers the tree engine as verl's engine of language models for the vendor `treering`.
+
+    Raises:
+        SystemExit: the engine cannot be imported. verl hides a plugin's exceptions, and its own engine would train
+            then, so the process ends instead.
+    """
+    try:
+        registry = import_module("verl.workers.engine").EngineRegistry
+        engine = import_module("treering.integrations.verl.engine").TreeEngine
+    except Exception as error:
+        raise SystemExit(
+            f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): install "
+            "'treering[verl]' on every node, or unset the variable"
+        ) from error
+    registry.register(model_type="language_model", backend=list(BACKENDS), device=list(DEVICES), vendor=VENDOR)(engine)
+
+
+if is_chosen():
+    register()

@@ -1,0 +1,135 @@
+"""What the tree engine refuses before training begins, each with the setting of verl to write."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.errors import UnsupportedError
+
+_MODEL = "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_LOSSES_OF_A_MICRO_BATCH = ("bypass_mode", "clip_cov", "geo_mean", "kl_cov")
+"""Policy losses of verl 0.9.1 that take means or choose tokens within a micro-batch, so its rows change them."""
+
+OPTIONS = {
+    "calculate_sum_pi_squared": f"write {_ACTOR}.calculate_sum_pi_squared=False",
+    "distillation_use_topk": "distil by log-probabilities, or leave VERL_ENGINE_VENDOR out",
+    "distillation_only": "distil by log-probabilities, or leave VERL_ENGINE_VENDOR out",
+    "enable_routing_replay": f"write {_ACTOR}.router_replay.mode=disabled",
+    "force_group_size": "write actor_rollout_ref.actor.use_prefix_grouper=False, because trees share prompts already",
+    "use_fused_kernels": f"write {_MODEL}.use_fused_kernels=False",
+}
+"""What a batch of verl may ask for beyond log-probabilities and entropies, by its name there, and what to write."""
+
+
+def check_settings(model_config: Any, engine_config: Any) -> None:
+    """Refuses settings that trees would not follow exactly.
+
+    Args:
+        model_config: verl's `HFModelConfig`.
+        engine_config: verl's `FSDPEngineConfig`.
+
+    Raises:
+        UnsupportedError: names the setting and what to write.
+
+    Example: `strategy="fsdp"` is refused with `actor_rollout_ref.actor.strategy=fsdp2`.
+    """
+    strategy = _get(engine_config, "strategy")
+    if strategy != "fsdp2":
+        raise UnsupportedError(
+            f"the tree engine calls parts of a model, which {_ACTOR}.strategy={strategy} does not allow: write "
+            f"{_ACTOR}.strategy=fsdp2 (and the same for ref), or leave VERL_ENGINE_VENDOR out"
+        )
+    size = _get(engine_config, "ulysses_sequence_parallel_size", 1)
+    if size != 1:
+        raise UnsupportedError(
+            f"sequence parallelism ({_ACTOR}.ulysses_sequence_parallel_size={size}) cuts sequences across ranks, and a "
+            "tree's tokens see tokens anywhere: write 1"
+        )
+    for place, config, name, why in _SWITCHES:
+        if _is_on(_get(model_config if config == "model" else engine_config, name)):
+            raise UnsupportedError(f"{place}.{name} is on: {why}; write False")
+    hf_config = _get(model_config, "hf_config")
+    if any(hasattr(hf_config, name) for name in ("vision_config", "audio_config", "thinker_config")):
+        raise UnsupportedError(
+            f"{type(hf_config).__name__} takes images or sound, which have no place in a forest of tokens: train a "
+            "text model, or leave VERL_ENGINE_VENDOR out"
+        )
+
+
+_SWITCHES = (
+    (_MODEL, "model", "use_fused_kernels", "the head is scored by Treering, in as little memory"),
+    (_MODEL, "model", "use_liger", "its kernels replace layers and are not tested on trees"),
+    (_MODEL, "model", "enable_activation_offload", "it is not tested on trees"),
+    (_MODEL, "model", "tiled_mlp", "it is not tested on trees"),
+    (_MODEL, "model", "mtp", "its layers predict more than the next token of a row"),
+    (f"{_ACTOR}.fsdp_config", "engine", "pad_to_length", "forests have as many tokens as they have"),
+    (f"{_ACTOR}.fsdp_config", "engine", "qat", "quantised weights are not tested on trees"),
+)
+
+
+def check_batch(options: Mapping[str, Any], loss_function: Any) -> None:
+    """Refuses a batch, or a loss, that trees would not follow exactly.
+
+    Args:
+        options: the batch's values that are no tensors, by name.
+        loss_function: as verl passes it, a partial function with its `config`; None without one.
+
+    Raises:
+        UnsupportedError: names the setting and what to write.
+    """
+    for name, setting in OPTIONS.items():
+        value = options.get(name)
+        if value and not (name == "force_group_size" and value == 1):
+            raise UnsupportedError(f"the tree engine does not compute what {name}={value} asks for: {setting}")
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if config is not None:
+        _check_loss(config)
+
+
+def _check_loss(config: Any) -> None:
+    mode = _get(_get(config, "policy_loss") or {}, "loss_mode", "vanilla")
+    if mode in _LOSSES_OF_A_MICRO_BATCH:
+        raise UnsupportedError(
+            f"{_ACTOR}.policy_loss.loss_mode={mode} takes means within a micro-batch, and trees group rows otherwise: "
+            "use a loss that is normalised over the batch, such as vanilla, gspo, sapo or cispo"
+        )
+    is_by_horizon = _get(config, "loss_agg_mode") == "seq-mean-token-sum-norm"
+    if is_by_horizon and _get(config, "loss_scale_factor") is None:
+        raise UnsupportedError(
+            f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by the longest response of a micro-batch: write "
+            f"{_ACTOR}.loss_scale_factor=N, such as the longest response allowed"
+        )
+
+
+def check_rows(position_ids: Any, multi_modal_inputs: Any) -> None:
+    """Refuses rows with images, or with positions that are not 0, 1, 2, ...
+
+    Args:
+        position_ids: verl's nested tensor, [B, tokens of the row].
+        multi_modal_inputs: of the rows, if any.
+
+    Raises:
+        UnsupportedError: names which.
+    """
+    if any(multi_modal_inputs or ()):
+        raise UnsupportedError("a row has images or sound, which have no place in a forest of tokens: train on text")
+    is_plain = position_ids.dim() == 2 and all(
+        bool((row == row.new_tensor(range(row.shape[0]))).all()) for row in position_ids.unbind()
+    )
+    if not is_plain:
+        raise UnsupportedError(
+            "the position of a token in a tree is the number of tokens before it, and a row has other position_ids: "
+            "leave them to verl's agent loops, and train a text model"
+        )
+
+
+def _get(config: Any, name: str, default: Any = None) -> Any:
+    value = config.get(name, default) if isinstance(config, Mapping) else getattr(config, name, default)
+    return default if value is None else value
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a switch is on, or a group of settings is that has `enable` or `enabled`."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    return bool(_get(value, "enable", False) or _get(value, "enabled", False))

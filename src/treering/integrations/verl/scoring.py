@@ -1,0 +1,136 @@
+"""Log-probabilities and entropies of rows in verl's layout, each distinct token computed once.
+
+verl's rows stand one after another, and the value at a token is about the next one: the log-probability of the token
+that follows it, and the entropy of what may follow it. At the last token of a row, which no loss of verl reads, both
+are 0 here; verl has the log-probability of the next row's first token there.
+
+    B rows   F tokens of all rows   N distinct tokens   T temperatures   E scored pairs of an edge and a temperature
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from treering.arrays import Int64Array
+from treering.model.checks import check_no_hooks
+from treering.model.context import tree_attention
+from treering.model.edges import EdgeScores, EdgeTable, edge_table, score_edges, scored_on_head
+from treering.model.families import ModelParts, find_parts
+from treering.model.forward import check_forest, check_temperature, hidden_states
+from treering.model.logits import EntropyOf
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowScores:
+    """Scores of rows, one after another; float32 or wider, differentiable.
+
+    Attributes:
+        logprobs: [F] log-probability of the token after each one, 0 at the last token of a row.
+        entropy: [F] entropy in nats of what may follow each token, 0 at the last token of a row.
+    """
+
+    logprobs: Float[Tensor, " F"]
+    entropy: Float[Tensor, " F"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Plan:
+    """Which edges are scored at which temperature, and where each token's value is.
+
+    Attributes:
+        temperatures: of each table.
+        tables: the edges of the rows with that temperature.
+        places: int64 [F] index among the E scores of all tables; E at the last token of a row.
+    """
+
+    temperatures: tuple[float, ...]
+    tables: tuple[EdgeTable, ...]
+    places: Int64Array
+
+
+def score_rows_once(
+    model: nn.Module,
+    forest: Forest,
+    temperatures: Sequence[float],
+    *,
+    entropy_of: EntropyOf = "all",
+    backend: str = "auto",
+) -> RowScores:
+    """Computes each distinct token once, and scores each edge once for each temperature that its rows have.
+
+    Args:
+        model: a supported causal language model, sharded by `fully_shard` or whole.
+        forest: of the B rows, in their order; at least one has two tokens.
+        temperatures: of each row; positive.
+        entropy_of: see `treering.forward`.
+        backend: of attention.
+
+    Raises:
+        InputError: a token outside the vocabulary, a temperature that is not positive.
+        UnsupportedError: a model that would not be exact.
+
+    Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; at temperatures 1 and 2 the edge from 1 to 2 has two values.
+    """
+    parts = find_parts(model)
+    check_no_hooks(model)
+    check_forest(forest, parts)
+    plan = _plan(forest, temperatures)
+    with tree_attention(model, backend):
+        hidden = hidden_states(parts, forest)
+    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, forest, plan, parts, entropy_of), hidden)
+    at = torch.from_numpy(plan.places).to(hidden.device)
+    logprobs, entropy = (torch.cat([x, x.new_zeros(1)])[at] for x in (scores.logprobs, scores.entropy))
+    return RowScores(logprobs=logprobs, entropy=entropy)
+
+
+def _scored(
+    hidden: Tensor, head: nn.Module, forest: Forest, plan: _Plan, parts: ModelParts, entropy_of: EntropyOf
+) -> EdgeScores:
+    """The scores of all tables, one after another, from one call of a sharded head."""
+    scores = [
+        score_edges(
+            hidden,
+            head,
+            forest,
+            temperature=temperature * parts.logit_divisor,
+            vocab_size=parts.vocab_size,
+            table=table,
+            entropy_of=entropy_of,
+            softcap=parts.softcap,
+        )
+        for temperature, table in zip(plan.temperatures, plan.tables, strict=True)
+    ]
+    return EdgeScores(
+        logprobs=torch.cat([score.logprobs for score in scores]),
+        entropy=torch.cat([score.entropy for score in scores]),
+    )
+
+
+def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
+    for temperature in temperatures:
+        check_temperature(temperature)
+    of_row = np.asarray(temperatures, np.float64)
+    paths, offsets = forest.paths()
+    row_of_token = np.repeat(np.arange(forest.num_branches), np.diff(offsets))
+    places = np.full(paths.size, -1, np.int64)
+    tables: list[EdgeTable] = []
+    distinct = np.unique(of_row)
+    num_scored = 0
+    for temperature in distinct:
+        of_this = of_row[row_of_token] == temperature
+        wanted = np.zeros(forest.num_tokens, bool)
+        wanted[paths[of_this]] = True
+        table = edge_table(forest, wanted)
+        own = np.flatnonzero(of_this)
+        places[own] = num_scored + table.places(forest)[paths[own]]
+        tables.append(table)
+        num_scored += table.edges.size
+    # A token's value is that of the edge to the next one.
+    places = np.append(places[1:], num_scored)
+    places[offsets[1:] - 1] = num_scored
+    return _Plan(temperatures=tuple(distinct.tolist()), tables=tuple(tables), places=places)
