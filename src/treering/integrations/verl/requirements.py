@@ -113,14 +113,17 @@ def check_rows(position_ids: Any, multi_modal_inputs: Any) -> None:
     """
     if any(multi_modal_inputs or ()):
         raise UnsupportedError("a row has images or sound, which have no place in a forest of tokens: train on text")
-    is_plain = position_ids.dim() == 2 and all(
-        bool((row == row.new_tensor(range(row.shape[0]))).all()) for row in position_ids.unbind()
-    )
-    if not is_plain:
+    if position_ids.dim() != 2 or not _counts_from_zero(position_ids.values(), position_ids.offsets()):
         raise UnsupportedError(
             "the position of a token in a tree is the number of tokens before it, and a row has other position_ids: "
             "leave them to verl's agent loops, and train a text model"
         )
+
+
+def _counts_from_zero(positions: Any, offsets: Any) -> bool:
+    """Whether the positions of each row, rows one after another, are 0, 1, 2, ...; one comparison for all rows."""
+    begins = offsets[:-1].repeat_interleave(offsets.diff())
+    return bool(((positions + begins).diff() == 1).all()) and bool((positions[offsets[:-1]] == 0).all())
 
 
 def _get(config: Any, name: str, default: Any = None) -> Any:
