@@ -43,7 +43,8 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     history = HistoryConfig().model_dump(exclude={"drafts", "verify_costs"})
     assert history == {field.name: field.default for field in fields(DraftOptions)}
     options = {field.name: field.default for field in (*fields(RlOptions), *fields(ComputeOptions))}
-    shared = set(options) & set(LoopConfig.model_fields) - {"prompts_per_step", "group_size", "max_turns", "max_tokens"}
+    own = {"prompts_per_step", "group_size", "max_turns", "max_tokens", "ranks"}
+    shared = set(options) & set(LoopConfig.model_fields) - own
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
     assert len(shared) == 16
