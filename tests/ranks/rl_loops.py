@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.models import build_float64
 from tests.ranks.exact import error_of
+from tests.ranks.wraps import with_lora
 from tests.rl.runs import PLAIN, TinyTask, eager, options, store, uneven
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
@@ -27,9 +28,9 @@ VALUES = (
     *("train/loss", "train/grad_norm", "train/num_branch_tokens", "train/num_branches"),
 )
 
-Engine = Literal["scripted", "distilled", "drafting", "plain"]
+Engine = Literal["scripted", "distilled", "drafting", "adapters"]
 """Fixed rollouts, also with a teacher, or those of an engine that reads the weights: with a history of all ranks'
-rollouts, or without."""
+rollouts, or without, by weights with adapters."""
 Model = Literal["whole", "gathered", "sharded"]
 """What each rank holds, and how ranks keep step."""
 
@@ -48,7 +49,7 @@ CASES = (
     RlCase("gathered", "distilled"),
     RlCase("gathered", "drafting"),
     RlCase("sharded", "drafting"),
-    RlCase("sharded", "plain"),
+    RlCase("sharded", "adapters"),
 )
 SAVED = CASES[3:5]
 
@@ -66,7 +67,7 @@ class Run(NamedTuple):
 
 
 def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
-    model = build_float64(seed=seed)
+    model = build(case, seed)
     whole, group = model, RankGroup()
     if on_ranks and case.model == "whole":
         group = prepare(model)
@@ -95,6 +96,11 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         group=group,
         rollout_model=None if whole is model else whole,
     )
+
+
+def build(case: RlCase, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return with_lora(build_float64(seed=seed)) if case.engine == "adapters" else build_float64(seed=seed)
 
 
 def train(loop: RlLoop, saved_to: Path | None = None) -> Run:

@@ -45,16 +45,23 @@ def as_whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, target: nn.Module) -> None:
+def copy_weights(model: nn.Module, target: nn.Module, *, trained_only: bool = False) -> None:
     """Copies the weights and buffers of a model into a whole one of the same names and shapes; all ranks call it.
 
     One sharded weight at a time is gathered.
 
-    Example: `copy_weights(sharded, whole)` after an update, so that `whole` can sample by it.
+    Args:
+        model: sharded or whole.
+        target: whole on every rank.
+        trained_only: leaves out the weights that an update of the model does not change.
+
+    Example: `copy_weights(sharded, whole, trained_only=True)` after an update, so that `whole` can sample by it.
     """
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad or not trained_only}
+    own = {**weights, **dict(model.named_buffers())}
     for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
-        tensor.copy_(as_whole(own[name]))
+        if name in own:
+            tensor.copy_(as_whole(own[name]))
 
 
 def own_part(tensor: Tensor) -> Tensor:

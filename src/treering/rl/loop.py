@@ -116,7 +116,7 @@ class RlLoop(Resumable[RlStepReport]):
     def engine(self) -> Engine:
         """The engine, made at the first access; all ranks make theirs at a time."""
         if self._engine is None:
-            self._copy_weights()
+            self._copy_weights(trained_only=False)
             self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
         return self._engine
 
@@ -202,7 +202,7 @@ class RlLoop(Resumable[RlStepReport]):
             engine.refresh_history()
         if has_moved:
             self._version += 1
-            self._copy_weights()
+            self._copy_weights(trained_only=True)
             engine.update_weights(self._version)
         else:
             # Its cached keys and values would round otherwise than a resumed run, which has none (law 8).
@@ -217,6 +217,6 @@ class RlLoop(Resumable[RlStepReport]):
         self._drafters = [{name: torch.from_numpy(own[name]) for name in own} for _, own in facts if own]
         return total_stats(stats for stats, _ in facts)
 
-    def _copy_weights(self) -> None:
+    def _copy_weights(self, *, trained_only: bool) -> None:
         if self._rollout_model is not None:
-            copy_weights(self.model, self._rollout_model)
+            copy_weights(self.model, self._rollout_model, trained_only=trained_only)

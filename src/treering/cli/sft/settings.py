@@ -3,12 +3,12 @@
 from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
-from treering.cli.ranks import num_started
 from treering.cli.settings import (
     Scalar,
     distill_options,
     lora_identity,
     model_identity,
+    ranks_mode,
     router_identity,
     router_losses,
     section_identity,
@@ -35,7 +35,7 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         router_losses=router_losses(config.router),
         distill=distill_options(config.teacher),
         seed=config.train.seed,
-        ranks=config.train.ranks if num_started() > 1 else None,
+        ranks=ranks_mode(config.train),
     )
 
 

@@ -4,7 +4,6 @@ import os
 
 from transformers import PreTrainedModel
 
-from treering.cli.ranks import num_started
 from treering.cli.run_folder import SHARED_HISTORY_FOLDER
 from treering.cli.settings import (
     Scalar,
@@ -12,6 +11,7 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
+    ranks_mode,
     router_identity,
     router_losses,
     section_identity,
@@ -23,7 +23,6 @@ from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.ranks.setup import RanksMode
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
@@ -62,14 +61,9 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         layout=rl.layout,
         compute=compute,
         num_train_threads=rl.num_train_threads,
-        ranks=ranks_mode(config),
+        ranks=ranks_mode(config.rl),
         seed=rl.seed,
     )
-
-
-def ranks_mode(config: RlConfig) -> RanksMode | None:
-    """How several ranks keep step; None for one."""
-    return config.rl.ranks if num_started() > 1 else None
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
@@ -204,7 +198,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
         layout=config.rl.layout,
         router_losses=router_losses(config.router),
         seed=config.rl.seed,
-        ranks=ranks_mode(config),
+        ranks=ranks_mode(config.rl),
     )
     return optim, options
 
