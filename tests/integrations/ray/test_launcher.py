@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_kills_at_random_moments_leave_the_same_weights_and_an_exact_account(
     assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
     assert account.reward_worker_deaths == kinds.count("reward worker")
     assert account.trainer_deaths == kinds.count("trainer")
+
+
+@pytest.mark.slow
+def test_an_actor_that_hangs_with_work_is_replaced(undisturbed: Result, launcher: Launcher) -> None:
+    # Longer than an actor takes to start on a busy machine, as one that is on its way is silent too.
+    stopping = killing({9: "rollout worker 0"}, signal.SIGSTOP)
+    with (
+        stopping as hung,
+        pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=60.0, launcher=launcher) as loop,
+    ):
+        result = run(loop, NUM_STEPS)
+        account = loop.account
+    assert hung == ["rollout worker 0"]
+    assert_same(result, undisturbed)
+    assert is_complete(account)
+    assert account.worker_deaths >= 1
 
 
 @pytest.mark.slow
