@@ -65,8 +65,7 @@ def main() -> None:
     except Exception:
         if num_started() == 1:
             raise
-        if speaks_of_end():
-            traceback.print_exc()
+        traceback.print_exc()
         leave_at_once(1)
     if code and num_started() > 1:
         # Tearing down would wait for what it has begun with the other ranks.
