@@ -58,7 +58,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         saved = policy or Path(folder) / "policy"
         if policy is None:
-            on_progress("warm start of the policy, a few minutes")
+            on_progress("warm start of the policy, about a quarter of an hour")
             _alone(_save, saved)
         cases = []
         for rows in num_rows:

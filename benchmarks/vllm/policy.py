@@ -13,9 +13,9 @@ from treering.types import LossMask, TokenIds
 VOCAB, END = 384, 1
 PROMPT_SIZE, SOLUTION_SIZE = 24, 160
 NUM_SOLUTIONS = 3
-_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 3e-3, 0.04, 600
+_LEARNING_RATE, _ENOUGH, _MOST_STEPS = 3e-3, 0.02, 600
 _SLIPS = 0.05
-"""Share of a solution's tokens that are replaced in each step: the policy learns to come back after a wrong token."""
+"""Share of a solution's tokens that are replaced in a copy: the policy learns to come back after a wrong token."""
 
 
 def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[list[int]]]]:
@@ -37,14 +37,15 @@ def problems(num_problems: int, seed: int = 0) -> list[tuple[list[int], list[lis
 def with_slips(
     known: list[tuple[list[int], list[list[int]]]], rng: np.random.Generator
 ) -> tuple[list[TokenIds], list[LossMask]]:
-    """Each solution after its prompt, with some wrong tokens, which are not trained."""
+    """Each solution after its prompt, as it is and with wrong tokens, which are not trained."""
     sequences, masks = [], []
     for prompt, solutions in known:
         for solution in solutions:
             is_slip = rng.random(len(solution)) < _SLIPS
             slipped = np.where(is_slip, rng.integers(2, VOCAB, len(solution)), solution)
-            sequences.append(np.array([*prompt, *slipped], np.int32))
-            masks.append(np.concatenate([np.zeros(len(prompt), bool), ~is_slip]))
+            for tokens, is_wrong in ((solution, np.zeros_like(is_slip)), (slipped, is_slip)):
+                sequences.append(np.array([*prompt, *tokens], np.int32))
+                masks.append(np.concatenate([np.zeros(len(prompt), bool), ~is_wrong]))
     return sequences, masks
 
 

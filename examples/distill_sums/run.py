@@ -35,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = DistillOptions(divergence="reverse_kl")
     ways: dict[str, Callable[[Qwen3ForCausalLM], Callable[[], object]]] = {
         # The student samples, and each of its tokens is moved towards what the teacher would say there; no reward.
-        "distilled": lambda model: rl_loop(model, task, options, teacher, objective="distill", distill=own),
+        "distilled": lambda model: rl_loop(
+            model, task, options, options.learning_rate, teacher, objective="distill", distill=own
+        ),
         # The same rollouts, rewarded by whether they are right.
-        "grpo": lambda model: rl_loop(model, task, options, None, objective="grpo"),
+        "grpo": lambda model: rl_loop(model, task, options, options.grpo_learning_rate, None, objective="grpo"),
         "sft": lambda model: sft_loop(model, solved, options),
     }
     for name, make_loop in ways.items():
@@ -68,6 +70,7 @@ def rl_loop(
     model: Qwen3ForCausalLM,
     task: ChainedSums,
     options: argparse.Namespace,
+    learning_rate: float,
     teacher: Qwen3ForCausalLM | None,
     **how: object,
 ) -> Callable[[], object]:
@@ -75,7 +78,7 @@ def rl_loop(
         model,
         task,
         lambda drafter, version: treering.TorchEngine(model, drafter, max_batch=32, version=version, num_threads=1),
-        optim=OptimOptions(learning_rate=options.learning_rate),
+        optim=OptimOptions(learning_rate=learning_rate),
         options=RlOptions(
             prompts_per_step=options.rollouts,
             group_size=options.group,
@@ -138,7 +141,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("seed", 0, "of weights, prompts and noise"),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of all three ways (0.0003)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of distillation and SFT (0.0003)")
+    parser.add_argument("--grpo-learning-rate", type=float, default=3e-5, help="of GRPO, which needs less (0.00003)")
     return parser.parse_args(arguments)
 
 
