@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.integrations.vllm.hosts import Host
 from tests.integrations.vllm.llms import build, make_llm
@@ -17,9 +19,37 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     return Host(model, make_llm(model, tmp_path_factory.mktemp("tied")), is_tied=True)
 
 
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """A policy that gets about a third of chained sums right, after a short supervised start."""
+    from treering.train.loop.optim import OptimOptions
+    from treering.train.loop.sft import LoopOptions, SftLoop
+
+    task, num_steps = sums_task(), 175
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=task.vocab_size, hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=32, max_position_embeddings=512,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    optim = OptimOptions(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01, betas=(0.9, 0.99))
+    solved = task.held_out(32 * num_steps).solutions()
+    loop = SftLoop(model, solved, optim=optim, options=LoopOptions(trees_per_step=32, seed=0))
+    for _ in range(num_steps):
+        loop.step()
+    return Host(model, make_llm(model, tmp_path_factory.mktemp("sums")), is_tied=False)
+
+
+def sums_task() -> Any:
+    # Imported here, as everything of the loop: numba must not be loaded before the LLMs of other tests start.
+    from treering.rl.tasks.sums import ChainedSums
+
+    # As many as a step takes: rewards of different steps are of the same sums.
+    return ChainedSums(8, 0, max_number=9)
+
+
 def learned(make_engine: Any, model: Any, **changes: Any) -> list[float]:
     """Mean rewards of each step."""
-    # Imported here: numba must not be loaded before the LLMs of other tests start in this process.
     from tests.rl.runs import PLAIN, TinyTask, options
     from treering.rl.loop import RlLoop
 
@@ -28,8 +58,20 @@ def learned(make_engine: Any, model: Any, **changes: Any) -> list[float]:
     return [reward for reward in rewards if reward is not None]
 
 
-def test_it_learns_as_on_the_torch_engine(host: Host) -> None:
-    """Means over the last two of six GRPO steps and three seeds, 384 rollouts each."""
+def learned_sums(make_engine: Any, model: Any) -> list[float]:
+    """Mean rewards of each step on chained sums."""
+    from treering.engine.request import Sampling
+    from treering.rl.loop import RlLoop
+    from treering.rl.options import RlOptions
+    from treering.train.loop.optim import OptimOptions
+
+    options = RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))
+    loop = RlLoop(model, sums_task(), make_engine, optim=OptimOptions(learning_rate=1e-4), options=options)
+    return [float(loop.step().rollouts.reward_mean or 0.0) for _ in range(NUM_STEPS)]
+
+
+def rewards_of_both(host: Host, learn: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """By engine the mean reward of the first step, and of the last two, over all seeds."""
     from treering.engine.torch_engine import TorchEngine
 
     def torch_engine(seed: int) -> Any:
@@ -42,10 +84,26 @@ def test_it_learns_as_on_the_torch_engine(host: Host) -> None:
             engine = (
                 torch_engine(seed) if name == "torch" else lambda _, v, seed=seed: host.engine(version=v, seed=seed)
             )
-            rewards[name].append(learned(engine, host.model))
+            rewards[name].append(learn(engine, host.model))
     first, last = (
-        {name: np.array(r)[:, part].mean() for name, r in rewards.items()} for part in (slice(0, 1), slice(-2, None))
+        {name: float(np.array(r)[:, part].mean()) for name, r in rewards.items()}
+        for part in (slice(0, 1), slice(-2, None))
     )
+    return first, last
+
+
+def test_it_learns_sums_as_on_the_torch_engine(sums: Host) -> None:
+    """Means over the last two of six GRPO steps and three seeds, 384 rollouts each."""
+    first, last = rewards_of_both(sums, learned_sums)
+    # A reward is 0 or 1: its deviation is at most 0.5, that of a difference of means at most 0.04.
+    deviation = 0.5 * np.sqrt(2 / 384)
+    assert last["vllm"] > last["torch"] - 3 * deviation
+    assert last["vllm"] > first["vllm"]
+
+
+def test_it_learns_as_on_the_torch_engine(host: Host) -> None:
+    """Means over the last two of six GRPO steps and three seeds, 384 rollouts each."""
+    first, last = rewards_of_both(host, learned)
     # A reward is a share of at most 12 tokens: its deviation is below 0.5, that of a difference of means below 0.04.
     assert last["vllm"] > first["vllm"] + 0.1
     assert last["vllm"] > last["torch"] - 3 * 0.5 * np.sqrt(2 / 384)
