@@ -22,6 +22,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Host:
     """A policy that gets about a third of chained sums right, after a short supervised start."""
+    pytest.importorskip("vllm", reason="needs vLLM: make vllm-test")
     from treering.train.loop.optim import OptimOptions
     from treering.train.loop.sft import LoopOptions, SftLoop
 
