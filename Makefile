@@ -104,7 +104,7 @@ $(VERL)/.installed: pyproject.toml constraints-verl.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VERL)
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VERL)/bin/python \
 	  -c constraints-verl.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
-	  -e '.[verl]' TransferQueue beartype hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[verl]' TransferQueue cachetools fastapi uvicorn beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # Whether treering[train] and each host resolve together, from metadata alone; the newest releases: make hosts ARGS=--newest
