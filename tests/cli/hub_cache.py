@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,7 +18,8 @@ ID = "org/tiny"
 FIRST, SECOND = "a" * 40, "b" * 40
 
 
-def save_model(folder: Path, *, seed: int = 0) -> Path:
+def save_model(folder: Path, *, seed: int = 0, tied: bool = True, **options: Any) -> Path:
+    """Saves a tiny model of 32 ids; `options` are those of `save_pretrained`."""
     config = Qwen3Config(
         vocab_size=32,
         hidden_size=16,
@@ -26,10 +28,10 @@ def save_model(folder: Path, *, seed: int = 0) -> Path:
         num_key_value_heads=1,
         head_dim=8,
         intermediate_size=16,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder, **options)
     return folder
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.cli.hub_cache import save_model
 from treering.cli.main import main
 from treering.cli.models import build_model
 from treering.config.model import ModelConfig
@@ -25,22 +26,6 @@ class Code:
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return ran.append, ("code",)
-
-
-def save(folder: Path, *, tied: bool = True, **options: Any) -> Path:
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder, **options)
-    return folder
 
 
 def build(folder: Path) -> Any:
@@ -77,7 +62,7 @@ def as_pickle(folder: Path) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("form", ["one", "parts", "pickle"])
 def test_a_whole_folder_gives_its_own_weights(tmp_path: Path, tied: bool, form: str) -> None:
-    folder = save(tmp_path / "m", tied=tied, **({"max_shard_size": "3KB"} if form == "parts" else {}))
+    folder = save_model(tmp_path / "m", tied=tied, **({"max_shard_size": "3KB"} if form == "parts" else {}))
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     if form == "pickle":
         as_pickle(folder)
@@ -87,21 +72,21 @@ def test_a_whole_folder_gives_its_own_weights(tmp_path: Path, tied: bool, form: 
 
 
 def test_a_missing_weight_is_named_and_never_random(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = edit_weights(save(tmp_path / "m"), lambda weights: weights.pop(UP))
+    folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.pop(UP))
     capfd.readouterr()
     assert f"{folder} holds the weights of a Qwen3ForCausalLM" in (message := refusal(folder))
     assert f"and {UP} is missing; correct config.json" in message
     assert "MISSING" not in capfd.readouterr().err
-    untied = edit_weights(save(tmp_path / "untied", tied=False), lambda weights: weights.pop("lm_head.weight"))
+    untied = edit_weights(save_model(tmp_path / "untied", tied=False), lambda weights: weights.pop("lm_head.weight"))
     assert "lm_head.weight is missing; correct" in refusal(untied)
 
 
 def test_weights_that_the_configuration_does_not_describe_are_named(tmp_path: Path) -> None:
-    extra = edit_weights(save(tmp_path / "a"), lambda weights: weights.update(odd=torch.zeros(2)))
+    extra = edit_weights(save_model(tmp_path / "a"), lambda weights: weights.update(odd=torch.zeros(2)))
     assert "and odd is none of them; correct config.json" in refusal(extra)
-    more = edit_config(save(tmp_path / "b"), num_hidden_layers=1, layer_types=["full_attention"])
+    more = edit_config(save_model(tmp_path / "b"), num_hidden_layers=1, layer_types=["full_attention"])
     assert "model.layers.1.input_layernorm.weight is none of them, and 10 more do not fit;" in refusal(more)
-    shape = edit_weights(save(tmp_path / "c"), lambda weights: weights.update({UP: torch.zeros(3, 16)}))
+    shape = edit_weights(save_model(tmp_path / "c"), lambda weights: weights.update({UP: torch.zeros(3, 16)}))
     assert f"{UP} is [3, 16] instead of [16, 16]; correct" in refusal(shape)
 
 
@@ -122,7 +107,7 @@ def test_weights_that_the_configuration_does_not_describe_are_named(tmp_path: Pa
     ],
 )
 def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    folder = save(tmp_path / "m")
+    folder = save_model(tmp_path / "m")
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
@@ -134,8 +119,8 @@ def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path, name: str, content
 
 def test_a_cut_file_is_named_whether_it_is_the_only_one_or_a_part(tmp_path: Path) -> None:
     for folder, name in (
-        (save(tmp_path / "one"), "model.safetensors"),
-        (save(tmp_path / "parts", max_shard_size="3KB"), "model-00002-*.safetensors"),
+        (save_model(tmp_path / "one"), "model.safetensors"),
+        (save_model(tmp_path / "parts", max_shard_size="3KB"), "model-00002-*.safetensors"),
     ):
         (file,) = folder.glob(name)
         file.write_bytes(file.read_bytes()[:-10])
@@ -147,7 +132,7 @@ def test_a_cut_file_is_named_whether_it_is_the_only_one_or_a_part(tmp_path: Path
 
 
 def test_a_pickle_of_weights_runs_no_code(tmp_path: Path) -> None:
-    file = as_pickle(save(tmp_path / "m"))
+    file = as_pickle(save_model(tmp_path / "m"))
     for content in ({"a": Code()}, b"garbage", POINTER.encode()):
         if isinstance(content, bytes):
             file.write_bytes(content)
@@ -158,7 +143,7 @@ def test_a_pickle_of_weights_runs_no_code(tmp_path: Path) -> None:
 
 
 def test_a_quantized_folder_without_its_package_is_refused(tmp_path: Path) -> None:
-    folder = edit_config(save(tmp_path / "m"), quantization_config={"quant_method": "aqlm"})
+    folder = edit_config(save_model(tmp_path / "m"), quantization_config={"quant_method": "aqlm"})
     assert f"{folder / 'config.json'} describes weights that need a package that is not installed" in refusal(folder)
 
 
@@ -171,7 +156,7 @@ def test_other_folders_are_named_for_what_they_are(tmp_path: Path) -> None:
 def test_the_command_ends_with_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = edit_weights(save(tmp_path / "m"), lambda weights: weights.pop(UP))
+    folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.pop(UP))
     config = tmp_path / "run.toml"
     config.write_text(f"[model]\npath = {str(folder)!r}\n[rl]\nnum_steps = 1\n")
     monkeypatch.setattr("sys.argv", ["treering", "train", str(config)])

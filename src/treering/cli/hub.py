@@ -55,7 +55,7 @@ def search_places(config_dir: Path) -> list[Path]:
 
 
 def is_hub_id(name: str, places: Sequence[Path]) -> bool:
-    """Whether a name is asked of the hub: it reads ORGANISATION/NAME, and none of `places` has a folder of that name.
+    """Whether a name is the id of a model on the hub: ORGANISATION/NAME, and no folder in any of `places`.
 
     Example: "Qwen/Qwen3-0.6B" is one; "./Qwen/Qwen3-0.6B", "/models/qwen3" and "qwen3" are not.
     """

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.train.test_command import prompts
+from treering.cli.commands import app
 from treering.cli.doctor.command import EXIT_FAULT
 from treering.cli.doctor.command import run as doctor
 from treering.cli.doctor.mismatch import bins_of, measure_mismatch
 from treering.cli.doctor.run_folder import check_run
-from treering.cli.main import app
 from treering.cli.training import run_train
 from treering.errors import InputError
 

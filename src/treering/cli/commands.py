@@ -1,0 +1,367 @@
+"""The subcommands with their arguments and help.
+
+Each one imports its own module when it runs, so `treering --help` is quick and loads no torch.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import treering
+from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.simulate.command import simulate
+from treering.errors import ConfigError
+from treering.extras import require
+
+app = typer.Typer(
+    name="treering",
+    help="""Train language models on trees of trajectories: every shared token is trained once.
+
+    Start with `treering inspect FILES`: it shows what your trajectories share and how much faster trees can train at
+    best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
+    `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
+    on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
+    `treering doctor` checks the installation or a run.
+    """,
+    epilog="From Python: `import treering`, then `help(treering.Forest)` and `help(treering.backward)`.",
+    invoke_without_command=True,
+    add_completion=False,
+    # An unexpected exception is our bug, and a bug report needs its plain traceback.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"treering {treering.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def inspect(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain or gzip, or folders of datasets.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
+    ] = None,
+    model_shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.")
+    ] = None,
+    template: Annotated[
+        Literal["plain", "hf"],
+        typer.Option(
+            parser=one_of("plain", "hf"),
+            metavar="plain|hf",
+            help="How messages become text: plain, or the tokenizer's template.",
+        ),
+    ] = "plain",
+    why: Annotated[
+        bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
+    ] = False,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+        ),
+    ] = False,
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
+            "run's settings, or the drafter's; on CPU try 0.4.",
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
+            "is the folder of a `treering train` run, or files whose lines have an epoch.",
+        ),
+    ] = False,
+    groups: Annotated[int | None, typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.")] = None,
+    max_rollouts: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="drafts, history: a sample of whole prompts with all their rollouts."),
+    ] = None,
+    format: Format = "auto",
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure what trajectories share, and the best speedup that training them as trees can give.
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+
+    Example: treering inspect --history runs/sums
+    """
+    if why + drafts + history > 1:
+        raise ConfigError("--why, --drafts and --history are three reports; ask for one of them at a time")
+    if (drafts or history) and model_shape is not None:
+        raise ConfigError("--drafts and --history count tokens and no FLOPs; leave --model-shape out")
+    if groups is not None and not history:
+        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+    if verify_cost is not None and not drafts:
+        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+    if max_rollouts is not None and not (drafts or history):
+        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+    from treering.cli.hub import tokenizer_folder
+
+    folder = None if tokenizer is None else tokenizer_folder(tokenizer)
+    if drafts:
+        from treering.cli.inspect.drafts import run as run_drafts
+
+        run_drafts(
+            paths=files,
+            tokenizer=folder,
+            template=template,
+            max_rollouts=max_rollouts,
+            verify_cost=verify_cost,
+            json_output=json_output,
+            format=format,
+        )
+        return
+    if history:
+        from treering.cli.inspect.history import run as run_history
+
+        run_history(
+            paths=files,
+            tokenizer=folder,
+            template=template,
+            num_groups=groups or 8,
+            max_rollouts=max_rollouts,
+            json_output=json_output,
+            format=format,
+        )
+        return
+    from treering.cli.inspect.command import run
+
+    run(
+        files=files,
+        tokenizer=folder,
+        model_shape=model_shape or "qwen3-8b",
+        template=template,
+        json_output=json_output,
+        num_causes=10 if why else 0,
+        format=format,
+    )
+
+
+@app.command()
+def sft(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with [model], [data], [train], [run].")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Fine-tune a model on trajectories, one tree per task, loss on the assistant's tokens only.
+
+    Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
+
+    On several devices: torchrun --no-python --nproc-per-node 2 treering sft config.toml
+
+    A stopped run resumes from its last checkpoint when it is started again.
+    """
+    require("treering sft")
+    from treering.cli.training import run_sft
+
+    run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="TOML file with [rl], and [task], [model], [history] and others.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
+
+    Example: treering train config.toml rl.group_size=16 run.dir=runs/try
+
+    On several devices: torchrun --no-python --nproc-per-node 2 treering train config.toml
+
+    A stopped run resumes from its last checkpoint when it is started again.
+    """
+    require("treering train")
+    from treering.cli.training import run_train
+
+    run_train(config_path=config, overrides=overrides or [], json_output=json_output)
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="New or empty folder for both runs; without it runs/demo, runs/demo-2, ..."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts, their order and the noise.")] = 0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Train a small policy by GRPO with the plain loop and with Treering's, from one start, and compare.
+
+    Example: treering demo --out runs/try
+    """
+    require("treering demo")
+    from treering.cli.demo.command import run
+
+    run(out=out, seed=seed, json_output=json_output)
+
+
+app.command()(simulate)
+
+
+@app.command()
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, whose files are checked too.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> int:
+    """Check the installation: packages, threads, memory, which backends are right here, and which one runs.
+
+    With a run folder: checks every file of it, says what the next start would do, and measures how far the engine's
+    log-probs are from the trainer's. Exits with 1 if a backend is wrong or a file is damaged; changes nothing.
+
+    Example: treering doctor runs/try
+    """
+    from treering.cli.doctor.command import run as run_doctor
+
+    return run_doctor(folder=run, json_output=json_output)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`, or of a demo; it may be running."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="The page; without it report.html in the folder.")
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
+    ] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Make one HTML page of a run: its figures, one forest, and where the tokens of a rollout came from.
+
+    The page holds everything and loads nothing from a network. A run that is running, was killed or is damaged has one
+    too, which says what is missing.
+
+    Example: treering report runs/demo --open
+
+    Example: treering report runs/train --rollouts rollouts.parquet
+    """
+    from treering.cli.report.command import run
+
+    run(folder=folder, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
+
+
+@app.command()
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft` elsewhere, or of a demo.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Show a run of another process: step, reward, speeds, drafts, sharing, phases and the time left.
+
+    It follows metrics.jsonl in the folder, ends with the run's last step, and changes nothing there.
+
+    Example: treering watch runs/train
+    """
+    from treering.cli.watch.command import run
+
+    run(folder=folder, once=once, json_output=json_output)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="ORGANISATION/NAME on the hub; made if absent.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(metavar="HUB_ID", help="Base model of a run that began from a folder."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be uploaded, and upload nothing.")
+    ] = False,
+    json_output: JsonOutput = False,
+) -> None:
+    """Upload a checkpoint and its model card to the Hugging Face hub.
+
+    Weights, their configuration, the tokenizer and the card go there; optimiser, rollouts and history stay. It needs
+    `hf auth login` or HF_TOKEN.
+
+    Example: treering push runs/train me/qwen3-sums --private
+    """
+    require("treering push")
+    from treering.cli.push.command import run
+
+    run(
+        folder=folder,
+        repo_id=repo_id,
+        step=step,
+        base_model=base_model,
+        private=private,
+        dry_run=dry_run,
+        json_output=json_output,
+    )
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+def trl(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="{grpo,sft,dpo} [TRL'S OPTIONS]", help="A script of TRL, and its own options."),
+    ] = None,
+) -> None:
+    """Train with TRL's own command line, every shared prefix computed once.
+
+    Example: treering trl sft --model_name_or_path models/qwen3 --dataset_name my/data --output_dir runs/sft
+
+    Example: treering trl grpo --help
+
+    Beside TRL's options: --tree_backend, --group_batches, --verify_first. On several devices: torchrun --no-python
+    --nproc-per-node 2 treering trl sft ...
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(context.get_help())
+        return
+    from treering.cli.trl.command import run
+
+    run(arguments)
