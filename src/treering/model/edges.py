@@ -125,21 +125,21 @@ def _grouped(items: NDArray[np.int64], owner: NDArray[np.int64], num_owners: int
 
 
 def score_edges(
+    parts: ModelParts,
     hidden: Float[Tensor, "N C"],
     head: nn.Module,
     forest: Forest,
     *,
     temperature: float,
-    vocab_size: int,
     table: EdgeTable,
     entropy_of: EntropyOf = "all",
     value_head: nn.Module | None = None,
-    softcap: float | None = None,
 ) -> EdgeScores:
     """Log-probability, entropy and value of each edge of the table, in its order.
 
-    `logp[t] = log_softmax(head(hidden[parent[t]]) / temperature)[tokens[t]]`, with logits bounded by `softcap` if the
-    model has one; the entropy is of the same distribution, the value is `value_head(hidden[parent[t]])`.
+    `logp[t] = log_softmax(logits / temperature)[tokens[t]]` of `logits = head(hidden[parent[t]])`, divided and bounded
+    as the model (`parts`) does; the entropy is of the same distribution, the value is `value_head(hidden[parent[t]])`.
+    `head` is the model's, gathered if it is sharded.
 
     Raises:
         InputError: a value head that does not return one number per row.
@@ -154,10 +154,10 @@ def score_edges(
         head,
         to_device(forest.tokens[table.edges].astype(np.int64)),
         edge_row,
-        temperature=temperature,
+        temperature=temperature * parts.logit_divisor,
         entropy_of=entropy_of,
-        vocab_size=vocab_size,
-        softcap=softcap,
+        vocab_size=parts.vocab_size,
+        softcap=parts.softcap,
     )
     values = None if value_head is None else _values(rows, value_head)[edge_row]
     return EdgeScores(logprobs=scores.logprobs, entropy=scores.entropy, values=values)

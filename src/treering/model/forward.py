@@ -94,15 +94,14 @@ def forward(
 
     def score(head: nn.Module, rows: Tensor) -> EdgeScores:
         return score_edges(
+            parts,
             rows,
             head,
             forest,
-            temperature=temperature * parts.logit_divisor,
-            vocab_size=parts.vocab_size,
+            temperature=temperature,
             table=table,
             entropy_of=entropy_of,
             value_head=value_head,
-            softcap=parts.softcap,
         )
 
     scores = scored_on_head(parts, score, hidden)

@@ -69,17 +69,16 @@ def change_the_form(patch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 def forget_the_softcap_of_logits(patch: pytest.MonkeyPatch) -> None:
-    honest = scoring.score_edges
-    patch.setattr(scoring, "score_edges", lambda *args, **given: honest(*args, **{**given, "softcap": None}))
+    patch.setattr(scoring.Scorer, "scores", _with_parts(scoring.Scorer.scores, softcap=None))
 
 
 def forget_the_scale_of_logits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scoring.Scorer, "scores", _without_divisor(scoring.Scorer.scores))
+    patch.setattr(scoring.Scorer, "scores", _with_parts(scoring.Scorer.scores, logit_divisor=1.0))
 
 
-def _without_divisor(honest: Callable[..., Any]) -> Callable[..., Any]:
+def _with_parts(honest: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
     def scores(scorer: Any, *args: Any) -> Any:
-        return honest(replace(scorer, parts=replace(scorer.parts, logit_divisor=1.0)), *args)
+        return honest(replace(scorer, parts=replace(scorer.parts, **changes)), *args)
 
     return scores
 

@@ -93,16 +93,7 @@ def _scored(
 ) -> EdgeScores:
     """The scores of all tables, one after another, from one call of a sharded head."""
     scores = [
-        score_edges(
-            hidden,
-            head,
-            forest,
-            temperature=temperature * parts.logit_divisor,
-            vocab_size=parts.vocab_size,
-            table=table,
-            entropy_of=entropy_of,
-            softcap=parts.softcap,
-        )
+        score_edges(parts, hidden, head, forest, temperature=temperature, table=table, entropy_of=entropy_of)
         for temperature, table in zip(plan.temperatures, plan.tables, strict=True)
     ]
     return EdgeScores(

@@ -79,15 +79,14 @@ class Scorer:
 
     def _own_scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         return score_edges(
+            self.parts,
             hidden,
             head,
             forest,
-            temperature=self.temperature * self.parts.logit_divisor,
-            vocab_size=self.parts.vocab_size,
+            temperature=self.temperature,
             table=table,
             entropy_of=self.entropy_of,
             value_head=self.value_head,
-            softcap=self.parts.softcap,
         )
 
 
