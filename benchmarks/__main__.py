@@ -59,12 +59,13 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
     text = json.dumps(report, indent=2, allow_nan=False)
     if out is not None:
         out.write_text(text + "\n", encoding="utf-8")
-    for note in report.get("notes", ()):
-        console.print(note, soft_wrap=True)
     if json_output:
         print(text)
     else:
         view.show(report, Console())
+    # Last, where a log that is cut to its end still has them.
+    for note in report.get("notes", ()):
+        console.print(note, soft_wrap=True)
     return dict(report)
 
 

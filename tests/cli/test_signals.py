@@ -67,6 +67,22 @@ HANGS_IN_C = """
     while True:
         ctypes.CDLL(None).sem_wait(lock)
 """
+# An error in the callback would be printed and dropped by ctypes, and the caller would get no answer.
+CALLED_BACK = """
+    import ctypes
+
+    def called_back():
+        signal.raise_signal(signal.SIGTERM)
+        return sum([1] * 7)
+
+    own = {"__name__": "llvmlite.binding", "signal": signal, "sum": sum}
+    called_back = type(called_back)(called_back.__code__, own)
+    try:
+        print(ctypes.CFUNCTYPE(ctypes.c_int)(called_back)(), flush=True)
+        time.sleep(600)
+    finally:
+        print("cleaned up", flush=True)
+"""
 SENDS_BOTH = """
     try:
         signal.raise_signal(signal.SIGHUP)
@@ -134,6 +150,12 @@ def test_the_line_says_how_to_go_on() -> None:
 def test_a_library_that_wraps_the_interruption_does_not_hide_it() -> None:
     code, _, err = ended(started(WRAPS), signal.SIGTERM)
     assert (code, err) == (143, "treering: interrupted by SIGTERM; the same command goes on\n")
+
+
+def test_a_signal_in_a_callback_of_llvm_is_raised_once_it_has_answered() -> None:
+    code, out, err = ended(started(CALLED_BACK))
+    assert (code, out) == (143, "7\ncleaned up\n")
+    assert err == "treering: interrupted by SIGTERM; start the same command again\n"
 
 
 @pytest.mark.parametrize("command", [SWALLOWS, HANGS_IN_C])

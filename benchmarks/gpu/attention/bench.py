@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from benchmarks.gpu.attention.cases import AttentionCase, HeadShape
 from benchmarks.gpu.attention.check import Inputs, check_backend, draw_inputs
@@ -48,8 +49,11 @@ def measure_attention(
         for length in lengths:
             found = report.run(f"dense {heads.name} {length}", lambda h=heads, n=length: _dense(h, n, stopwatch))
             dense += [] if found is None else [found]
-    for case in cases:
-        report.run(f"{case.heads.name} {case.name}", lambda c=case: measure_case(c, dense, stopwatch, backends, report))
+    # A backward is timed many times on one forward, whose buffers compiled code would else reuse.
+    with functorch_config.patch(donated_buffer=False):
+        for case in cases:
+            name = f"{case.heads.name} {case.name}"
+            report.run(name, lambda c=case: measure_case(c, dense, stopwatch, backends, report))
 
 
 def measure_case(

@@ -9,6 +9,7 @@ a token must not see may not change a bit of its output, and takes a gradient of
 
 import math
 import os
+import warnings
 from functools import cache
 from typing import NamedTuple
 
@@ -121,7 +122,15 @@ def check_backend(backend: Backend, shape: AttentionShape) -> SelfCheck:
     # A caller that offloads or counts what autograd saves must not see the check.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     precise = torch.autocast(shape.device.type, enabled=False)
-    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), precise, identity:
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(has_gradients),
+        precise,
+        identity,
+        warnings.catch_warnings(),
+    ):
+        # Torch says so in the first backward of a process, and then has its context.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         inputs = draw_inputs(shape, forest.num_tokens)
         wanted = _run("reference", [tensor.double() for tensor in inputs], layout, shape)
         got = _run(backend, inputs, layout, shape)

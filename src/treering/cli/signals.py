@@ -24,6 +24,9 @@ GRACE_S = 5.0
 _SAME_S = 0.5
 """Signals this soon after the first are the same request, which several processes have passed on."""
 
+_AGAIN_S = 0.01
+"""A signal that cannot be raised yet is sent again so much later."""
+
 _LATE = 0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -139,8 +142,21 @@ def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
     sys.exit(code)
 
 
-def _interrupt(number: int, _: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_called_back(frame):
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+        return
     raise Interrupted(number)
+
+
+def _is_called_back(frame: FrameType | None) -> bool:
+    """Whether LLVM waits for Python, which asks numba for the code it has on disk: no error passes through it.
+
+    It would be printed and dropped, and LLVM would read the answer that is missing (SIGSEGV).
+    """
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("llvmlite."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _interruption_in(error: BaseException) -> Interrupted | None:

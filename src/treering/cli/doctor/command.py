@@ -39,8 +39,9 @@ def _backends() -> dict[str, Any]:
     from treering.cli.doctor.backends import find_choice, find_shapes, try_backends
 
     shapes = find_shapes()
-    tried = [found for shape in shapes for found in try_backends(shape)]
-    return {"backends": tried, "choices": [find_choice(shape) for shape in shapes]}
+    with Console(stderr=True).status("checking every backend; on a GPU each is compiled first, which takes minutes"):
+        tried = [found for shape in shapes for found in try_backends(shape)]
+        return {"backends": tried, "choices": [find_choice(shape) for shape in shapes]}
 
 
 def _run(folder: Path) -> dict[str, Any]:

@@ -71,13 +71,13 @@ class Machine:
 
 
 def find_packages() -> list[Package]:
-    """The packages that Treering requires, those of its extras, and hosts, by name.
+    """Treering, the packages that it and its extras require, and hosts, by name.
 
     Example: with torch 2.13 and no vLLM there are a `Package` of torch with `is_supported` and one of vllm without an
     `installed`.
     """
     needed = _requirements()
-    names = {**dict.fromkeys(HOSTS, ""), **needed}
+    names = {**dict.fromkeys(("treering", *HOSTS), ""), **needed}
     return [_package(name, names[name]) for name in sorted(names)]
 
 
@@ -99,7 +99,7 @@ def read_machine() -> Machine:
 def _requirements() -> dict[str, str]:
     """Version ranges of what Treering requires, extras included, without the tools of its developers."""
     found: dict[str, str] = {}
-    for line in requires("treering") or ():
+    for line in _required_lines():
         text, _, marker = line.partition(";")
         name = text.strip()
         for end in "[<>=!~ (":
@@ -109,6 +109,14 @@ def _requirements() -> dict[str, str]:
         if name != "treering":
             found[name] = text.strip()[len(name) :].partition("]")[2 if "[" in text else 0].strip(" ()")
     return found
+
+
+def _required_lines() -> list[str]:
+    try:
+        return requires("treering") or []
+    except PackageNotFoundError:
+        # Its source is on the path, and nothing is installed.
+        return []
 
 
 def _package(name: str, needed: str) -> Package:
