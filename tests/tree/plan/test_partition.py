@@ -105,6 +105,12 @@ def test_children_of_a_star_are_put_together() -> None:
     assert chain == 240
 
 
+def test_beside_the_responses_of_a_large_star_only_its_prompt_is_kept() -> None:
+    tree = Forest.from_sequences(star(32, prompt=66, response=62))
+    sizes, chain = sizes_and_chain(tree, cut_tree(tree, 512), 512)
+    assert (sizes, chain) == ([66, 496, 496, 496, 496], 66 + 496)
+
+
 def test_a_caterpillar_of_a_thousand_segments_keeps_the_laws() -> None:
     tree = Forest.from_sequences(comb(1000))
     assert tree.num_segments > 1500

@@ -70,7 +70,7 @@ class PartitionedTree:
 def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
     """Cuts one tree into the fewest partitions of at most `max_tokens` tokens that it finds, in short chains.
 
-    A cut may fall anywhere. Trees of up to `SMALL` segments try every set of forks to cut at; larger ones take
+    A cut may fall anywhere. Trees of up to `SMALL` segments try every set of forks to cut at; larger ones two, and take
     O(n log n) time. Either way two policies compete: cuts at forks, and full parts that end inside segments.
 
     Raises:
