@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ENGINE = "tests/engine/test_gpu_engine.py"
 
 pytestmark = pytest.mark.skipif(
     shutil.which("make") is None or shutil.which("timeout") is None, reason="make or timeout is not installed"
@@ -24,39 +23,36 @@ def make_gpu(tmp_path: Path, script: str, *settings: str) -> tuple[int, list[lis
     return done.returncode, [line.split() for line in log.read_text().splitlines()]
 
 
-def test_tests_of_the_engine_run_first_and_alone_then_all_others_then_the_benchmarks(tmp_path: Path) -> None:
-    status, (engine, others, measured) = make_gpu(tmp_path, "exit 0")
+def test_the_tests_of_all_files_that_need_a_device_run_and_then_the_benchmarks(tmp_path: Path) -> None:
+    status, (tests, measured) = make_gpu(tmp_path, "exit 0")
     assert status == 0
     files = sorted(
         str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()
     )
-    assert ENGINE in files
-    assert [arg for arg in engine if arg.startswith("tests/")] == [ENGINE]
-    assert [arg for arg in others if arg.startswith("tests/")] == [file for file in files if file != ENGINE]
+    assert [arg for arg in tests if arg.startswith("tests/")] == files
     assert measured[:2] == ["-m", "benchmarks.gpu.bench"]
     # Nothing took any time.
-    assert measured[measured.index("--budget-s") + 1] in ("439", "440")
+    assert measured[measured.index("--budget-s") + 1] in ("1199", "1200")
 
 
 def test_every_test_has_a_line_as_soon_as_it_has_run_and_no_warning_is_an_error(tmp_path: Path) -> None:
-    _, calls = make_gpu(tmp_path, "exit 0")
-    for call in calls[:2]:
-        assert call[:3] == ["-u", "-m", "pytest"]
-        assert "-v" in call
-        assert call[call.index("-W") + 1] == "default"
-        assert call[call.index("-m", 2) + 1] == "gpu"
+    _, (call, _) = make_gpu(tmp_path, "exit 0")
+    assert call[:3] == ["-u", "-m", "pytest"]
+    assert "-v" in call
+    assert call[call.index("-W") + 1] == "default"
+    assert call[call.index("-m", 2) + 1] == "gpu"
 
 
-@pytest.mark.parametrize("failing", [ENGINE, "tests/attention", "benchmarks.gpu.bench"])
+@pytest.mark.parametrize("failing", ["tests/attention", "benchmarks.gpu.bench"])
 def test_a_part_that_fails_stops_no_other_and_is_told_by_the_exit_status(tmp_path: Path, failing: str) -> None:
     status, calls = make_gpu(tmp_path, f'[[ "$*" != *{failing}* ]]')
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert status != 0
 
 
-def test_tests_that_take_too_long_are_stopped_and_leave_the_others_their_time(tmp_path: Path) -> None:
+def test_tests_that_take_too_long_are_stopped_and_leave_the_benchmarks_their_time(tmp_path: Path) -> None:
     # `exec`, so that the signal meets what waits.
-    script = f'[[ "$*" == *{ENGINE}* ]] && exec sleep 30; exit 0'
-    status, calls = make_gpu(tmp_path, script, "GPU_ENGINE_TEST_S=1")
-    assert len(calls) == 3
+    script = '[[ "$*" == *tests/* ]] && exec sleep 30; exit 0'
+    status, calls = make_gpu(tmp_path, script, "GPU_TEST_S=1")
+    assert len(calls) == 2
     assert status != 0
