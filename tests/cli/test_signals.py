@@ -83,6 +83,18 @@ CALLED_BACK = """
     finally:
         print("cleaned up", flush=True)
 """
+FINALISES = """
+    class Finalised:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+            sum([1])
+
+    try:
+        Finalised()
+        time.sleep(600)
+    finally:
+        print("cleaned up", flush=True)
+"""
 SENDS_BOTH = """
     try:
         signal.raise_signal(signal.SIGHUP)
@@ -155,6 +167,12 @@ def test_a_library_that_wraps_the_interruption_does_not_hide_it() -> None:
 def test_a_signal_in_a_callback_of_llvm_is_raised_once_it_has_answered() -> None:
     code, out, err = ended(started(CALLED_BACK))
     assert (code, out) == (143, "7\ncleaned up\n")
+    assert err == "treering: interrupted by SIGTERM; start the same command again\n"
+
+
+def test_a_signal_in_a_finaliser_is_raised_after_it() -> None:
+    code, out, err = ended(started(FINALISES))
+    assert (code, out) == (143, "cleaned up\n")
     assert err == "treering: interrupted by SIGTERM; start the same command again\n"
 
 

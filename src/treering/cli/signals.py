@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from treering.errors import Interrupted
 
@@ -51,13 +52,17 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
+    usual = sys.unraisablehook
+
     def restore() -> None:
+        sys.unraisablehook = usual
         signal.set_wakeup_fd(-1)
         for number in handled:
             # Handlers of the block's own code stay.
             if signal.getsignal(number) is _interrupt:
                 signal.signal(number, handlers[number])
 
+    sys.unraisablehook = partial(_take_unraisable, usual)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in handled:
         signal.signal(number, _interrupt)
@@ -144,9 +149,21 @@ def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _is_called_back(frame):
-        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+        _send_again(number)
         return
     raise Interrupted(number)
+
+
+def _send_again(number: int) -> None:
+    threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+
+
+def _take_unraisable(usual: Callable[[Any], object], lost: Any) -> None:
+    """Takes what was raised where Python lets no error out, as in a finaliser; an interruption must not end there."""
+    if isinstance(lost.exc_value, Interrupted):
+        _send_again(lost.exc_value.signal_number)
+        return
+    usual(lost)
 
 
 def _is_called_back(frame: FrameType | None) -> bool:
