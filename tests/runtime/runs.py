@@ -98,6 +98,7 @@ def pipeline(
     rebalancing: Rebalancing = "queued",
     num_slots: int = MAX_BATCH,
     launcher: Launcher | None = None,
+    num_trainer_ranks: int = 1,
     **changes: object,
 ) -> PipelineLoop:
     """A loop over the recipe's task: two prompts per step, groups of four."""
@@ -123,4 +124,5 @@ def pipeline(
         reward_time_limit_s=reward_time_limit_s,
         worker_time_limit_s=worker_time_limit_s,
         launcher=launcher,
+        num_trainer_ranks=num_trainer_ranks,
     )

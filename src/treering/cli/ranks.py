@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from treering.errors import StateError, TreeringError
+from treering.errors import StateError
+from treering.ranks.group import is_of_another
 
 _STORE_TIMEOUT = timedelta(seconds=3)
-_TRANSPORTS = ("gloo", "nccl", "peer", "connection")
-"""Words of the errors that torch raises, all as RuntimeError, where another process is gone."""
 
 
 def num_started() -> int:
@@ -76,7 +75,7 @@ def joined() -> Iterator[None]:
     except BaseException as error:
         # The others wait as long as this process lives.
         speaks_of_end()
-        if not _is_of_another(error):
+        if not is_of_another(error):
             raise
         words = " ".join(str(error).split())[:200]
         raise StateError(
@@ -86,8 +85,3 @@ def joined() -> Iterator[None]:
     # What is left of a sharded model in reference cycles would end its threads after those of the group: an abort.
     gc.collect()
     dist.destroy_process_group()
-
-
-def _is_of_another(error: BaseException) -> bool:
-    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TreeringError)
-    return is_torchs and any(word in str(error).lower() for word in _TRANSPORTS)

@@ -58,6 +58,11 @@ class RuntimeConfig(Config):
         description="Rollout workers, each a process; a trainer and a reward worker come on top. 0: everything in this "
         "process, one phase after another (off-switch).",
     )
+    trainer_ranks: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="With workers: processes that train together, each with a shard of the model (FSDP2) and "
+        "rl.num_train_threads threads; on CUDA each takes a device.",
+    )
     reward_time_limit_s: Positive = Field(
         default=60.0,
         description="With workers: seconds that a reward or an observation may take; else its rollout is left out.",
@@ -92,6 +97,11 @@ class RuntimeConfig(Config):
         if self.launcher == "ray" and self.workers == 0:
             raise ConfigError(
                 'runtime.launcher = "ray" starts workers, and runtime.workers is 0; set runtime.workers=1 or more'
+            )
+        if self.trainer_ranks > 1 and self.workers == 0:
+            raise ConfigError(
+                f"runtime.trainer_ranks = {self.trainer_ranks} train beside rollout workers, and runtime.workers is 0; "
+                "set runtime.workers=1 or more, or start it by torchrun, where each rank samples too"
             )
         defaults = {"listen": LOOPBACK, "resources": ResourcesConfig()}
         own = [name for name, default in defaults.items() if getattr(self, name) != default]

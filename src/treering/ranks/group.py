@@ -9,6 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treering.arrays import Float64Array
+from treering.errors import TreeringError
+
+_TRANSPORTS = ("gloo", "nccl", "peer", "connection")
+"""Words of the errors that torch raises, all as RuntimeError, where another process is gone."""
 
 
 def num_ranks() -> int:
@@ -24,6 +28,15 @@ def is_running() -> bool:
 def all_ranks() -> "RankGroup":
     """All processes as one group; this one alone without torch.distributed."""
     return RankGroup(rank=dist.get_rank(), size=dist.get_world_size()) if num_ranks() > 1 else RankGroup()
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Whether an error says that another process of the group has ended.
+
+    Example: true of `RuntimeError("Connection closed by peer")`, false of every error of Treering's own.
+    """
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TreeringError)
+    return is_torchs and any(word in str(error).lower() for word in _TRANSPORTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,16 +18,17 @@ from treering.ranks.group import is_running
 _MARK = "_sharded"
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """The state dict of a sharded model with whole tensors in host memory, tied ones stored once; all ranks call it.
 
-    Only rank 0 keeps the tensors, one of which at a time is gathered; the others get an empty dict.
+    Only rank 0 keeps the tensors, one of which at a time is gathered; the others get an empty dict. `trained_only`
+    leaves out the weights that an update does not change, as those of a model with adapters.
     """
     is_first = torch.distributed.get_rank() == 0
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
-    sharded = dict(model.named_parameters())
+    sharded = {name: weight for name, weight in model.named_parameters() if weight.requires_grad or not trained_only}
     gathered: dict[str, Tensor] = {}
     for weight in sharded.values():
         whole = as_whole(weight.detach()).cpu()
@@ -35,7 +36,23 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
             gathered |= dict.fromkeys(names[id(weight)], whole)
     if not is_first:
         return {}
-    return {name: gathered.get(name, tensor) for name, tensor in model.state_dict().items()}
+    own = {name: gathered.get(name, tensor) for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in own.items() if not is_sharded(tensor)}
+
+
+def whole_state(state: Any) -> Any:
+    """A state of dicts and lists with its sharded tensors gathered in host memory; all ranks call it.
+
+    Only rank 0 keeps what is gathered, one tensor at a time; in its place the others get None.
+    """
+    if is_sharded(state):
+        whole = as_whole(state).cpu()
+        return whole if torch.distributed.get_rank() == 0 else None
+    if isinstance(state, Mapping):
+        return {key: whole_state(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(whole_state(value) for value in state)
+    return state
 
 
 def as_whole(tensor: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Controller:
 
     @property
     def _needed(self) -> list[ChildProcess]:
-        return [*self._rollout_pool.children, self._reward_client.child, self.trainer_client.child]
+        return [*self._rollout_pool.children, self._reward_client.child, *self.trainer_client.children]
 
     @property
     def last_open(self) -> int:

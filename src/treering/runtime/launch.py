@@ -33,6 +33,7 @@ class RunSpec:
     optim: OptimOptions
     options: RlOptions
     cluster: Cluster
+    num_trainer_ranks: int
     max_tokens: int
     """Of a rollout, at most."""
     history: Path | None
@@ -109,7 +110,15 @@ def start_controller(
             worker_time_limit_s=spec.worker_time_limit_s,
             account=account,
         ),
-        TrainerClient(trainer, store, launcher, model=model, time_limit_s=spec.worker_time_limit_s, account=account),
+        TrainerClient(
+            trainer,
+            store,
+            launcher,
+            model=model,
+            num_ranks=spec.num_trainer_ranks,
+            time_limit_s=spec.worker_time_limit_s,
+            account=account,
+        ),
         store,
         launcher,
         policy_versions={

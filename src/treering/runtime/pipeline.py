@@ -64,6 +64,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         policy: Policy,
         predictor: LengthPredictor,
         drafting: Drafting | None = None,
+        num_trainer_ranks: int = 1,
         reward_time_limit_s: float = 60.0,
         worker_time_limit_s: float = 3600.0,
         launcher: Launcher | None = None,
@@ -81,14 +82,15 @@ class PipelineLoop(Resumable[RlStepReport]):
             policy: an unused scheduling policy.
             predictor: an unused length predictor.
             drafting: history of earlier rollouts, in a folder that workers read; None disables speculation.
+            num_trainer_ranks: processes that train together, each with a shard of the model (FSDP2).
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
             worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
             launcher: starts the processes; None: on this host.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            ConfigError: drafting without a folder, or on hosts that do not share it, or a time limit that is not
-                positive.
+            ConfigError: drafting without a folder, or on hosts that do not share it, a time limit that is not positive, or
+                no trainer rank.
             UnsupportedError: router losses for a model without routers.
         """
         if drafting is not None and drafting.folder is None:
@@ -99,6 +101,8 @@ class PipelineLoop(Resumable[RlStepReport]):
                 "workers read the history from files of the controller's host, and these may run on others; train "
                 'without drafting (history.drafts = "off"), or on one host (runtime.listen on loopback)'
             )
+        if num_trainer_ranks < 1:
+            raise ConfigError(f"at least one process trains, got num_trainer_ranks={num_trainer_ranks}; raise it")
         if not reward_time_limit_s > 0:
             raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
         if not worker_time_limit_s > 0:
@@ -116,6 +120,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             optim=optim,
             options=options,
             cluster=cluster,
+            num_trainer_ranks=num_trainer_ranks,
             max_tokens=self._run_state.max_tokens,
             history=None if drafting is None else drafting.folder,
             drafts=DraftOptions() if drafting is None else drafting.options,

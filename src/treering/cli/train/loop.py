@@ -134,6 +134,7 @@ def make_loop(
         policy=make_policy(config.schedule),
         predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
         drafting=make_drafting(config),
+        num_trainer_ranks=config.runtime.trainer_ranks,
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
         launcher=make_launcher(config.runtime),
@@ -149,6 +150,7 @@ def make_launcher(runtime: RuntimeConfig) -> Launcher:
     needs = runtime.resources
     return RayLauncher(
         num_rollout_workers=runtime.workers,
+        num_trainer_ranks=runtime.trainer_ranks,
         resources={
             "rollout_worker": _resources(needs.rollout_worker),
             "reward_worker": _resources(needs.reward_worker),

@@ -61,7 +61,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         layout=rl.layout,
         compute=compute,
         num_train_threads=rl.num_train_threads,
-        ranks=ranks_mode(config.rl),
+        ranks=rl.ranks if config.runtime.trainer_ranks > 1 else ranks_mode(rl),
         seed=rl.seed,
     )
 

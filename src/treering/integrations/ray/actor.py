@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treering.integrations.ray.actor_connection import Address, connect
+from treering.integrations.ray.actor_connection import Address, connect, own_host
 from treering.integrations.ray.object_store import ObjectAccess, Offers
 from treering.runtime.ipc.child import run_role
 
@@ -18,7 +18,8 @@ class Actor:
 
     def run(self, address: Address, key: bytes) -> None:
         """Connects to the controller and runs the role that it sends; never returns."""
-        run_role(connect(address, key), ObjectAccess(self._offers))
+        connection = connect(address, key)
+        run_role(connection, ObjectAccess(self._offers, own_host(connection)))
 
     def offer(self, version: int, slot: int | None, weights: Any) -> None:
         """Receives weights: Ray has brought the object to this host before it calls this."""

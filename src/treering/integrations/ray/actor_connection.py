@@ -105,6 +105,15 @@ def is_loopback(host: str) -> bool:
     return ip_address(host).is_loopback
 
 
+def own_host(connection: Connection) -> str:
+    """The address of this machine at one end of a connection.
+
+    Example: "127.0.0.1" of one to a controller that listens on loopback.
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        return str(same.getsockname()[0])
+
+
 def connect(address: Address, key: bytes) -> Connection:
     """The actor's end.
 

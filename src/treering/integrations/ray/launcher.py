@@ -13,7 +13,7 @@ from treering.integrations.ray.actor import WEIGHTS, Actor
 from treering.integrations.ray.actor_connection import ActorConnection, is_loopback
 from treering.integrations.ray.actor_process import ActorProcess
 from treering.integrations.ray.object_store import ObjectStore
-from treering.integrations.ray.placement import check_hosts, check_resources
+from treering.integrations.ray.placement import check_hosts, check_resources, numbers_by_kind
 from treering.runtime.ipc.launcher import Kind, Resources, resources_by_kind
 from treering.runtime.ipc.recipe import Recipe
 
@@ -36,6 +36,7 @@ class RayLauncher:
         self,
         *,
         num_rollout_workers: int,
+        num_trainer_ranks: int = 1,
         resources: Mapping[Kind, Resources] | None = None,
         listen: str = "127.0.0.1",
     ) -> None:
@@ -43,6 +44,7 @@ class RayLauncher:
 
         Args:
             num_rollout_workers: of the run, to check that there is room for all.
+            num_trainer_ranks: of its trainer, likewise.
             resources: of a process of each kind; None: those of `resources_by_kind`.
             listen: this machine's address at which actors reach the controller; loopback: all are on this machine.
 
@@ -52,7 +54,7 @@ class RayLauncher:
         """
         require('runtime.launcher = "ray"', "ray")
         _check_address(listen)
-        self._num_rollout_workers = num_rollout_workers
+        self._numbers = numbers_by_kind(num_rollout_workers=num_rollout_workers, num_trainer_ranks=num_trainer_ranks)
         self._resources = resources_by_kind() if resources is None else resources
         self._listen = listen
         self._owns_ray = False
@@ -78,7 +80,7 @@ class RayLauncher:
             _init()
         try:
             check_hosts(ray.nodes(), listen=self._listen)
-            check_resources(ray.nodes(), self._resources, num_rollout_workers=self._num_rollout_workers)
+            check_resources(ray.nodes(), self._resources, self._numbers)
         except ConfigError:
             self.close()
             raise

@@ -136,8 +136,9 @@ class Offers:
 class ObjectAccess:
     """What an actor needs to read and write weights."""
 
-    def __init__(self, offers: Offers) -> None:
+    def __init__(self, offers: Offers, host: str) -> None:
         self._offers = offers
+        self.host = host
 
     def open(self, model: nn.Module, port: Port) -> "OfferedWeights":
         """See `WeightAccess`."""
@@ -168,7 +169,7 @@ class OfferedWeights:
         with _reading():
             self._layout.load(weights, model)
 
-    def write(self, version: int, model: nn.Module) -> None:
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `ProcessWeights`."""
-        for message in parts_of(version, self._layout.pack(model_tensors(model))):
+        for message in parts_of(version, self._layout.pack(tensors)):
             self._port.send(message)

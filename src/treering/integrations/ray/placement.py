@@ -28,26 +28,33 @@ def check_hosts(nodes: Sequence[Node], *, listen: str) -> None:
         )
 
 
-def check_resources(nodes: Sequence[Node], resources: Mapping[Kind, Resources], *, num_rollout_workers: int) -> None:
+def numbers_by_kind(*, num_rollout_workers: int, num_trainer_ranks: int) -> Mapping[Kind, int]:
+    """Processes of each kind in a run."""
+    return {
+        "rollout_worker": num_rollout_workers,
+        "reward_worker": _NUM_REWARD_WORKERS,
+        "trainer": num_trainer_ranks,
+    }
+
+
+def check_resources(
+    nodes: Sequence[Node], resources: Mapping[Kind, Resources], numbers: Mapping[Kind, int]
+) -> None:
     """Checks that every process fits a node, and all of them the cluster.
 
     Raises:
         ConfigError: they do not.
     """
-    numbers: dict[Kind, int] = {
-        "rollout_worker": num_rollout_workers,
-        "reward_worker": _NUM_REWARD_WORKERS,
-        "trainer": 1,
-    }
     for resource, unit in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
         free = [float(node["Resources"].get(resource, 0.0)) for node in _alive(nodes)]
         needs = {kind: float(getattr(each, unit)) for kind, each in resources.items()}
         total = sum(number * needs[kind] for kind, number in numbers.items())
         if total > sum(free):
             raise ConfigError(
-                f"the cluster has what runtime.resources asks for, and {num_rollout_workers} rollout workers, "
-                f"{_NUM_REWARD_WORKERS} reward workers and a trainer ask for {total:g} {resource}s where it has "
-                f"{sum(free):g}; lower runtime.resources.*.{unit}, or runtime.workers"
+                "the cluster has what runtime.resources asks for, and "
+                f"{numbers['rollout_worker']} rollout workers, {numbers['reward_worker']} reward workers and "
+                f"{numbers['trainer']} trainer ranks ask for {total:g} {resource}s where it has {sum(free):g}; lower "
+                f"runtime.resources.*.{unit}, runtime.workers or runtime.trainer_ranks"
             )
         for kind, need in needs.items():
             if need > max(free, default=0.0):

@@ -73,7 +73,11 @@ class Port:
 
 
 class WeightAccess(Protocol):
-    """What a launcher gives a child to reach the weights of the run."""
+    """What a launcher gives a child to reach the weights and the other processes of the run."""
+
+    @property
+    def host(self) -> str:
+        """The address of this machine at which the other processes reach it; loopback, if all are on it."""
 
     def open(self, model: nn.Module, port: Port) -> ProcessWeights:
         """The weights, for a child that has built the model; messages about them go through its port."""

@@ -125,6 +125,17 @@ class TrainerSettings:
     """Of the base: steps done."""
     state: bytes
     """See `TrainerState`."""
+    rank: int = 0
+    num_ranks: int = 1
+    """Processes that train together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendezvous:
+    """From the trainer's rank 0, and from the controller to the other ranks: where it waits for them."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,6 +20,7 @@ class RingAccess:
 
     memory: SharedMemory
     num_slots: int
+    host: str = "127.0.0.1"
 
     def open(self, model: nn.Module, port: Port) -> ProcessWeights:
         """The ring, for a process that has built the model.

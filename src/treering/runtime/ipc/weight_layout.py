@@ -70,11 +70,14 @@ class WeightLayout:
         return buffer
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by name; of tied ones the first, and of a model with adapters those alone."""
+def model_tensors(model: nn.Module, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's tensors by name; of tied ones the first, and of a model with adapters those alone.
+
+    `whole`: the tensors of a sharded model, as `whole_state_dict` gathers them.
+    """
     seen: set[int] = set()
     found = {}
-    weights = model.state_dict()
+    weights = model.state_dict() if whole is None else whole
     for name, tensor in (adapter_tensors(model, weights) if has_adapter(model) else weights).items():
         if tensor.numel() == 0 or tensor.data_ptr() not in seen:
             found[name] = tensor

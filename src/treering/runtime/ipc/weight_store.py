@@ -56,5 +56,5 @@ class ProcessWeights(Protocol):
     def read(self, version: int, model: nn.Module, slot: int | None = None) -> None:
         """Copies a version that was offered to this process into a model; see `WeightStore.read`."""
 
-    def write(self, version: int, model: nn.Module) -> None:
-        """Publishes a model's weights; a message sent afterwards finds them in the controller's store."""
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Publishes a model's tensors by name (`model_tensors`); a message sent afterwards finds them in the store."""

@@ -9,10 +9,10 @@ from treering.rl.collect import Group
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport, wait_for_any
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
-from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
+from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.weight_store import BASE, WeightStore
-from treering.runtime.workers.trainer_worker import run_trainer
+from treering.runtime.pools.trainer_ranks import TrainerRanks
 
 _TOKEN_BYTES = 25
 """Per token of a rollout: its id, two log-probabilities, a mask and a version."""
@@ -29,7 +29,7 @@ class _Job:
 
 
 class TrainerClient:
-    """One trainer. Its base is the last fetched state: weights in an extra slot of the store, the optimiser as bytes.
+    """One trainer, of one or several ranks. Its base is the last fetched state: weights in an extra slot of the store, the optimiser as bytes.
 
     The rollouts of later steps are kept. After a crash, a new trainer replays them and gets bitwise the same weights.
     Once they need more memory than the base, a new base replaces them.
@@ -44,6 +44,7 @@ class TrainerClient:
         launcher: Launcher,
         *,
         model: nn.Module,
+        num_ranks: int,
         time_limit_s: float,
         account: Account,
     ) -> None:
@@ -54,6 +55,7 @@ class TrainerClient:
             store: the weights.
             launcher: starts it.
             model: the caller's; at every call it has the weights of the latest finished step.
+            num_ranks: processes that train together.
             time_limit_s: for one step.
             account: counts deaths.
         """
@@ -67,12 +69,17 @@ class TrainerClient:
         self._saved: list[bytes] = []
         self._is_fetching = False
         self._incoming = IncomingWeights()
-        self.child = ChildProcess("trainer", "trainer", run_trainer, launcher, time_limit_s=time_limit_s)
-        self._start_child()
+        self._ranks = TrainerRanks(num_ranks, launcher, time_limit_s=time_limit_s)
+        self._start()
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The processes of its ranks."""
+        return self._ranks.children
 
     def connections(self) -> list[Transport]:
         """Connections to wait for."""
-        return [self.child.connection]
+        return self._ranks.connections()
 
     def train(self, step: int, groups: Sequence[Group]) -> None:
         """Sends the next step."""
@@ -89,10 +96,10 @@ class TrainerClient:
             StateError: trainers die repeatedly.
             Exception: the error that the trainer raised.
         """
-        messages, has_died = self.child.receive()
+        messages, has_died = self._ranks.receive()
         done = None
         for message in messages:
-            self.child.note_progress()
+            self._ranks.note_progress()
             if isinstance(message, PublishedWeights):
                 weights = self._incoming.take(message)
                 if weights is not None:
@@ -104,11 +111,11 @@ class TrainerClient:
             assert message.step == self._expected.pop(0), "steps are trained in order"
             if message.step == self._pending:
                 done, self._pending = message, None
-        self.child.end_if_silent(is_busy=bool(self._expected) or self._is_fetching)
+        self._ranks.end_if_silent(is_busy=bool(self._expected) or self._is_fetching)
         if has_died:
             self._account.trainer_deaths += 1
-            self.child.reap()
-            self._start_child()
+            self._ranks.reap()
+            self._start()
         return done
 
     def fetch(self) -> bytes:
@@ -133,7 +140,7 @@ class TrainerClient:
 
     def close(self) -> None:
         """Stops the trainer."""
-        self.child.stop()
+        self._ranks.stop()
 
     def _fetch_state(self) -> bytes:
         """The trainer's state; the request is sent again if the trainer is replaced."""
@@ -141,18 +148,17 @@ class TrainerClient:
         self._is_fetching = True
         self._saved.clear()
         while not self._saved:
-            if asked != self.child.num_starts:
-                self.child.send(FetchState())
-                asked = self.child.num_starts
+            if asked != self._ranks.num_starts:
+                self._ranks.send(FetchState())
+                asked = self._ranks.num_starts
             wait_for_any(self.connections(), timeout_s=1.0)
             self.receive()
         self._is_fetching = False
         return self._saved.pop()
 
-    def _start_child(self) -> None:
+    def _start(self) -> None:
         self._expected.clear()
-        self.child.start(self._settings)
-        self.child.offer(self._settings.version, BASE)
+        self._ranks.start(self._settings)
         for job in self._jobs:
             is_new = job.message.step == self._pending
             self._account.steps_trained_again += not is_new
@@ -160,4 +166,4 @@ class TrainerClient:
 
     def _send(self, message: TrainStep) -> None:
         self._expected.append(message.step)
-        self.child.send(message)
+        self._ranks.send(message)

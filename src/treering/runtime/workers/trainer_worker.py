@@ -1,25 +1,47 @@
-"""The trainer process: model and optimiser; publishes the weights of every step."""
+"""The trainer process, or one rank of several: model and optimiser; rank 0 publishes the weights of every step."""
 
 import io
+import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from treering.ranks.group import RankGroup, is_of_another
+from treering.ranks.state import whole_state, whole_state_dict
 from treering.rl.trainer import Trainer
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_layout import model_tensors
+from treering.runtime.ipc.weight_store import BASE, ProcessWeights
+from treering.runtime.workers.trainer_ranks import join_ranks
+from treering.train.loop.adapters import has_adapter
+from treering.train.loop.ranks import shard_model
 from treering.train.loop.restore import random_state, set_random_state
 
 
 def run_trainer(port: Port, access: WeightAccess, settings: TrainerSettings) -> None:
-    """The role of the trainer."""
+    """The role of the trainer, and of each of its ranks; they shard the model, and rank 0 alone answers."""
+    try:
+        _train(port, access, settings)
+    except RuntimeError as error:
+        if settings.num_ranks == 1 or not is_of_another(error):
+            raise
+        # The end of another rank is no error of the run: the controller replaces all of them.
+        print(f"trainer rank {settings.rank} ends, because another has ended: {error}", file=sys.stderr)
+        os._exit(1)
+
+
+def _train(port: Port, access: WeightAccess, settings: TrainerSettings) -> None:
+    join_ranks(port, access.host, settings)
     model = settings.recipe.make_model()
     weights = access.open(model, port)
     weights.read(settings.version, model, BASE)
-    trainer = Trainer(model, settings.optim, settings.options)
+    group = shard_model(model) if settings.num_ranks > 1 else RankGroup()
+    trainer = Trainer(model, settings.optim, settings.options, group=group)
     state = unpacked(settings.state)
     if state["optimizer"] is not None:
         trainer.load_state(state["optimizer"])
@@ -29,15 +51,36 @@ def run_trainer(port: Port, access: WeightAccess, settings: TrainerSettings) -> 
     while True:
         message = port.take()
         if isinstance(message, FetchState):
-            port.send(TrainerState(state=packed(trainer.state())))
+            _send_state(port, trainer, group)
         elif isinstance(message, TrainStep):
-            started = time.perf_counter()
-            trained = trainer.train(message.step, message.groups)
-            ended = time.perf_counter()
-            if message.is_new:
-                weights.write(message.step, model)
-            update_s = time.perf_counter() - ended
-            port.send(TrainedStep(step=message.step, trained=trained, train_s=ended - started, update_s=update_s))
+            _do_step(port, trainer, group, message, model, weights)
+
+
+def _do_step(
+    port: Port, trainer: Trainer, group: RankGroup, message: TrainStep, model: nn.Module, weights: ProcessWeights
+) -> None:
+    started = time.perf_counter()
+    trained = trainer.train(message.step, message.groups)
+    ended = time.perf_counter()
+    if message.is_new:
+        _publish(weights, message.step, model, group)
+    update_s = time.perf_counter() - ended
+    if group.rank == 0:
+        port.send(TrainedStep(step=message.step, trained=trained, train_s=ended - started, update_s=update_s))
+
+
+def _publish(weights: ProcessWeights, step: int, model: nn.Module, group: RankGroup) -> None:
+    whole = None if group.size == 1 else whole_state_dict(model, trained_only=has_adapter(model))
+    if group.rank == 0:
+        weights.put(step, model_tensors(model, whole))
+
+
+def _send_state(port: Port, trainer: Trainer, group: RankGroup) -> None:
+    state = trainer.state()
+    if group.size > 1:
+        state = whole_state(state)
+    if group.rank == 0:
+        port.send(TrainerState(state=packed(state)))
 
 
 def packed(optimizer: Mapping[str, Any] | None) -> bytes:
