@@ -14,7 +14,6 @@ from treering.train.gradient.router_losses import RouterLosses
 def wide_balance_loss() -> Any:
     """Hugging Face's `load_balancing_loss_func` with its float32 islands made float64."""
     source = inspect.getsource(modeling_mixtral.load_balancing_loss_func)
-    assert "torch.float32" in source
     assert ".float()" in source
     names: dict[str, Any] = {"torch": torch}
     exec(source.replace("torch.float32", "torch.float64").replace(".float()", ".double()"), names)

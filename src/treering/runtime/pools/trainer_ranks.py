@@ -25,6 +25,8 @@ class TrainerRanks:
             ChildProcess(name, "trainer", run_trainer, launcher, time_limit_s=time_limit_s) for name in names
         ]
         self._dead: list[ChildProcess] = []
+        self._rendezvous: Rendezvous | None = None
+        self._held: list[TrainStep | FetchState] = []
 
     @property
     def num_starts(self) -> int:
@@ -41,13 +43,21 @@ class TrainerRanks:
         Raises:
             StateError: one cannot be started.
         """
+        self._rendezvous = None
+        self._held.clear()
         for rank, child in enumerate(self.children):
             child.start(replace(settings, rank=rank, num_ranks=len(self.children)))
             child.offer(settings.version, BASE)
 
     def send(self, message: TrainStep | FetchState) -> None:
         """Sends a message to all ranks."""
-        for child in self.children:
+        first, *others = self.children
+        first.send(message)
+        if others and self._rendezvous is None:
+            # The others first wait to hear where to connect.
+            self._held.append(message)
+            return
+        for child in others:
             child.send(message)
 
     def receive(self) -> tuple[list[Any], bool]:
@@ -57,7 +67,7 @@ class TrainerRanks:
             Exception: the error that a rank raised.
         """
         answers = []
-        self._dead = []
+        self._dead.clear()
         for child in self.children:
             messages, has_died = child.receive()
             for message in messages:
@@ -100,6 +110,9 @@ class TrainerRanks:
             child.stop()
 
     def _introduce(self, rendezvous: Rendezvous) -> None:
-        """Tells the other ranks where rank 0 listens."""
+        """Tells the other ranks where rank 0 listens, and what has come for them since."""
+        self._rendezvous = rendezvous
         for child in self.children[1:]:
-            child.send(rendezvous)
+            for message in (rendezvous, *self._held):
+                child.send(message)
+        self._held.clear()
