@@ -137,6 +137,7 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
         (["rl.staleness=1"], "rl.staleness is 1 without any; set runtime.workers=1 or more"),
         (["runtime.launcher=ray"], "runtime.workers is 0; set runtime.workers=1 or more"),
+        (["runtime.trainer_ranks=2"], "runtime.workers is 0; set runtime.workers=1 or more, or start it by torchrun"),
         (["runtime.workers=1", "runtime.listen=10.0.0.1"], "runtime.listen is for Ray"),
         (["runtime.workers=1", "runtime.resources.trainer.num_gpus=1"], "runtime.resources is for Ray"),
         (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),

@@ -109,9 +109,7 @@ def test_a_rank_that_hangs_is_replaced(of_one: Result) -> None:
     stopping = killing({5: "trainer rank 1"}, signal.SIGSTOP)
     with (
         stopping as hung,
-        pipeline(
-            num_steps=NUM_STEPS, staleness=1, num_trainer_ranks=2, ranks=RANKS, worker_time_limit_s=20.0
-        ) as loop,
+        pipeline(num_steps=NUM_STEPS, staleness=1, num_trainer_ranks=2, ranks=RANKS, worker_time_limit_s=20.0) as loop,
     ):
         result = run(loop, NUM_STEPS)
         account = loop.account

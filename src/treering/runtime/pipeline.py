@@ -89,8 +89,8 @@ class PipelineLoop(Resumable[RlStepReport]):
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            ConfigError: drafting without a folder, or on hosts that do not share it, a time limit that is not positive, or
-                no trainer rank.
+            ConfigError: drafting without a folder, or on hosts that do not share it, a time limit that is not positive,
+                or no trainer rank.
             UnsupportedError: router losses for a model without routers.
         """
         if drafting is not None and drafting.folder is None:

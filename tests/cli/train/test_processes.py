@@ -49,6 +49,13 @@ def rows_of(run_dir: Path) -> list[tuple[object, ...]]:
     ]
 
 
+def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Whether two runs, given by their summaries, end with the same weights."""
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(each["checkpoint"]).state_dict() for each in (left, right))
+    # float32: which rollouts run side by side, and which ranks add up a sum, decides how it is rounded.
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
+
+
 def test_workers_change_neither_rollouts_nor_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = prompts(folder, REWARD)
     plain = train(capsys, path, "run.dir=plain")
@@ -58,9 +65,10 @@ def test_workers_change_neither_rollouts_nor_weights(folder: Path, capsys: pytes
     assert rows_of(folder / "plain") == rows_of(folder / "several")
     assert not (folder / "plain" / "timeline.jsonl").exists()
     check_timeline(read_timeline(folder / "several"), num_steps=several["num_steps"])
-    left, right = (AutoModelForCausalLM.from_pretrained(each["checkpoint"]).state_dict() for each in (plain, several))
-    # float32: which rollouts run side by side decides how sums are rounded.
-    assert all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
+    assert_close(plain, several)
+    ranks = train(capsys, path, "run.dir=ranks", "runtime.workers=2", "runtime.trainer_ranks=2")
+    assert rows_of(folder / "plain") == rows_of(folder / "ranks")
+    assert_close(plain, ranks)
 
 
 def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

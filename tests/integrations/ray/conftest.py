@@ -7,8 +7,9 @@ import pytest
 
 from treering.runtime.ipc.launcher import Launcher, Resources, resources_by_kind
 
-NUM_CPUS = 8
-"""Logical ones: enough for two rollout workers, two reward workers and the trainer, and for those that replace them."""
+NUM_CPUS = 10
+"""Logical ones: enough for two rollout workers, two reward workers and two trainer ranks, and for those that replace
+them."""
 
 _OBJECT_STORE_BYTES = 200 << 20
 

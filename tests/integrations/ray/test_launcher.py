@@ -56,18 +56,31 @@ def test_each_kind_of_actor_may_be_killed(undisturbed: Result, launcher: Launche
     assert (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_trainer_ranks_give_the_weights_of_one_trainer(undisturbed: Result, launcher: Launcher) -> None:
+    with pipeline(num_steps=NUM_STEPS, staleness=1, launcher=launcher, num_trainer_ranks=2, ranks="gathered") as loop:
+        assert_same(run(loop, NUM_STEPS), undisturbed)
+        assert "trainer rank 1" in loop.pids
+        assert is_complete(loop.account)
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_trainer_ranks"), [(4, 1), *(pytest.param(20, ranks, marks=pytest.mark.slow) for ranks in (1, 2))]
+)
 def test_kills_at_random_moments_leave_the_same_weights_and_an_exact_account(
-    num_kills: int, launcher: Launcher
+    num_kills: int, num_trainer_ranks: int, launcher: Launcher
 ) -> None:
     num_steps = max(NUM_STEPS, num_kills)
     generator = random.Random(num_kills)
     moments = sorted(generator.sample(range(5, 10 * num_steps), num_kills))
-    kinds = [generator.choice(KINDS) for _ in moments]
+    names = [*KINDS, *(f"trainer rank {rank}" for rank in range(1, num_trainer_ranks))]
+    kinds = [generator.choice(names) for _ in moments]
     with pipeline(num_steps=num_steps, staleness=1) as loop:
         expected = run(loop, num_steps)
     due = dict(zip(moments, kinds, strict=True))
-    with killing(due) as dead, pipeline(num_steps=num_steps, staleness=1, launcher=launcher) as loop:
+    ranks = pipeline(
+        num_steps=num_steps, staleness=1, launcher=launcher, num_trainer_ranks=num_trainer_ranks, ranks="gathered"
+    )
+    with killing(due) as dead, ranks as loop:
         result = run(loop, num_steps)
         account = loop.account
     assert dead == kinds
@@ -75,7 +88,9 @@ def test_kills_at_random_moments_leave_the_same_weights_and_an_exact_account(
     assert is_complete(account, account.scheduled)
     assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
     assert account.reward_worker_deaths == kinds.count("reward worker")
-    assert account.trainer_deaths == kinds.count("trainer")
+    num_trainer_kills = sum(kind.startswith("trainer") for kind in kinds)
+    # Ranks die together, so two kills of different ranks one right after the other are one death.
+    assert num_trainer_kills / num_trainer_ranks <= account.trainer_deaths <= num_trainer_kills
 
 
 @pytest.mark.slow

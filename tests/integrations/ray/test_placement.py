@@ -1,12 +1,14 @@
 """What a Ray cluster cannot hold is refused before an actor waits for it."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from treering import extras
 from treering.errors import ConfigError, MissingExtraError, StateError
 from treering.integrations.ray import RayLauncher
-from treering.integrations.ray.placement import check_hosts, check_node, check_resources
-from treering.runtime.ipc.launcher import Resources, resources_by_kind
+from treering.integrations.ray.placement import check_hosts, check_node, check_resources, numbers_by_kind
+from treering.runtime.ipc.launcher import Kind, Resources, resources_by_kind
 
 
 def node(address: str = "10.0.0.1", *, cpus: float = 4.0, gpus: float | None = None, alive: bool = True) -> dict:
@@ -14,27 +16,36 @@ def node(address: str = "10.0.0.1", *, cpus: float = 4.0, gpus: float | None = N
     return {"NodeID": address, "Alive": alive, "NodeManagerAddress": address, "Resources": resources}
 
 
+def numbers(*, num_rollout_workers: int = 1, num_trainer_ranks: int = 1) -> Mapping[Kind, int]:
+    return numbers_by_kind(num_rollout_workers=num_rollout_workers, num_trainer_ranks=num_trainer_ranks)
+
+
 def test_a_cluster_with_room_for_all_is_accepted() -> None:
     # Two rollout workers and a trainer; reward workers reserve nothing.
-    check_resources([node(cpus=3.0)], resources_by_kind(), num_rollout_workers=2)
+    check_resources([node(cpus=3.0)], resources_by_kind(), numbers(num_rollout_workers=2))
 
 
 def test_more_processes_than_cpus_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"ask for 4 CPUs where it has 3"):
-        check_resources([node(cpus=3.0), node(alive=False)], resources_by_kind(), num_rollout_workers=3)
+        check_resources([node(cpus=3.0), node(alive=False)], resources_by_kind(), numbers(num_rollout_workers=3))
+
+
+def test_every_rank_of_a_trainer_needs_room() -> None:
+    with pytest.raises(ConfigError, match=r"4 trainer ranks ask for 5 CPUs where it has 4"):
+        check_resources([node()], resources_by_kind(), numbers(num_trainer_ranks=4))
 
 
 def test_gpus_that_no_node_has_are_refused() -> None:
     resources = resources_by_kind(trainer=Resources(num_gpus=1.0))
     with pytest.raises(ConfigError, match=r"ask for 1 GPUs where it has 0"):
-        check_resources([node()], resources, num_rollout_workers=1)
+        check_resources([node()], resources, numbers())
 
 
 def test_a_process_larger_than_every_node_is_refused() -> None:
     resources = resources_by_kind(trainer=Resources(num_gpus=4.0))
     nodes = [node(gpus=2.0), node("10.0.0.2", gpus=2.0)]
     with pytest.raises(ConfigError, match=r"runtime\.resources\.trainer\.num_gpus = 4 is more than any has \(2\)"):
-        check_resources(nodes, resources, num_rollout_workers=1)
+        check_resources(nodes, resources, numbers())
 
 
 def test_several_hosts_need_an_address_that_they_reach() -> None:

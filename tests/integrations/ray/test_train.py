@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.train.test_command import folder, prompts
-from tests.cli.train.test_processes import REWARD, rows_of, train
+from tests.cli.train.test_processes import REWARD, assert_close, rows_of, train
 from treering import extras
 from treering.errors import ConfigError, MissingExtraError
 
@@ -20,6 +20,16 @@ def test_the_launcher_changes_no_rollout(ray_here: None, folder: Path, capsys: p
     summary = train(capsys, path, "run.dir=ray", *ON_RAY, "runtime.resources.trainer.num_cpus=0.5")
     assert rows_of(folder / "local") == rows_of(folder / "ray")
     assert summary["account"]["scheduled"] == len(rows_of(folder / "ray"))
+
+
+def test_workers_and_trainer_ranks_on_ray_write_the_run_of_one_process(
+    ray_here: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = prompts(folder, REWARD)
+    alone = train(capsys, path, "run.dir=alone")
+    ray = train(capsys, path, "run.dir=ray", "runtime.workers=2", "runtime.trainer_ranks=2", "runtime.launcher=ray")
+    assert rows_of(folder / "alone") == rows_of(folder / "ray")
+    assert_close(alone, ray)
 
 
 def test_hosts_that_do_not_share_the_history_are_refused(

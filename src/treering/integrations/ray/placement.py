@@ -37,9 +37,7 @@ def numbers_by_kind(*, num_rollout_workers: int, num_trainer_ranks: int) -> Mapp
     }
 
 
-def check_resources(
-    nodes: Sequence[Node], resources: Mapping[Kind, Resources], numbers: Mapping[Kind, int]
-) -> None:
+def check_resources(nodes: Sequence[Node], resources: Mapping[Kind, Resources], numbers: Mapping[Kind, int]) -> None:
     """Checks that every process fits a node, and all of them the cluster.
 
     Raises:

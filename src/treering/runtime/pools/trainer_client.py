@@ -9,8 +9,8 @@ from treering.rl.collect import Group
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport, wait_for_any
 from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
-from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
 from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
 from treering.runtime.ipc.weight_store import BASE, WeightStore
 from treering.runtime.pools.trainer_ranks import TrainerRanks
 
@@ -29,10 +29,11 @@ class _Job:
 
 
 class TrainerClient:
-    """One trainer, of one or several ranks. Its base is the last fetched state: weights in an extra slot of the store, the optimiser as bytes.
+    """One trainer, of one or several ranks.
 
-    The rollouts of later steps are kept. After a crash, a new trainer replays them and gets bitwise the same weights.
-    Once they need more memory than the base, a new base replaces them.
+    Its base is the last fetched state: weights in an extra slot of the store, the optimiser as bytes. The rollouts of
+    later steps are kept. After a crash, a new trainer replays them and gets bitwise the same weights. Once they need
+    more memory than the base, a new base replaces them.
 
     Example: with the base at step 4, a trainer that dies in step 7 is replaced by one that trains 5, 6 and 7.
     """

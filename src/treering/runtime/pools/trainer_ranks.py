@@ -15,7 +15,7 @@ class TrainerRanks:
 
     A rank that dies takes the others with it, because what they have begun together is never finished.
 
-    Example: of two ranks, `receive` after the death of the second says that the trainer has died; `reap` ends the first.
+    Example: of two ranks, after the death of the second `receive` tells it, and `reap` ends the first.
     """
 
     def __init__(self, num_ranks: int, launcher: Launcher, *, time_limit_s: float) -> None:

@@ -6,6 +6,7 @@ Rank 0 listens on the address at which its launcher's processes reach one anothe
 import os
 import socket
 from ipaddress import ip_address
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def _stay_on_loopback() -> None:
             return
 
 
-def _listening(port: Port, host: str, settings: TrainerSettings) -> dist.Store:
+def _listening(port: Port, host: str, settings: TrainerSettings) -> Any:
     # Torch's store would listen on all interfaces; it takes a socket that listens on one.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -60,10 +61,10 @@ def _listening(port: Port, host: str, settings: TrainerSettings) -> dist.Store:
         host, number, settings.num_ranks, True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     port.send(Rendezvous(host=host, port=number))
-    return store  # type: ignore[no-any-return]
+    return store
 
 
-def _connected(rendezvous: Rendezvous, settings: TrainerSettings) -> dist.Store:
-    return dist.TCPStore(  # type: ignore[attr-defined,no-any-return]
+def _connected(rendezvous: Rendezvous, settings: TrainerSettings) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
         rendezvous.host, rendezvous.port, settings.num_ranks, False, wait_for_workers=False
     )
