@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +21,13 @@ from treering.errors import ConfigError, InputError, StateError, UnsupportedErro
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.store import HistoryStore
-from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args
+from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args, session
 from treering.integrations.vllm.content_rows import ContentRows
 from treering.integrations.vllm.plugin import wrap_runner
 from treering.integrations.vllm.prompt_table import PromptTable
 from treering.integrations.vllm.request_args import read_request_args
 from treering.integrations.vllm.runner_rows import RunnerRows
+from treering.integrations.vllm.session import DraftSession
 from treering.integrations.vllm.settings import PluginSettings, read_settings
 from treering.types import hash_of_prompt
 
@@ -50,7 +52,7 @@ def proposer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_clock: Pat
     monkeypatch.setenv("TREERING_HISTORY", str(tmp_path))
     monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
     made = HistoryProposer(vllm_config())
-    made.load_model(None)
+    made.load_model(torch.nn.Linear(1, 1))
     yield made
     made.session.close()
 
@@ -61,6 +63,26 @@ def buffer(*lines: list[int]) -> tuple[np.ndarray, np.ndarray]:
     for b, line in enumerate(lines):
         tokens[b, : len(line)] = line
     return np.array([*map(len, lines), *[0] * (8 - len(lines))], np.int32), tokens
+
+
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+def test_on_cpu_a_pass_takes_what_it_computes_however_long_others_hold_it_up(
+    is_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"cpu": 0.0, "wall": 0.0}
+    clocks = SimpleNamespace(process_time=lambda: now["cpu"], perf_counter=lambda: now["wall"])
+    monkeypatch.setattr(session, "time", clocks)
+    made = DraftSession(
+        PluginSettings(costs="observed"), max_draft=4, max_model_len=32, vocab_size=50, is_on_cpu=is_on_cpu
+    )
+    for num_new in range(1, 4):
+        count, tokens = buffer([5, 6, *range(10, 10 + num_new)])
+        assert made.propose([[9 + num_new]], count, tokens, None) == [[]]
+        now["cpu"] += 0.25
+        now["wall"] += 2.0
+    costs = made.requests.drafter.costs
+    assert costs is not None
+    assert costs.seconds[0] == (0.25 if is_on_cpu else 2.0)
 
 
 def test_the_package_imports_neither_torch_nor_numba() -> None:

@@ -60,6 +60,7 @@ class HistoryProposer:
             max_draft=self._max_draft,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
+            is_on_cpu=next(target_model.parameters()).device.type == "cpu",
         )
 
     @property

@@ -30,11 +30,22 @@ class DraftSession:
         num_rows: their rows, summed up.
         propose_s: seconds that they took.
 
-    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936)`.
+    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936,
+    is_on_cpu=False)`.
     """
 
-    def __init__(self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int, is_on_cpu: bool
+    ) -> None:
         """Opens the history and compiles the drafter.
+
+        Args:
+            settings: of the plugin.
+            max_draft: tokens of a draft, at most.
+            max_model_len: tokens of a context, at most.
+            vocab_size: of the model.
+            is_on_cpu: passes are timed by this process's CPU time, which other programs do not lengthen as they do wall
+                time; on another device they are timed by the clock.
 
         Raises:
             ConfigError: a setting out of range.
@@ -52,6 +63,7 @@ class DraftSession:
         self._max_draft, self._max_model_len = max_draft, max_model_len
         self._forget_rows()
         self._times = PassTimes() if settings.costs == "observed" else None
+        self._clock = time.process_time if is_on_cpu else time.perf_counter
         # Of the step before: rows, drafted tokens, and when its drafts were ready.
         self._latest = [], 0, 0.0  # type: tuple[list[str], int, float]
         if self.history is not None and settings.refresh_interval_s > 0:
@@ -83,13 +95,12 @@ class DraftSession:
             names, ends = self._by_content.names(sampled, tokens, num_tokens, history), None
         else:
             names, ends = self._by_runner.names(*step, history), self._by_runner.ends
-        self._note_pass(names, sampled, began)
+        self._note_pass(names, sampled)
         lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
-        ready = time.perf_counter()
-        self._latest = list(names), sum(map(len, lists)), ready
         self.num_steps += 1
         self.num_rows += len(names)
-        self.propose_s += ready - began
+        self.propose_s += time.perf_counter() - began
+        self._latest = list(names), sum(map(len, lists)), self._clock()
         return lists
 
     def start_anew(self) -> None:
@@ -120,8 +131,9 @@ class DraftSession:
         limits[[b for b, new in enumerate(sampled) if not new]] = 0
         return limits
 
-    def _note_pass(self, names: Sequence[str], sampled: Sequence[Sequence[int]], began: float) -> None:
+    def _note_pass(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
         """Learns what the step took since the latest drafts, if it prefilled nothing."""
+        began = self._clock()
         before, num_drafted, ready = self._latest
         if self._times is None or not names or names != before or not all(sampled):
             return

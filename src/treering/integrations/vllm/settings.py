@@ -47,7 +47,7 @@ class PluginSettings:
     max_other_tokens: int | None = None
     """See `treering.Drafter`."""
     costs: Literal["observed", "none"] = "none"
-    """observed: drafts are as long as pays by the wall time of the engine's steps. none: by `min_acceptance` alone."""
+    """observed: drafts are as long as pays by the time of the engine's steps. none: by `min_acceptance` alone."""
     refresh_interval_s: float = 1.0
     """How often a newer history is looked for, in a thread; 0: only when `treering_refresh` is called."""
 
