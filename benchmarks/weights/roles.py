@@ -9,6 +9,7 @@ from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
 from treering.rl.tasks.task import Task
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
+from treering.runtime.ipc.weight_layout import model_tensors
 
 _TENSOR_VALUES = 2_621_440
 """Of a tensor: 10 MiB in float32."""
@@ -78,7 +79,7 @@ def run_writer(port: Port, access: WeightAccess, recipe: SizedRecipe) -> None:
         # The time of filling is not the hand-over's.
         port.send(Done(value=float(message.version)))
         port.take()
-        weights.write(message.version, model)
+        weights.put(message.version, model_tensors(model))
         port.send(Done(value=float(message.version)))
 
 

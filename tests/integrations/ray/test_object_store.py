@@ -10,8 +10,11 @@ from torch import nn
 from treering.errors import StateError
 from treering.integrations.ray.object_store import ObjectAccess, ObjectStore, Offers
 from treering.runtime.ipc.published_weights import PublishedWeights
+from treering.runtime.ipc.weight_layout import model_tensors
 from treering.runtime.ipc.weight_ring import WeightRing
 from treering.runtime.ipc.weight_store import BASE, WeightStore
+
+HOST = "127.0.0.1"
 
 
 def model_of(seed: int) -> nn.Module:
@@ -70,7 +73,7 @@ def test_a_version_that_fell_out_is_refused(store: WeightStore) -> None:
 
 def test_what_an_actor_publishes_the_controller_reads(store: WeightStore) -> None:
     port = Sent()
-    ObjectAccess(Offers()).open(model_of(0), port).write(3, model_of(7))  # type: ignore[arg-type]
+    ObjectAccess(Offers(), HOST).open(model_of(0), port).put(3, model_tensors(model_of(7)))  # type: ignore[arg-type]
     (message,) = port.messages
     store.put_bytes(message.version, message.part)
     read = model_of(0)
@@ -80,13 +83,13 @@ def test_what_an_actor_publishes_the_controller_reads(store: WeightStore) -> Non
 
 def test_an_actor_waits_for_the_version_that_it_needs() -> None:
     offers = Offers()
-    weights = ObjectAccess(offers).open(model_of(0), Sent())  # type: ignore[arg-type]
+    weights = ObjectAccess(offers, HOST).open(model_of(0), Sent())  # type: ignore[arg-type]
     read = model_of(0)
     reader = threading.Thread(target=weights.read, args=(2, read))
     reader.start()
     for version in (1, 2):
         port = Sent()
-        ObjectAccess(offers).open(model_of(0), port).write(version, model_of(version))  # type: ignore[arg-type]
+        ObjectAccess(offers, HOST).open(model_of(0), port).put(version, model_tensors(model_of(version)))  # type: ignore[arg-type]
         payload = np.frombuffer(port.messages[0].part, np.uint8)
         payload.flags.writeable = False
         offers.add(version, None, payload)
@@ -98,4 +101,4 @@ def test_a_model_of_another_size_is_refused() -> None:
     offers = Offers()
     offers.add(1, None, np.zeros(64, np.uint8))
     with pytest.raises(StateError, match="all processes of a run build the same model"):
-        ObjectAccess(offers).open(model_of(0), Sent()).read(1, model_of(0))  # type: ignore[arg-type]
+        ObjectAccess(offers, HOST).open(model_of(0), Sent()).read(1, model_of(0))  # type: ignore[arg-type]
