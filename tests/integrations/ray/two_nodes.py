@@ -12,8 +12,8 @@ from tests.runtime.test_pipeline import rows_of
 NUM_STEPS = 4
 
 if __name__ == "__main__":
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
-    # Ray fills half of a node before it takes the next, so three of five actors are on the second one.
+    # One of five actors, at least, has no room on the first node.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     second = cluster.add_node(num_cpus=5)
     ray.init(address=cluster.address, logging_level="warning")
     rows = []
@@ -21,6 +21,7 @@ if __name__ == "__main__":
         for step in range(NUM_STEPS):
             if step == 1:
                 cluster.remove_node(second, allow_graceful=False)
+                cluster.add_node(num_cpus=5)
             loop.step()
             rows.append([row[2] for row in rows_of(loop)])
         account = loop.account.as_dict()
