@@ -1,9 +1,10 @@
 """What the tree engine refuses before training begins, each with the setting of verl to write."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from treering.errors import UnsupportedError
+from treering.errors import ConfigError, UnsupportedError
 
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
@@ -19,6 +20,24 @@ OPTIONS = {
     "use_fused_kernels": f"write {_MODEL}.use_fused_kernels=False",
 }
 """What a batch of verl may ask for beyond log-probabilities and entropies, by its name there, and what to write."""
+
+
+KEEP_GROUPS = "TREERING_KEEP_GROUPS"
+
+
+def keeps_groups(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks swap rows so that groups are whole; the off-switch is `TREERING_KEEP_GROUPS=0`.
+
+    Args:
+        environment: variables; None reads those of the process.
+
+    Raises:
+        ConfigError: another value than 0 or 1.
+    """
+    value = (os.environ if environment is None else environment).get(KEEP_GROUPS, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{KEEP_GROUPS} is 0 or 1, got {value!r}: write 0 to leave every row on its rank")
+    return value == "1"
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:
