@@ -233,7 +233,7 @@ def main(folder: Path, rank: int, size: int) -> None:
         for side in ("stock", "tree"):
             data = batch_of(rows, loss, batch, size=size)
             saved[f"{case}/{side}"] = train(engines[name, side], data, loss_of(loss, options))
-    os.environ["TREERING_KEEP_GROUPS"] = "0"
+    os.environ["TREERING_VERL_GROUPS"] = "as_dealt"
     off = engine_of(ours, folder / "plain", "plain")
     saved["off"] = train(off, batch_of(rows, "ppo", ONE, size=size), loss_of("ppo", PPO))
     data = batch_of(rows, "ppo", DYNAMIC, size=size)

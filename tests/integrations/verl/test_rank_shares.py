@@ -65,9 +65,9 @@ def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
         share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
 
 
-def test_the_off_switch_is_0_and_nothing_else_is_a_switch() -> None:
+def test_the_off_switch_is_one_word_and_others_are_refused() -> None:
     assert keeps_groups({})
-    assert keeps_groups({"TREERING_KEEP_GROUPS": "1"})
-    assert not keeps_groups({"TREERING_KEEP_GROUPS": "0"})
-    with pytest.raises(ConfigError, match="TREERING_KEEP_GROUPS is 0 or 1, got 'no'"):
-        keeps_groups({"TREERING_KEEP_GROUPS": "no"})
+    assert keeps_groups({"TREERING_VERL_GROUPS": "whole"})
+    assert not keeps_groups({"TREERING_VERL_GROUPS": "as_dealt"})
+    with pytest.raises(ConfigError, match="TREERING_VERL_GROUPS is whole or as_dealt, got '0'"):
+        keeps_groups({"TREERING_VERL_GROUPS": "0"})

@@ -28,11 +28,11 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     verl's loss functions get log-probabilities and entropies in the layout they know. Micro-batches are planned by
     distinct tokens, with rows of a prompt together: `ppo_max_token_len_per_gpu` counts distinct tokens. Ranks swap rows
-    first where verl has dealt a group to several of them, unless `TREERING_KEEP_GROUPS=0`.
+    first where verl has dealt a group to several of them, unless `TREERING_VERL_GROUPS=as_dealt`.
 
     Raises:
         UnsupportedError: a setting or model that would not be exact; names it and what to write.
-        ConfigError: `TREERING_KEEP_GROUPS` is neither 0 nor 1.
+        ConfigError: `TREERING_VERL_GROUPS` is neither "whole" nor "as_dealt".
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -22,22 +22,24 @@ OPTIONS = {
 """What a batch of verl may ask for beyond log-probabilities and entropies, by its name there, and what to write."""
 
 
-KEEP_GROUPS = "TREERING_KEEP_GROUPS"
+GROUPS = "TREERING_VERL_GROUPS"
 
 
 def keeps_groups(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks swap rows so that groups are whole; the off-switch is `TREERING_KEEP_GROUPS=0`.
+    """Whether ranks swap rows so that groups are whole; the off-switch is `TREERING_VERL_GROUPS=as_dealt`.
 
     Args:
         environment: variables; None reads those of the process.
 
     Raises:
-        ConfigError: another value than 0 or 1.
+        ConfigError: another value than "whole", the default, or "as_dealt".
     """
-    value = (os.environ if environment is None else environment).get(KEEP_GROUPS, "1")
-    if value not in ("0", "1"):
-        raise ConfigError(f"{KEEP_GROUPS} is 0 or 1, got {value!r}: write 0 to leave every row on its rank")
-    return value == "1"
+    value = (os.environ if environment is None else environment).get(GROUPS, "whole")
+    if value not in ("whole", "as_dealt"):
+        raise ConfigError(
+            f"{GROUPS} is whole or as_dealt, got {value!r}: write as_dealt to leave every row on its rank"
+        )
+    return value == "whole"
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:
