@@ -527,3 +527,19 @@ def test_recomputed_old_logprobs_are_those_of_the_weights_before_the_update() ->
         assert loop.step().update is not None
     for left, right in zip(sampled.model.parameters(), recomputed.model.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-4)
+
+
+def test_a_loop_tells_rollouts_first_and_then_tokens_and_trains_to_the_same_bits() -> None:
+    calls: list[tuple[str, int, int]] = []
+    heard, unheard = scripted_loop(max_tokens=8), scripted_loop(max_tokens=8)
+    heard.on_progress = lambda *call: calls.append(call)
+    report = heard.step()
+    unheard.step()
+    assert [call for call in calls if call[0] == "sampling"] == [("sampling", done, 8) for done in range(9)]
+    assert report.update is not None
+    size = report.update.num_tokens
+    trained = calls[9:]
+    assert (trained[0], trained[-1]) == (("training", 0, size), ("training", size, size))
+    assert len(trained) == report.update.num_micro_batches + 1
+    weights = unheard.model.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in heard.model.state_dict().items())

@@ -132,10 +132,10 @@ class RlLoop(Resumable[RlStepReport]):
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
         prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
-        collected = self._sampler.collect(engine, prompts, self._draws)
+        collected = self._sampler.collect(engine, prompts, self._draws, on_progress=self.on_progress)
         self._failed_steps.note(step, collected)
         sampled = time.perf_counter()
-        trained = self._trainer.train(step, collected.groups)
+        trained = self._trainer.train(step, collected.groups, on_progress=self.on_progress)
         handed = time.perf_counter()
         self._hand_over(engine, has_moved=trained.update is not None)
         self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}

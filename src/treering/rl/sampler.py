@@ -10,6 +10,7 @@ from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import with_stops
 from treering.rl.tasks.task import Prompt, Task
+from treering.train.progress import OnProgress, PhaseProgress
 from treering.types import PromptId
 
 
@@ -32,24 +33,34 @@ class Sampler:
         self._drafting = drafting
         self._group = group
 
-    def collect(self, engine: Engine, prompts: Sequence[Prompt], draws: Mapping[PromptId, int]) -> Collected:
+    def collect(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        draws: Mapping[PromptId, int],
+        *,
+        on_progress: OnProgress | None = None,
+    ) -> Collected:
         """The groups of the prompts; all ranks call it with the same prompts, each with its own engine.
 
         Args:
             engine: idle before and after.
             prompts: of the step.
             draws: how often each prompt has been scheduled before.
+            on_progress: called with the rollouts that this rank has finished, and all of its.
 
         Raises:
             InputError: the engine refuses a prompt.
         """
         own = prompts[self._group.rank :: self._group.size]
         finished: list[Rollout] = []
+        progress = PhaseProgress("sampling", len(own) * self._options.group_size, on_progress)
 
         def on_finished(rollout: Rollout) -> None:
             finished.append(rollout)
             if self._drafting is not None:
                 self._drafting.add(rollout)
+            progress.add(1)
 
         collected = collect(
             engine,

@@ -17,6 +17,7 @@ from treering.train.loop.compute import num_threads
 from treering.train.loop.distill import check_teacher
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.update import Update, Updater
+from treering.train.progress import OnProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,8 +73,10 @@ class Trainer:
         self._group = RankGroup() if group is None else group
         self._updater = Updater(model, optim, options.compute, group=self._group, ranks=options.ranks)
 
-    def train(self, step: int, groups: Sequence[Group]) -> Trained:
+    def train(self, step: int, groups: Sequence[Group], *, on_progress: OnProgress | None = None) -> Trained:
         """Updates the weights once, unless every group has equal rewards and there is no teacher.
+
+        `on_progress` hears how far the gradients are, see `backward`.
 
         Raises:
             StateError: gradients are not finite; the weights are unchanged.
@@ -93,6 +96,7 @@ class Trainer:
                     objective,
                     temperature=options.sampling.temperature,
                     router_losses=options.router_losses,
+                    on_progress=on_progress,
                 )
         return Trained(
             group_advantages=batch.group_advantages,

@@ -109,6 +109,21 @@ def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys:
     assert "step 4/4" not in out
 
 
+def test_a_running_step_is_told_on_stderr_and_changes_no_weight(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, silent = sft(capsys, config(folder), "run.dir=plain")
+    assert ": training" not in silent
+    monkeypatch.setattr("treering.cli.display.progress.PART_EVERY_S", 0.0)
+    told, err = sft(capsys, config(folder), "run.dir=told")
+    sizes = [f"{int(row['train/num_tokens']):,}" for row in metrics_of(folder / "told")]
+    for step, size in enumerate(sizes, start=1):
+        assert f"step {step}/4: training 0 of {size} tokens\n" in err
+        assert f"step {step}/4: training {size} of {size} tokens\n" in err
+    left, right = weights_of(plain["checkpoint"]), weights_of(told["checkpoint"])
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder)
     whole, _ = sft(capsys, path, "run.dir=whole", "train.num_steps=5")

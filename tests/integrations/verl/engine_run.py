@@ -215,7 +215,8 @@ def main(folder: Path, rank: int, size: int) -> None:
     dist.barrier()
     # verl registers its own engine for CUDA and NPU devices only.
     EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)
-    rows = rows_of(rank)
+    # Every group is on all ranks, as where verl balances rows by length.
+    rows = [row for other in range(size) for row in rows_of(other)][rank::size]
     saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows]}
     saved["step/stock"] = ppo_step(folder / "plain", rows, size=size)
     plugin.register()
@@ -232,6 +233,9 @@ def main(folder: Path, rank: int, size: int) -> None:
         for side in ("stock", "tree"):
             data = batch_of(rows, loss, batch, size=size)
             saved[f"{case}/{side}"] = train(engines[name, side], data, loss_of(loss, options))
+    os.environ["TREERING_VERL_GROUPS"] = "as_dealt"
+    off = engine_of(ours, folder / "plain", "plain")
+    saved["off"] = train(off, batch_of(rows, "ppo", ONE, size=size), loss_of("ppo", PPO))
     data = batch_of(rows, "ppo", DYNAMIC, size=size)
     for side in ("stock", "tree"):
         with engines["plain", side].eval_mode():

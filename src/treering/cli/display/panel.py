@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -37,12 +38,14 @@ class PanelState:
         num_steps: of the whole run; None if unknown.
         step: the newest one.
         note: a line of the caller's.
+        running: how far the next step is.
     """
 
     title: str
     num_steps: int | None
     step: int = 0
     note: str = ""
+    running: str = ""
     _scores: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SPARKS))
     _score_name: str = "reward"
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
@@ -61,6 +64,11 @@ class PanelState:
             value = number(row.get(key))
             if value is not None:
                 values.append(value)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any step is known."""
+        return bool(self._last)
 
     @property
     def seconds_left(self) -> float | None:
@@ -98,7 +106,12 @@ class PanelState:
 
 def as_panel(state: PanelState) -> Panel:
     """The panel for a terminal."""
-    lines: list[Any] = [_progress(state), Text(state.scores), Text(state.figures)]
+    lines: list[Any] = [_progress(state)]
+    if state.running:
+        # Its symbol turns between two calls, so that a long forward is no standstill.
+        lines.append(Spinner("dots", Text(state.running)))
+    if state.has_rows or not state.running:
+        lines += [Text(state.scores), Text(state.figures)]
     if state.phases:
         lines.append(_phases(state.phases))
     if state.note:
@@ -112,7 +125,7 @@ def as_line(state: PanelState) -> str:
     Example: "step 12/32 reward 0.829 tokens/s 9,804   tokens/forward 7.05   sharing 0.89, 2 min left".
     """
     total = "" if state.num_steps is None else f"/{state.num_steps}"
-    left = "" if state.seconds_left is None else f", {_duration(state.seconds_left)} left"
+    left = "" if state.seconds_left is None else f", {in_words(state.seconds_left)} left"
     score = state.scores.partition("  ")[0]
     return f"step {state.step}{total} {score} {state.figures.replace('   ', ' ')}{left}"
 
@@ -131,7 +144,7 @@ def sparkline(values: list[float]) -> str:
 def _progress(state: PanelState) -> Table:
     table = Table.grid(padding=(0, 1))
     total = "" if state.num_steps is None else f"/{state.num_steps}"
-    left = "" if state.seconds_left is None else f"{_duration(state.seconds_left)} left"
+    left = "" if state.seconds_left is None else f"{in_words(state.seconds_left)} left"
     bar = ProgressBar(total=state.num_steps or 1, completed=min(state.step, state.num_steps or 0), width=28)
     table.add_row(f"step {state.step}{total}", bar, left)
     return table
@@ -148,8 +161,8 @@ def _phases(shares: Mapping[str, float]) -> Text:
     return text
 
 
-def _duration(seconds: float) -> str:
-    """Example: 42 is "42 s", 150 is "2 min 30 s", 7,300 is "2 h 1 min"."""
+def in_words(seconds: float) -> str:
+    """A duration. Example: 42 is "42 s", 150 is "2 min 30 s", 7,300 is "2 h 1 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -27,6 +27,9 @@ from treering.compiled import is_compiled
 NUM_PLAIN_LINES = 10
 """Most step lines per run when stderr is not a terminal."""
 
+PART_EVERY_S = 30.0
+"""When stderr is not a terminal, a running step prints a line after this many seconds without one."""
+
 LINE_EVERY_S = 120.0
 """When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
 
@@ -91,6 +94,8 @@ class StepProgress(LiveLine):
         """`first_step` of `num_steps` steps are already done; `title` precedes the count."""
         self._num_steps = num_steps
         self._title = title
+        self._num_done = first_step
+        self._last_line = time.monotonic()
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
         columns = (
             TextColumn("{task.description}"),
@@ -106,9 +111,20 @@ class StepProgress(LiveLine):
 
     def show_text(self, step: int, text: str) -> None:
         """Shows that `step` is done, with the caller's text."""
+        self._num_done = step
         self._live.update(self._job, completed=step, text=text)
         if not self._console.is_terminal and self._is_due(step):
-            self._console.print(f"{self._title} {step}/{self._num_steps} {text}", soft_wrap=True)
+            self._print(f"{self._title} {step}/{self._num_steps} {text}")
+
+    def show_part(self, text: str) -> None:
+        """Shows how far the next step is; without a terminal only if no line has come for `PART_EVERY_S`."""
+        self._live.update(self._job, text=text)
+        if not self._console.is_terminal and time.monotonic() - self._last_line >= PART_EVERY_S:
+            self._print(f"{self._title} {self._num_done + 1}/{self._num_steps}: {text}")
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(line, soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or step == self._num_steps

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from treering.cli.display.panel import PanelState, as_panel
+from treering.cli.display.panel import PanelState, as_panel, in_words
 from treering.cli.display.progress import StepProgress
 
 if TYPE_CHECKING:
     # Both import torch, which `treering watch` does not need.
     from treering.rl.step_report import RlStepReport
     from treering.train.loop.step_report import StepReport
+    from treering.train.progress import Phase
+
+_UNITS = {"sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
 
 
 class RunDisplay:
@@ -29,6 +32,7 @@ class RunDisplay:
         self._state = PanelState(title=title, num_steps=num_steps, step=first_step)
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
         self._lines = StepProgress(num_steps=num_steps, first_step=first_step, console=console, title=unit)
+        self._phase_started = time.monotonic()
 
     def show(self, row: Mapping[str, Any], text: str, *, note: str = "") -> None:
         """Shows one more step.
@@ -39,9 +43,26 @@ class RunDisplay:
             note: of the panel's last line.
         """
         self._state.add(row)
-        self._state.note = note
+        self._state.note, self._state.running = note, ""
         if self._live is None:
             self._lines.show_text(row["step"], text)
+        else:
+            self._live.update(as_panel(self._state))
+
+    def show_phase(self, phase: "Phase", num_done: int, num_planned: int) -> None:
+        """Shows how far the running step is; an `OnProgress`, for a loop's `on_progress`.
+
+        Example: 3 of 16 rollouts after 30 s are `sampling 3 of 16 rollouts, 2 min 10 s left`.
+        """
+        if num_done == 0:
+            self._phase_started = time.monotonic()
+        text = f"{phase} {num_done:,} of {num_planned:,} {_UNITS[phase]}"
+        if 0 < num_done < num_planned:
+            seconds = time.monotonic() - self._phase_started
+            text += f", {in_words(seconds / num_done * (num_planned - num_done))} left"
+        self._state.running = text
+        if self._live is None:
+            self._lines.show_part(text)
         else:
             self._live.update(as_panel(self._state))
 

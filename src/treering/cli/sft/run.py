@@ -99,6 +99,7 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         )
         title = str(config.run.dir)
         with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
+            loop.on_progress = display.show_phase
             reports = _show_each(steps, SftProgress(display))
     return _summary(config, corpus, model, opened, reports)
 

@@ -73,6 +73,7 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
             title=str(config.run.dir), num_steps=run.num_steps, first_step=run.opened.step, console=console
         ) as display,
     ):
+        run.loop.on_progress = display.show_phase
         reports = _show_each(run.steps, RlProgress(display), console)
     last_step = reports[-1].step if reports else run.opened.step
     pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None

@@ -41,6 +41,7 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
             title=str(run.dir), num_steps=num_steps, first_step=opened.step, console=console, unit="warm-up"
         ) as display,
     ):
+        loop.on_progress = display.show_phase
         progress = SftProgress(display)
         for report in run_steps(
             loop, num_steps=num_steps, save_every=run.save_every, checkpoints=checkpoints, metrics=metrics

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
@@ -16,18 +17,22 @@ from verl.utils.seqlen_balancing import restore_dynamic_batch
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
+from treering.arrays import Int32Array
 from treering.errors import UnsupportedError
-from treering.integrations.verl.requirements import OPTIONS, check_batch, check_rows, check_settings
+from treering.integrations.verl.exchange import RowExchange, plan_exchange
+from treering.integrations.verl.requirements import OPTIONS, check_batch, check_rows, check_settings, keeps_groups
 
 
 class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     """Trains as verl's own FSDP2 engine does: same losses, same gradients, fewer tokens computed.
 
     verl's loss functions get log-probabilities and entropies in the layout they know. Micro-batches are planned by
-    distinct tokens, with rows of a prompt together: `ppo_max_token_len_per_gpu` counts distinct tokens.
+    distinct tokens, with rows of a prompt together: `ppo_max_token_len_per_gpu` counts distinct tokens. Ranks swap rows
+    first where verl has dealt a group to several of them, unless `TREERING_VERL_GROUPS=as_dealt`.
 
     Raises:
         UnsupportedError: a setting or model that would not be exact; names it and what to write.
+        ConfigError: `TREERING_VERL_GROUPS` is neither "whole" nor "as_dealt".
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +42,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 f"the tree engine has no attention for {get_device_name()} devices: leave VERL_ENGINE_VENDOR out"
             )
         check_settings(model_config, engine_config)
+        self._keeps_groups = keeps_groups()
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
@@ -54,6 +60,9 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         """Verl's contract: a batch in, outputs in the order of its rows, losses and metrics of each micro-batch."""
         check_batch({name: tu.get_non_tensor_data(data, key=name, default=None) for name in OPTIONS}, loss_function)
         check_rows(data["position_ids"], data.get("multi_modal_inputs", None))
+        exchange = self._exchange(data)
+        if exchange is not None:
+            data = exchange.there(data)
         keeps_outputs = forward_only or tu.get_non_tensor_data(data, key="return_model_output", default=False)
         self._assign_totals(data)
         micro_batches = self._micro_batches(data)
@@ -65,9 +74,12 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             if not keeps_outputs:
                 output.pop("model_output")
             outputs.append(output)
-        return _in_order(
+        output = _in_order(
             postprocess_batch_func(output_lst=outputs, indices=micro_batches, data=data), micro_batches, data
         )
+        if exchange is not None and keeps_outputs:
+            output["model_output"] = exchange.back(output["model_output"])
+        return output
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
         """Verl's contract: a micro-batch in, its loss and what is reported of it."""
@@ -105,6 +117,14 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         dist.all_reduce(num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
 
+    def _exchange(self, data: Any) -> RowExchange | None:
+        """Where rows go so that groups are whole; None if all stay."""
+        group = self.get_data_parallel_group()
+        if dist.get_world_size(group) == 1:
+            return None
+        is_wanted = self._keeps_groups and data.get("prompts", None) is not None
+        return plan_exchange((_rows(data), _prompts(data)) if is_wanted else None, group, get_device_id())
+
     def _micro_batches(self, data: Any) -> list[list[int]]:
         """Rows of each micro-batch, equally many micro-batches on every rank."""
         from treering.integrations.verl.micro_batches import plan_rows, split_rows
@@ -136,7 +156,11 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 def _forest(data: Any) -> Any:
     from treering.tree.forest import Forest
 
-    return Forest.from_sequences([row.cpu().numpy() for row in data["input_ids"].unbind()])
+    return Forest.from_sequences(_rows(data))
+
+
+def _rows(data: Any) -> list[Int32Array]:
+    return [row.cpu().numpy().astype(np.int32) for row in data["input_ids"].unbind()]
 
 
 def _prompts(data: Any) -> list[object]:

@@ -1,9 +1,10 @@
 """What the tree engine refuses before training begins, each with the setting of verl to write."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from treering.errors import UnsupportedError
+from treering.errors import ConfigError, UnsupportedError
 
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
@@ -19,6 +20,26 @@ OPTIONS = {
     "use_fused_kernels": f"write {_MODEL}.use_fused_kernels=False",
 }
 """What a batch of verl may ask for beyond log-probabilities and entropies, by its name there, and what to write."""
+
+
+GROUPS = "TREERING_VERL_GROUPS"
+
+
+def keeps_groups(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks swap rows so that groups are whole; the off-switch is `TREERING_VERL_GROUPS=as_dealt`.
+
+    Args:
+        environment: variables; None reads those of the process.
+
+    Raises:
+        ConfigError: another value than "whole", the default, or "as_dealt".
+    """
+    value = (os.environ if environment is None else environment).get(GROUPS, "whole")
+    if value not in ("whole", "as_dealt"):
+        raise ConfigError(
+            f"{GROUPS} is whole or as_dealt, got {value!r}: write as_dealt to leave every row on its rank"
+        )
+    return value == "whole"
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:

@@ -31,6 +31,7 @@ from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher, teacher_parts, teaching
 from treering.train.loss_weights import SumOverRanks
 from treering.train.objectives import Objective
+from treering.train.progress import OnProgress
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 from treering.tree.plan.plan import Plan, plan_batch
@@ -98,6 +99,7 @@ def backward(
     sum_over_ranks: SumOverRanks | None = None,
     ranks: RanksOption | None = None,
     router_losses: RouterLosses | None = None,
+    on_progress: OnProgress | None = None,
 ) -> BackwardResult:
     """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
@@ -127,6 +129,8 @@ def backward(
             stay gathered during the step, ranks run any passes, and gradients are reduced once at its end. None takes
             "sharded" where weights are sharded, else "gathered". "alone": this rank trains a model by itself.
         router_losses: losses on a mixture of experts' routers that are added to the objective's; None adds none.
+        on_progress: called after each micro-batch and partition with the tokens done and planned, on several ranks of
+            this one; changes no result.
 
     Raises:
         InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
@@ -205,6 +209,7 @@ def backward(
             in_step=team.mode == "sharded",
             routing=routing,
             teacher=teacher,
+            on_progress=on_progress,
         )
         run.backward()
     num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))

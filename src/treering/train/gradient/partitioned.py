@@ -29,6 +29,7 @@ from treering.train.gradient.pass_order import Event, depth_first
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.saved_tensors import saved_on_host
 from treering.train.gradient.scoring import Scorer
+from treering.train.progress import PhaseProgress
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
 from treering.tree.plan.partition import PartitionedTree
@@ -66,12 +67,14 @@ class PartitionedStep:
         routing: Routing | None = None,
         *,
         in_step: bool = False,
+        progress: PhaseProgress | None = None,
     ) -> None:
         """`wanted`: bool [N], the tokens whose edges are scored; partitions without any in or below them are skipped.
 
         With `routing`, whose losses cover every token, and for ranks that run the same passes (`in_step`), no partition
-        is skipped.
+        is skipped. `progress` counts the tokens of every partition that is left.
         """
+        self._progress = progress
         self._runs_all = in_step or routing is not None
         self._tree = tree
         self._scorer = scorer
@@ -99,6 +102,7 @@ class PartitionedStep:
                 self._enter(number)
             else:
                 self._leave(number, loss_of)
+                self._note(number)
 
     def score(self) -> EdgeScores:
         """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
@@ -126,6 +130,11 @@ class PartitionedStep:
                 if self._routing is not None:
                     self._routing.count(routes, live.branches)
                 visit(number, self.tables[number], hidden)
+                self._note(number)
+
+    def _note(self, number: int) -> None:
+        if self._progress is not None:
+            self._progress.add(self._tree.partitions[number].tokens.size)
 
     def _enter(self, number: int) -> None:
         live = self._live[number] = self._open(number)

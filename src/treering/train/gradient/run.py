@@ -5,7 +5,7 @@ must be known before a backward. The loss and metric sums of the step are collec
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from treering.train.gradient.saved_tensors import bytes_per_token
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher, Unit
 from treering.train.objectives import Objective
+from treering.train.progress import OnProgress, PhaseProgress
 from treering.tree.forest import Forest
 from treering.tree.plan.partition import PartitionedTree
 from treering.tree.plan.plan import MicroBatch, Plan
@@ -62,6 +63,7 @@ class StepRun:
         in_step: bool = False,
         routing: Routing | None = None,
         teacher: StepTeacher | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
 
@@ -75,6 +77,8 @@ class StepRun:
         self._min_passes = min_micro_batches
         self._routing = routing
         self._num_passes = 0
+        self._on_progress = on_progress
+        self._progress = PhaseProgress("training", 0, None)
         self.totals = LossTotals()
         self.num_recomputed_tokens = 0
         self.num_scoring_tokens = 0
@@ -92,18 +96,25 @@ class StepRun:
         """Adds all gradients to `.grad`."""
         crossing = crossing_units(self._units, self._objective)
         load_first = self._load_first()
+        scored = crossing if load_first is None else range(len(self._units))
+        self._progress = PhaseProgress("scoring", self._num_tokens(scored), self._on_progress)
         vectors = self._vectors(crossing, load_first)
         if load_first is not None:
             self._find_load(load_first, already=crossing)
+        self._progress = PhaseProgress("training", self._num_tokens(range(len(self._units))), self._on_progress)
         for number, unit in enumerate(self._units):
             if isinstance(unit, MicroBatch):
                 self._run_whole(unit, self._selected[number], vectors.get(number))
             else:
                 self._run_partitioned(unit, self._selected[number], vectors.get(number))
+            self._progress.reach(self._num_tokens(range(number + 1)))
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
         if self._routing is not None and not self._routing.has_load:
             self._routing.share_load()
+
+    def _num_tokens(self, numbers: Iterable[int]) -> int:
+        return sum(self._units[i].forest.num_tokens for i in numbers)
 
     def _run_whole(self, unit: MicroBatch, selected: Selection, vectors: EdgeScores | None) -> None:
         if selected.entries.size == 0:
@@ -158,7 +169,9 @@ class StepRun:
         assert self.parents is not None
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
-        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing, in_step=self._in_step)
+        step = PartitionedStep(
+            unit, wanted, scorer, self.parents.parents, self._routing, in_step=self._in_step, progress=self._progress
+        )
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
@@ -219,12 +232,20 @@ class StepRun:
         return dict(zip(numbers, split_gradients(leaves, sizes), strict=True))
 
     def _score(self, unit: Unit, selected: Selection, routing: Routing | None) -> EdgeScores:
-        self.num_scoring_tokens += unit.forest.num_tokens
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
         if isinstance(unit, PartitionedTree):
-            return PartitionedStep(unit, wanted, scorer, "keep", routing, in_step=self._in_step).score()
-        table = edge_table(unit.forest, wanted)
+            step = PartitionedStep(
+                unit, wanted, scorer, "keep", routing, in_step=self._in_step, progress=self._progress
+            )
+            scores = step.score()
+        else:
+            scores = self._score_whole(unit, edge_table(unit.forest, wanted), scorer, routing)
+        self.num_scoring_tokens += unit.forest.num_tokens
+        self._progress.reach(self.num_scoring_tokens)
+        return scores
+
+    def _score_whole(self, unit: MicroBatch, table: EdgeTable, scorer: Scorer, routing: Routing | None) -> EdgeScores:
         with torch.no_grad():
             with recorded_by(routing) as routes:
                 hidden = hidden_states(scorer.parts, unit.forest)

@@ -7,6 +7,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
+from treering.train.progress import OnProgress
+
 
 @runtime_checkable
 class Report(Protocol):
@@ -32,6 +34,9 @@ class Resumable(ABC, Generic[ReportT]):
 
     model: nn.Module
     """The trained model."""
+
+    on_progress: OnProgress | None = None
+    """Hears how far the running step is, where the loop runs it in this process; the caller may set it at any time."""
 
     @property
     @abstractmethod

@@ -119,7 +119,9 @@ class SftLoop(Resumable[StepReport]):
         whole = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
         batch = share_batch(whole, self._group, options.compute.max_tokens, options.compute.costs).batch
         objective = self._objective(batch.loss_masks)
-        update = self._updater.update(step, batch, objective, router_losses=options.router_losses)
+        update = self._updater.update(
+            step, batch, objective, router_losses=options.router_losses, on_progress=self.on_progress
+        )
         self._num_steps_done = step
         return StepReport(
             step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update

@@ -18,6 +18,7 @@ from treering.train.loop.compute import ComputeOptions, peak_memory_bytes, preci
 from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from treering.train.loop.ranks import mean_over_ranks, sum_over_ranks
 from treering.train.objectives import Objective
+from treering.train.progress import OnProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +127,11 @@ class Updater:
         *,
         temperature: float = 1.0,
         router_losses: RouterLosses | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Update:
         """Updates the weights once, at the learning rate of `step`; the batch is this rank's share of the step's tasks.
+
+        `on_progress` hears how far the gradients are, see `backward`.
 
         Raises:
             InputError, UnsupportedError: see `backward`.
@@ -149,6 +153,7 @@ class Updater:
                 backend=compute.backend,
                 ranks=self._ranks,
                 router_losses=router_losses,
+                on_progress=on_progress,
             )
         norm = clip_gradients(self._model.parameters(), self._optim.max_grad_norm)
         set_learning_rate(self._optimizer, rate)

@@ -1,0 +1,83 @@
+"""Which rank computes which rows of a batch: groups whole where they fit, equally many rows for every rank."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from treering.arrays import Int64Array
+from treering.errors import InputError
+from treering.tree.forest import Forest
+
+
+def share_rows(forest: Forest, groups: Sequence[Hashable], num_ranks: int) -> Int64Array:
+    """The rank of each row, so that the busiest rank computes few distinct tokens.
+
+    Rows come as verl deals them, an equal share to each rank in order. Groups go whole to the rank with the fewest
+    tokens so far, the largest first; one is split only where no rank has room for it. If the busiest rank would not
+    compute fewer tokens then, all rows stay.
+
+    Args:
+        forest: of the B rows of all ranks.
+        groups: of each row, such as its prompt.
+        num_ranks: a divisor of B; each gets B / num_ranks rows.
+
+    Returns:
+        int64 [B], from 0 to num_ranks - 1.
+
+    Raises:
+        InputError: the ranks cannot get equally many rows.
+
+    Example: rows [1, 2], [5, 6], [1, 3], [5, 7] with groups a, b, a, b on two ranks get the ranks 0, 1, 0, 1.
+    """
+    num_rows = forest.num_branches
+    if num_rows % num_ranks:
+        raise InputError(f"{num_ranks} ranks get equally many rows, and there are {num_rows}; give a multiple")
+    dealt = dealt_rows(num_rows, num_ranks)
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    shares = _Shares(forest, num_ranks)
+    prices = {group: shares.num_tokens(rows) for group, rows in members.items()}
+    for group in sorted(members, key=lambda group: -prices[group]):
+        shares.add(members[group])
+    is_less = max(shares.tokens_by_rank(shares.rank_of_row)) < max(shares.tokens_by_rank(dealt))
+    return shares.rank_of_row if is_less else dealt
+
+
+def dealt_rows(num_rows: int, num_ranks: int) -> Int64Array:
+    """The rank of each row as verl deals them. Example: 4 rows on 2 ranks are [0, 0, 1, 1]."""
+    return np.repeat(np.arange(num_ranks), num_rows // num_ranks)
+
+
+class _Shares:
+    """The rows of each rank so far."""
+
+    def __init__(self, forest: Forest, num_ranks: int) -> None:
+        self._paths, self._offsets = forest.paths()
+        self._place = np.empty(forest.num_tokens, np.int64)
+        self._loads = np.zeros(num_ranks, np.int64)
+        self._room = np.full(num_ranks, forest.num_branches // num_ranks)
+        self.rank_of_row = np.full(forest.num_branches, -1, np.int64)
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Distinct tokens of some rows."""
+        paths = [self._paths[self._offsets[row] : self._offsets[row + 1]] for row in rows]
+        tokens = np.concatenate(paths)
+        numbers = np.arange(tokens.size)
+        # One place of each token stays, whatever else is in the array; sorting millions takes seconds.
+        self._place[tokens] = numbers
+        return int((self._place[tokens] == numbers).sum())
+
+    def tokens_by_rank(self, rank_of_row: Int64Array) -> list[int]:
+        """Distinct tokens of each rank."""
+        return [self.num_tokens(np.flatnonzero(rank_of_row == rank).tolist()) for rank in range(self._loads.size)]
+
+    def add(self, rows: list[int]) -> None:
+        """Gives a group to the least busy rank with room, else as much of it as fits to the one with most room."""
+        while rows:
+            fits = np.flatnonzero(self._room >= len(rows))
+            rank = fits[self._loads[fits].argmin()] if fits.size else self._room.argmax()
+            now, rows = rows[: self._room[rank]], rows[self._room[rank] :]
+            self.rank_of_row[now] = rank
+            self._room[rank] -= len(now)
+            self._loads[rank] += self.num_tokens(now)

@@ -1,0 +1,73 @@
+"""Rows on ranks: equally many on each, groups whole where they fit, and never a busier rank than verl's own."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treering.errors import ConfigError, InputError
+from treering.integrations.verl.rank_shares import dealt_rows, share_rows
+from treering.integrations.verl.requirements import keeps_groups
+from treering.tree.forest import Forest
+
+
+def num_distinct(rows: list[list[int]]) -> int:
+    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+
+
+def busiest(rows: list[list[int]], ranks: list[int]) -> int:
+    return max(num_distinct([row for row, rank in zip(rows, ranks, strict=True) if rank == r]) for r in set(ranks))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Rows, the group of each, and a number of ranks that divides the rows."""
+    num_ranks, rows_per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    num_rows = num_ranks * rows_per_rank
+    row = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+    rows = draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+    return rows, draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)), num_ranks
+
+
+@given(batch=batches())
+def test_ranks_have_equally_many_rows_and_the_busiest_never_more_tokens(
+    batch: tuple[list[list[int]], list[int], int],
+) -> None:
+    rows, groups, num_ranks = batch
+    ranks = share_rows(Forest.from_sequences(rows), groups, num_ranks).tolist()
+    assert Counter(ranks) == {rank: len(rows) // num_ranks for rank in range(num_ranks)}
+    dealt = dealt_rows(len(rows), num_ranks).tolist()
+    assert ranks == dealt or busiest(rows, ranks) < busiest(rows, dealt)
+
+
+@given(num_ranks=st.integers(1, 4), groups_per_rank=st.integers(1, 4), size=st.integers(1, 4), seed=st.integers(0, 99))
+def test_groups_of_one_size_that_fill_the_ranks_are_whole(
+    num_ranks: int, groups_per_rank: int, size: int, seed: int
+) -> None:
+    groups = np.repeat(np.arange(num_ranks * groups_per_rank), size)
+    groups = np.random.default_rng(seed).permutation(groups)
+    rows = [[100 + int(group)] * 20 + [number] for number, group in enumerate(groups)]
+    ranks = share_rows(Forest.from_sequences(rows), groups.tolist(), num_ranks)
+    assert all(len(set(ranks[groups == group].tolist())) == 1 for group in groups)
+
+
+def test_a_group_is_split_only_where_no_rank_has_room_for_it() -> None:
+    # Three groups of two rows on two ranks of three rows: one of them stands on both.
+    rows = [[group] * 9 + [10 + row] for row in range(2) for group in range(3)]
+    ranks = share_rows(Forest.from_sequences(rows), [0, 1, 2, 0, 1, 2], 2)
+    assert sorted(len(set(ranks[group::3].tolist())) for group in range(3)) == [1, 1, 2]
+
+
+def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
+    with pytest.raises(InputError, match="2 ranks get equally many rows, and there are 3"):
+        share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
+
+
+def test_the_off_switch_is_one_word_and_others_are_refused() -> None:
+    assert keeps_groups({})
+    assert keeps_groups({"TREERING_VERL_GROUPS": "whole"})
+    assert not keeps_groups({"TREERING_VERL_GROUPS": "as_dealt"})
+    with pytest.raises(ConfigError, match="TREERING_VERL_GROUPS is whole or as_dealt, got '0'"):
+        keeps_groups({"TREERING_VERL_GROUPS": "0"})

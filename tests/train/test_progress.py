@@ -1,0 +1,116 @@
+"""Progress of a step starts at nothing, rises, ends at what is planned, and changes no result."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.forests import SHAPES
+from tests.models import build_float64, take_gradients
+from tests.train.gradient.test_backward import batch_of, forests_of
+from tests.train.loop.runs import assert_bitwise_equal, tensors_of, tiny_loop
+from tests.train.objectives.flat_objectives import data_of
+from tests.train.objectives.objective_cases import CASES
+from treering.train.gradient.activation_policy import ParentsOption
+from treering.train.gradient.backward import BackwardResult, backward
+from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.sft import SftLoop
+from treering.train.objectives import Objective, sft
+from treering.train.progress import OnProgress
+
+Calls = list[tuple[str, int, int]]
+
+MODEL = build_float64("mixtral")
+GROUPS = [SHAPES["bushy"][:6], SHAPES["duplicates"], [[1, 2, 5, 6], [1, 2, 5, 7], [1, 9]]]
+BATCH = batch_of(GROUPS)
+BUDGETS = [None, 12, 4]
+"""One micro-batch, several, partitions of one tree."""
+
+
+@pytest.fixture(autouse=True)
+def clean_gradients() -> Iterator[None]:
+    yield
+    MODEL.zero_grad(set_to_none=True)
+
+
+def heard(
+    objective: Objective,
+    max_tokens: int | None,
+    parents: ParentsOption = "keep",
+    router_losses: RouterLosses | None = None,
+) -> tuple[BackwardResult, dict[str, list[tuple[int, int]]]]:
+    """A step, and the counts of each of its phases, in order; without a listener it gives the same bits."""
+    calls: Calls = []
+
+    def step(on_progress: OnProgress | None) -> tuple[BackwardResult, dict[str, Tensor]]:
+        result = backward(
+            MODEL,
+            forests_of(BATCH),
+            objective,
+            max_tokens,
+            parents=parents,
+            router_losses=router_losses,
+            on_progress=on_progress,
+        )
+        return result, take_gradients(MODEL)
+
+    result, gradients = step(lambda *call: calls.append(call))
+    _, unheard = step(None)
+    assert all(torch.equal(gradients[name], unheard[name]) for name in unheard)
+    return result, by_phase(calls)
+
+
+def by_phase(calls: Calls) -> dict[str, list[tuple[int, int]]]:
+    """What was done and planned, call by call."""
+    phases: dict[str, list[tuple[int, int]]] = {}
+    for phase, done, planned in calls:
+        phases.setdefault(phase, []).append((done, planned))
+    return phases
+
+
+def assert_rises(counts: list[tuple[int, int]], total: int) -> None:
+    done, planned = zip(*counts, strict=True)
+    assert set(planned) == {total}
+    assert (done[0], done[-1]) == (0, total)
+    assert list(done) == sorted(set(done))
+
+
+@pytest.mark.parametrize("parents", ["keep", "recompute"])
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents: ParentsOption) -> None:
+    result, phases = heard(sft(BATCH.masks), max_tokens, parents)
+    assert list(phases) == ["training"]
+    assert_rises(phases["training"], result.plan.num_tokens)
+    # The start, and each micro-batch and partition.
+    assert len(phases["training"]) == result.plan.num_micro_batches + 1
+
+
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+def test_what_trains_nothing_and_is_left_out_counts_as_done(max_tokens: int | None) -> None:
+    masks = [[0] * len(mask) for mask in BATCH.masks]
+    masks[-1][-1] = 1
+    result, phases = heard(sft(masks), max_tokens)
+    assert_rises(phases["training"], result.plan.num_tokens)
+
+
+@pytest.mark.parametrize("router_losses", [None, RouterLosses(balance=0.5)])
+def test_passes_without_gradients_are_a_phase_of_their_own(router_losses: RouterLosses | None) -> None:
+    data = data_of(GROUPS, MODEL, seed=7)
+    result, phases = heard(CASES["gspo clip (0.15, 0.25)"].make(data), 4, router_losses=router_losses)
+    assert list(phases) == ["scoring", "training"]
+    assert_rises(phases["scoring"], result.num_scoring_tokens)
+    assert_rises(phases["training"], result.plan.num_tokens)
+    assert len(phases["scoring"]) > 3
+
+
+def test_a_loop_tells_each_step_and_trains_to_the_same_bits() -> None:
+    calls: Calls = []
+    loops: list[SftLoop] = []
+    for on_progress in (lambda *call: calls.append(call), None):
+        loop = tiny_loop(max_tokens=60)
+        loop.on_progress = on_progress
+        sizes = [loop.step().update.num_tokens for _ in range(2)]
+        loops.append(loop)
+    assert [planned for _, done, planned in calls if done == planned] == sizes
+    assert_bitwise_equal(tensors_of(loops[0]), tensors_of(loops[1]))
