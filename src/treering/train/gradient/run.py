@@ -102,12 +102,14 @@ class StepRun:
         if load_first is not None:
             self._find_load(load_first, already=crossing)
         self._progress = PhaseProgress("training", self._num_tokens(range(len(self._units))), self._on_progress)
+        num_done = 0
         for number, unit in enumerate(self._units):
             if isinstance(unit, MicroBatch):
                 self._run_whole(unit, self._selected[number], vectors.get(number))
             else:
                 self._run_partitioned(unit, self._selected[number], vectors.get(number))
-            self._progress.reach(self._num_tokens(range(number + 1)))
+            num_done += unit.forest.num_tokens
+            self._progress.reach(num_done)
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
         if self._routing is not None and not self._routing.has_load:
