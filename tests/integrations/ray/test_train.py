@@ -22,12 +22,23 @@ def test_the_launcher_changes_no_rollout(ray_here: None, folder: Path, capsys: p
     assert summary["account"]["scheduled"] == len(rows_of(folder / "ray"))
 
 
-def test_hosts_that_do_not_share_the_history_are_refused(
+def test_workers_that_may_be_elsewhere_draft_the_same_rollouts(
+    ray_here: None, address: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Five prompts, two a step: the fourth step repeats two of them.
+    path = prompts(folder, REWARD)
+    train(capsys, path, "run.dir=plain", "runtime.workers=1", "history.drafts=off")
+    train(capsys, path, "run.dir=ray", *ON_RAY, f"runtime.listen={address}")
+    assert rows_of(folder / "plain") == rows_of(folder / "ray")
+    assert not (folder / "ray" / "history-shared").exists()
+
+
+def test_a_drafter_inside_vllm_is_refused_where_it_may_not_see_the_history(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda _: True)
-    with pytest.raises(ConfigError, match=r'history\.drafts = "off"'):
-        train(capsys, prompts(folder, REWARD), *ON_RAY, "runtime.listen=10.0.0.1")
+    with pytest.raises(ConfigError, match=r'set history\.drafts = "off"'):
+        train(capsys, prompts(folder, REWARD), *ON_RAY, "runtime.listen=10.0.0.1", "engine.kind=vllm")
 
 
 def test_without_ray_the_run_names_its_extra(

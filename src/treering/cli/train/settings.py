@@ -21,7 +21,7 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
