@@ -14,53 +14,46 @@ class SentHistory:
 
     Indexes never change, and published states share those of prompts that do not: another object is another history.
 
-    Example: a second `changes(["q"], snapshot)` is empty, as the worker has the index of "q".
+    Example: a second `changes(["q"], snapshot)` in a step is empty, as the worker has the index of "q".
     """
 
     def __init__(self) -> None:
         """A new process, which has nothing."""
-        self._indexes: dict[PromptId, PromptIndex] = {}
-        self._needed: set[PromptId] = set()
-        self._num_entries = 0
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of the texts that the worker holds; each takes 8 bytes there."""
-        return self._num_entries
+        self._current: dict[PromptId, PromptIndex] = {}
+        # Sizes alone: each worker's old indexes would add up in the controller.
+        self._earlier: dict[PromptId, int] = {}
 
     def begin(self) -> None:
-        """Starts a step: prompts of earlier ones are no longer needed."""
-        self._needed.clear()
+        """Starts a step: the prompts of earlier ones are others from here on."""
+        self._earlier |= {prompt_id: index.text.size for prompt_id, index in self._current.items()}
+        self._current = {}
 
     def changes(
         self, prompt_ids: Iterable[PromptId], snapshot: Mapping[PromptId, PromptIndex]
     ) -> dict[PromptId, PromptIndex | None]:
         """What to send so that the worker has the published indexes of prompts; it counts as sent.
 
-        None drops a prompt: one without history, or one of an earlier step, the first sent first, while the texts of
-        those exceed `MAX_OTHER_ENTRIES`.
+        None drops a prompt: one whose history is gone, or one of an earlier step, the first sent first, while the texts
+        of those exceed `MAX_OTHER_ENTRIES`.
         """
         found: dict[PromptId, PromptIndex | None] = {}
         for prompt_id in prompt_ids:
-            self._needed.add(prompt_id)
-            index = snapshot.get(prompt_id)
-            if index is not self._indexes.get(prompt_id):
+            index, before = snapshot.get(prompt_id), self._current.pop(prompt_id, None)
+            was_earlier = self._earlier.pop(prompt_id, None) is not None
+            if index is not None:
+                self._current[prompt_id] = index
+            if index is not before or was_earlier:
                 found[prompt_id] = index
-                self._replace(prompt_id, index)
-        others = [prompt_id for prompt_id in self._indexes if prompt_id not in self._needed]
-        num_others = sum(self._indexes[prompt_id].text.size for prompt_id in others)
-        for prompt_id in others:
-            if num_others <= MAX_OTHER_ENTRIES:
-                break
-            num_others -= self._indexes[prompt_id].text.size
-            found[prompt_id] = None
-            self._replace(prompt_id, None)
-        return found
+        return found | dict.fromkeys(self._dropped())
 
-    def _replace(self, prompt_id: PromptId, index: PromptIndex | None) -> None:
-        before = self._indexes.pop(prompt_id, None)
-        self._num_entries -= 0 if before is None else before.text.size
-        if index is not None:
-            # Last in the order, as the one sent last.
-            self._indexes[prompt_id] = index
-            self._num_entries += index.text.size
+    def _dropped(self) -> list[PromptId]:
+        """Forgets prompts of earlier steps that are too many, and returns them."""
+        num_entries, dropped = sum(self._earlier.values()), []
+        for prompt_id, size in self._earlier.items():
+            if num_entries <= MAX_OTHER_ENTRIES:
+                break
+            num_entries -= size
+            dropped.append(prompt_id)
+        for prompt_id in dropped:
+            del self._earlier[prompt_id]
+        return dropped

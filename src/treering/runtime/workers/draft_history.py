@@ -26,10 +26,8 @@ class ReceivedHistory:
         return self._snapshot
 
     def take(self, indexes: Mapping[PromptId, PromptIndex | None]) -> None:
-        """Adds or replaces the indexes of some prompts; None drops one."""
-        # A prompt without history may be named that this process never had.
-        known = {each: index for each, index in indexes.items() if index is not None or each in self._snapshot}
-        self._snapshot = self._snapshot.changed(known)
+        """Adds or replaces the indexes of some prompts; None drops one that was taken before."""
+        self._snapshot = self._snapshot.changed(indexes)
 
 
 class DraftHistory:
