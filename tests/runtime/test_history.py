@@ -59,26 +59,31 @@ def drafts_of(engines: list[EngineStats]) -> list[tuple[int, int]]:
     return [(engine.num_drafted, engine.num_accepted) for engine in engines]
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, GREEDY], ids=["drawn", "greedy"])
-def test_sent_history_drafts_what_mapped_history_drafts(tmp_path: Path, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "launcher", "is_written"),
+    [
+        pytest.param(SAMPLING, LocalLauncher(), False, id="drawn, without a folder"),
+        pytest.param(GREEDY, Elsewhere(), True, id="greedy, on other hosts"),
+    ],
+)
+def test_sent_history_drafts_what_mapped_history_drafts(
+    sampling: Sampling, launcher: LocalLauncher, is_written: bool, tmp_path: Path
+) -> None:
     # Equal rewards, so the weights stay: greedily, every rollout of a prompt is the same in both epochs.
     recipe = TinyRecipe(task=tasks.Constant)
-
-    def loop(launcher: LocalLauncher, history: Drafting | None) -> PipelineLoop:
-        return pipeline(recipe, num_steps=NUM_STEPS, drafting=history, launcher=launcher, sampling=sampling)
-
-    _, expected = run(loop(LocalLauncher(), None))
-    mapped, mapped_rows = run(loop(LocalLauncher(), drafting(tmp_path / "mapped")))
-    in_memory, in_memory_rows = run(loop(LocalLauncher(), drafting()))
-    remote, remote_rows = run(loop(Elsewhere(), drafting(tmp_path / "unread")))
-    assert mapped_rows == in_memory_rows == remote_rows == expected
+    started = partial(pipeline, recipe, num_steps=NUM_STEPS, sampling=sampling)
+    _, expected = run(started())
+    mapped, mapped_rows = run(started(drafting=drafting(tmp_path / "mapped")))
+    folder = tmp_path / "unread" if is_written else None
+    sent, sent_rows = run(started(drafting=drafting(folder), launcher=launcher))
+    assert sent_rows == mapped_rows == expected
     # Each rollout stays on its worker, and no clock decides what is drafted.
-    assert drafts_of(in_memory) == drafts_of(remote) == drafts_of(mapped)
-    first, second = mapped[:PER_EPOCH], mapped[PER_EPOCH:]
+    assert drafts_of(sent) == drafts_of(mapped)
+    first, second = sent[:PER_EPOCH], sent[PER_EPOCH:]
     assert all(engine.num_drafted == 0 for engine in first)
     assert all(engine.num_drafted > 0 for engine in second)
     if sampling is GREEDY:
-        # They repeat the first epoch: most passes accept drafts.
+        # They repeat the first epoch: most tokens come from drafts.
         assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
 
 
