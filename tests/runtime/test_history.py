@@ -21,6 +21,8 @@ from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.runtime.ipc.local_launcher import LocalLauncher
+from treering.runtime.ipc.messages import PromptHistories
+from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pipeline import PipelineLoop
 
 PER_EPOCH, NUM_STEPS = 3, 6
@@ -59,6 +61,20 @@ def drafts_of(engines: list[EngineStats]) -> list[tuple[int, int]]:
     return [(engine.num_drafted, engine.num_accepted) for engine in engines]
 
 
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the controller sends to its processes."""
+    sent: list[object] = []
+    send = ChildProcess.send
+
+    def noted(child: ChildProcess, message: object) -> None:
+        sent.append(message)
+        send(child, message)
+
+    monkeypatch.setattr(ChildProcess, "send", noted)
+    return sent
+
+
 @pytest.mark.parametrize(
     ("sampling", "launcher", "is_written"),
     [
@@ -67,16 +83,18 @@ def drafts_of(engines: list[EngineStats]) -> list[tuple[int, int]]:
     ],
 )
 def test_sent_history_drafts_what_mapped_history_drafts(
-    sampling: Sampling, launcher: LocalLauncher, is_written: bool, tmp_path: Path
+    sampling: Sampling, launcher: LocalLauncher, is_written: bool, tmp_path: Path, messages: list[object]
 ) -> None:
     # Equal rewards, so the weights stay: greedily, every rollout of a prompt is the same in both epochs.
     recipe = TinyRecipe(task=tasks.Constant)
     started = partial(pipeline, recipe, num_steps=NUM_STEPS, sampling=sampling)
     _, expected = run(started())
     mapped, mapped_rows = run(started(drafting=drafting(tmp_path / "mapped")))
+    assert not any(isinstance(message, PromptHistories) for message in messages)
     folder = tmp_path / "unread" if is_written else None
     sent, sent_rows = run(started(drafting=drafting(folder), launcher=launcher))
     assert sent_rows == mapped_rows == expected
+    assert any(isinstance(message, PromptHistories) for message in messages)
     # Each rollout stays on its worker, and no clock decides what is drafted.
     assert drafts_of(sent) == drafts_of(mapped)
     first, second = sent[:PER_EPOCH], sent[PER_EPOCH:]

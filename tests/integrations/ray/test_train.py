@@ -27,8 +27,10 @@ def test_workers_that_may_be_elsewhere_draft_the_same_rollouts(
 ) -> None:
     # Five prompts, two a step: the fourth step repeats two of them.
     path = prompts(folder, REWARD)
-    train(capsys, path, "run.dir=plain", "runtime.workers=1", "history.drafts=off")
-    train(capsys, path, "run.dir=ray", *ON_RAY, f"runtime.listen={address}")
+    # Actors do not run in this folder.
+    files = (f"task.file={folder / 'p.jsonl'}", f"task.tokenizer={folder / 'words'}")
+    train(capsys, path, "run.dir=plain", *files, "runtime.workers=1", "history.drafts=off")
+    train(capsys, path, "run.dir=ray", *files, *ON_RAY, f"runtime.listen={address}")
     assert rows_of(folder / "plain") == rows_of(folder / "ray")
     assert not (folder / "ray" / "history-shared").exists()
 
