@@ -19,6 +19,7 @@ from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
+from treering.history.features import Source
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.messages import PromptHistories
@@ -41,9 +42,11 @@ class Elsewhere(LocalLauncher):
 one_prompt = partial(tasks.Constant, 1)
 
 
-def drafting(folder: Path | None = None, publish_new_after: int = 1000) -> Drafting:
-    """Drafts from the history of the rollout's own prompt alone; by default, of earlier steps."""
-    options = DraftOptions(min_acceptance=0.01, sources=("history",), publish_new_after=publish_new_after)
+def drafting(
+    folder: Path | None = None, publish_new_after: int = 1000, sources: tuple[Source, ...] = ("history",)
+) -> Drafting:
+    """Drafts from the history of the rollout's own prompt alone, of earlier steps, unless other things are given."""
+    options = DraftOptions(min_acceptance=0.01, sources=sources, publish_new_after=publish_new_after)
     return Drafting(options, folder)
 
 
@@ -103,6 +106,17 @@ def test_sent_history_drafts_what_mapped_history_drafts(
     if sampling is GREEDY:
         # They repeat the first epoch: most tokens come from drafts.
         assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
+
+
+def test_one_worker_drafts_from_other_prompts_as_with_the_folder(tmp_path: Path) -> None:
+    # It samples all prompts, so it is sent all of the history, and that of a step when the step is over.
+    def loop(folder: Path | None) -> PipelineLoop:
+        history = drafting(folder, sources=("others",))
+        return pipeline(num_steps=PER_EPOCH, num_workers=1, drafting=history, sampling=GREEDY)
+
+    sent, mapped = (drafts_of(run(loop(folder), PER_EPOCH)[0]) for folder in (None, tmp_path))
+    assert sent == mapped
+    assert [num_drafted > 0 for num_drafted, _ in sent] == [False, True, True]
 
 
 def has_history(drafter: Drafter) -> bool:

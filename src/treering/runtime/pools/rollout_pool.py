@@ -10,6 +10,7 @@ from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport
 from treering.runtime.ipc.messages import GiveUp, ReportReceived, RewardRequest, SampledRollouts, WorkerSettings
 from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.pools.sent_history import SentHistory
 from treering.runtime.pools.worker_state import OpenSteps, WorkerState
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
@@ -34,18 +35,13 @@ class RolloutPool:
         account: Account,
         history: SnapshotSource | None = None,
     ) -> None:
-        """Starts the workers.
+        """Starts the workers; each may be silent for `time_limit_s` while it has rollouts.
 
-        Args:
-            settings: of each.
-            launcher: starts them.
-            num_workers: how many.
-            time_limit_s: each may be silent for so long while it has rollouts.
-            account: counts deaths.
-            history: as it is published, to send to the workers by prompt; None: they read a folder, or none.
+        They are sent the `history` as it is published, by prompt; None: they read a folder, or none.
         """
         self._settings = settings
         self._history = history
+        self._keeps_others = settings.drafts is not None and "others" in settings.drafts.sources
         self._max_batch = settings.recipe.max_batch
         self._account = account
         self._workers = [
@@ -56,7 +52,8 @@ class RolloutPool:
                     run_rollout_worker,
                     launcher,
                     time_limit_s=time_limit_s,
-                )
+                ),
+                sent=self._nothing_sent(),
             )
             for number in range(num_workers)
         ]
@@ -105,7 +102,7 @@ class RolloutPool:
                 continue
             if worker.step != open_step.step or not worker.has_begun:
                 worker.begin(open_step, policy_versions[open_step.version])
-            worker.submit(requests, self._history)
+            worker.submit(requests)
         for number, worker in enumerate(self._workers):
             if worker.has_report:
                 worker.has_report = False
@@ -139,7 +136,7 @@ class RolloutPool:
     def refresh(self) -> None:
         """Gives the workers within the step what was published of the history."""
         for worker in self._workers:
-            worker.refresh(self._history)
+            worker.refresh()
 
     def close(self) -> None:
         """Stops the workers."""
@@ -228,9 +225,16 @@ class RolloutPool:
             open_steps[worker.step].release(number)
         # A step whose rollouts may get another turn needs a worker in it.
         self._workers[number] = WorkerState(
-            child=worker.child, step=worker.step if worker.awaited else 0, awaited=worker.awaited
+            child=worker.child,
+            step=worker.step if worker.awaited else 0,
+            awaited=worker.awaited,
+            sent=self._nothing_sent(),
         )
         worker.child.start(self._settings)
+
+    def _nothing_sent(self) -> SentHistory | None:
+        """What a new process was sent."""
+        return None if self._history is None else SentHistory(self._history, keeps_others=self._keeps_others)
 
 
 def _has_later_work(

@@ -1,8 +1,9 @@
 """What a worker has been sent of the history, and what it is sent next."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.snapshot import SnapshotSource
 from treering.types import PromptId
 
 MAX_OTHER_ENTRIES = 1 << 18
@@ -10,50 +11,60 @@ MAX_OTHER_ENTRIES = 1 << 18
 
 
 class SentHistory:
-    """The indexes that one worker holds: those of its step's prompts, and some of earlier ones to draft others from.
+    """The indexes that one worker holds: those of its step's prompts, and of earlier ones to draft other prompts from.
 
     Indexes never change, and published states share those of prompts that do not: another object is another history.
 
-    Example: a second `changes(["q"], snapshot)` in a step is empty, as the worker has the index of "q".
+    Example: a second `changes(["q"])` is empty, as the worker has the index of "q", unless a newer one is published.
     """
 
-    def __init__(self) -> None:
-        """A new process, which has nothing."""
-        self._current: dict[PromptId, PromptIndex] = {}
-        # Sizes alone: each worker's old indexes would add up in the controller.
-        self._earlier: dict[PromptId, int] = {}
+    def __init__(self, source: SnapshotSource, *, keeps_others: bool = True) -> None:
+        """A new process, which has nothing.
+
+        Args:
+            source: the published history.
+            keeps_others: whether the worker drafts from other prompts; else it keeps none of earlier steps.
+        """
+        self._source = source
+        self._max_other_entries = MAX_OTHER_ENTRIES if keeps_others else 0
+        self._indexes: dict[PromptId, PromptIndex] = {}
+        self._needed: dict[PromptId, None] = {}
+        self._outdated: list[PromptId] = []
 
     def begin(self) -> None:
-        """Starts a step: the prompts of earlier ones are others from here on."""
-        self._earlier |= {prompt_id: index.text.size for prompt_id, index in self._current.items()}
-        self._current = {}
+        """Starts a step: the prompts of earlier ones are others from here on, and are brought up to date once."""
+        # Also those that had no history then: it is the reason why rollouts of new prompts draft from others.
+        self._outdated = list(dict.fromkeys([*self._indexes, *self._needed]))
+        self._needed = {}
 
-    def changes(
-        self, prompt_ids: Iterable[PromptId], snapshot: Mapping[PromptId, PromptIndex]
-    ) -> dict[PromptId, PromptIndex | None]:
+    def changes(self, prompt_ids: Iterable[PromptId]) -> dict[PromptId, PromptIndex | None]:
         """What to send so that the worker has the published indexes of prompts; it counts as sent.
 
         None drops a prompt: one whose history is gone, or one of an earlier step, the first sent first, while the texts
-        of those exceed `MAX_OTHER_ENTRIES`.
+        of those exceed the limit.
         """
-        found: dict[PromptId, PromptIndex | None] = {}
-        for prompt_id in prompt_ids:
-            index, before = snapshot.get(prompt_id), self._current.pop(prompt_id, None)
-            was_earlier = self._earlier.pop(prompt_id, None) is not None
+        named, snapshot = list(prompt_ids), self._source.snapshot
+        self._needed |= dict.fromkeys(named)
+        outdated, self._outdated = self._outdated, []
+        before = self._indexes.copy()
+        for prompt_id in [*outdated, *named]:
+            index = snapshot.get(prompt_id)
+            if index is self._indexes.get(prompt_id):
+                continue
+            self._indexes.pop(prompt_id, None)
             if index is not None:
-                self._current[prompt_id] = index
-            if index is not before or was_earlier:
-                found[prompt_id] = index
-        return found | dict.fromkeys(self._dropped())
+                # Last in the order, as the one sent last.
+                self._indexes[prompt_id] = index
+        self._drop()
+        after = self._indexes
+        return {each: after.get(each) for each in before | after if after.get(each) is not before.get(each)}
 
-    def _dropped(self) -> list[PromptId]:
-        """Forgets prompts of earlier steps that are too many, and returns them."""
-        num_entries, dropped = sum(self._earlier.values()), []
-        for prompt_id, size in self._earlier.items():
-            if num_entries <= MAX_OTHER_ENTRIES:
-                break
+    def _drop(self) -> None:
+        """Forgets prompts of earlier steps that are too many."""
+        sizes = {each: index.text.size for each, index in self._indexes.items() if each not in self._needed}
+        num_entries = sum(sizes.values())
+        for prompt_id, size in sizes.items():
+            if num_entries <= self._max_other_entries:
+                return
             num_entries -= size
-            dropped.append(prompt_id)
-        for prompt_id in dropped:
-            del self._earlier[prompt_id]
-        return dropped
+            del self._indexes[prompt_id]

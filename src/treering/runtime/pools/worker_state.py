@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
-from treering.history.store.snapshot import SnapshotSource
 from treering.runtime.ipc.messages import BeginStep, PromptHistories, RefreshHistory, SampleRequests
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.sent_history import SentHistory
 from treering.runtime.step.open_step import OpenStep
-from treering.types import PromptId
 
 OpenSteps = Mapping[int, OpenStep]
 """Steps that are being sampled, by number, in order."""
@@ -39,8 +37,8 @@ class WorkerState:
     """Rollouts finished since it was last sent requests."""
     pace: int = 0
     """The most rollouts that recently finished between two dispatches."""
-    sent: SentHistory = field(default_factory=SentHistory)
-    """What its process has of the history, where that is sent."""
+    sent: SentHistory | None = None
+    """What its process was sent of the history; None: it reads a folder, or none."""
 
     def num_spare(self, max_batch: int) -> int:
         """Requests to queue in its engine: twice those that finish between two dispatches, and at least a few."""
@@ -62,7 +60,8 @@ class WorkerState:
     def begin(self, open_step: OpenStep, policy_version: int) -> None:
         """Starts a step on it, before its first requests there."""
         self.step, self.has_begun = open_step.step, True
-        self.sent.begin()
+        if self.sent is not None:
+            self.sent.begin()
         self.child.offer(open_step.version)
         self.child.send(
             BeginStep(
@@ -73,21 +72,21 @@ class WorkerState:
             )
         )
 
-    def submit(self, requests: Sequence[Request], source: SnapshotSource | None) -> None:
-        """Sends it requests, and first the history of their prompts that it lacks; None sends no history."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Sends it requests, and first the history of their prompts that it lacks."""
         self.running.update((request.key, request) for request in requests)
-        if source is not None:
-            self._send_history([request.prompt_id for request in requests], source)
+        self._send_history(requests)
         self.child.send(SampleRequests(requests=requests))
 
-    def refresh(self, source: SnapshotSource | None) -> None:
-        """Sends what was published of the prompts that it runs, or, without a source, lets it read its folder."""
-        if source is None:
+    def refresh(self) -> None:
+        """Sends what was published of the prompts that it runs, or lets it read its folder."""
+        if self.sent is None:
             self.child.send(RefreshHistory())
-            return
-        self._send_history([request.prompt_id for request in self.running.values()], source)
+        self._send_history(self.running.values())
 
-    def _send_history(self, prompt_ids: Iterable[PromptId], source: SnapshotSource) -> None:
-        indexes = self.sent.changes(prompt_ids, source.snapshot)
+    def _send_history(self, requests: Iterable[Request]) -> None:
+        if self.sent is None:
+            return
+        indexes = self.sent.changes(request.prompt_id for request in requests)
         if indexes:
             self.child.send(PromptHistories(indexes=indexes))
