@@ -16,7 +16,6 @@ from treering import metrics
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.collect import collect
-from treering.rl.drafting import Drafting
 from treering.rl.loop import RlLoop
 from treering.rl.prompt_checks import with_stops
 from treering.rl.trainer import Trainer
@@ -171,8 +170,6 @@ class FewPositions(TinyRecipe):
 
 
 def test_invalid_arguments_are_refused_before_any_process_starts() -> None:
-    with pytest.raises(ConfigError, match="give it a folder"):
-        pipeline(num_steps=1, drafting=Drafting())
     with pytest.raises(ConfigError, match="reward_time_limit_s=0"):
         pipeline(num_steps=1, reward_time_limit_s=0.0)
     with pytest.raises(ConfigError, match="num_workers"):

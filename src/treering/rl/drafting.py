@@ -17,7 +17,7 @@ from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape
 from treering.history.features import SOURCES, Source
-from treering.history.store.prompt_index import MARKER
+from treering.history.store.prompt_index import MARKER, PromptIndex
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId
@@ -60,6 +60,11 @@ class Drafting:
         self.store = self._open_store()
         self.drafter = make_drafter(self.store, self.options)
 
+    @property
+    def snapshot(self) -> Mapping[PromptId, PromptIndex]:
+        """The published indexes, also after `load`; a `Drafting` is a `SnapshotSource`."""
+        return self.store.snapshot
+
     def add(self, rollout: Rollout) -> None:
         """Adds a finished rollout. If its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
@@ -76,7 +81,7 @@ class Drafting:
 
     def knows(self, prompt_id: PromptId) -> bool:
         """Whether a prompt has published history."""
-        return prompt_id in self.store.snapshot
+        return prompt_id in self.snapshot
 
     def publish(self) -> None:
         """Ends a step: publishes all added rollouts, and resets the drafter's per-step measurements.

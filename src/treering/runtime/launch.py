@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from treering.engine.rollout import Rollout
-from treering.rl.drafting import DraftOptions
+from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller
@@ -36,9 +35,8 @@ class RunSpec:
     num_trainer_ranks: int
     max_tokens: int
     """Of a rollout, at most."""
-    history: Path | None
-    """Folder of the history that workers draft from."""
-    drafts: DraftOptions
+    drafting: Drafting | None
+    """The history that workers draft from; None disables drafts."""
     time_limit_s: float
     """Of one reward or observation."""
     worker_time_limit_s: float
@@ -92,7 +90,10 @@ def start_controller(
         version=step,
         state=packed(start_state.optimizer),
     )
-    worker = WorkerSettings(recipe=spec.recipe, history=spec.history, drafts=spec.drafts)
+    drafting = spec.drafting
+    # Mapped files cost no message, and are in memory once for all workers.
+    folder = drafting.folder if drafting is not None and launcher.shares_host else None
+    worker = WorkerSettings(recipe=spec.recipe, drafts=None if drafting is None else drafting.options, history=folder)
     reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
         RolloutPool(
@@ -101,6 +102,7 @@ def start_controller(
             num_workers=spec.cluster.num_workers,
             time_limit_s=spec.worker_time_limit_s,
             account=account,
+            history=drafting if folder is None else None,
         ),
         RewardClient(
             reward,

@@ -14,7 +14,7 @@ from torch import nn
 from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, StateError
-from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import check_contexts
 from treering.rl.step_report import RlStepReport
@@ -81,7 +81,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             cluster: workers and staleness; policies also read its slots, and its latency until one is measured.
             policy: an unused scheduling policy.
             predictor: an unused length predictor.
-            drafting: history of earlier rollouts, in a folder that workers read; None disables speculation.
+            drafting: history of earlier rollouts; None disables speculation. Workers map its folder if it has one and
+                the launcher's processes share this host; else they are sent the history of the prompts that they run.
             num_trainer_ranks: processes that train together, each with a shard of the model (FSDP2).
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
             worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
@@ -89,18 +90,9 @@ class PipelineLoop(Resumable[RlStepReport]):
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            ConfigError: drafting without a folder, or on hosts that do not share it, a time limit that is not positive,
-                or no trainer rank.
+            ConfigError: a time limit that is not positive, or no trainer rank.
             UnsupportedError: router losses for a model without routers.
         """
-        if drafting is not None and drafting.folder is None:
-            raise ConfigError("workers read the history in its folder, and this drafting has none; give it a folder")
-        launcher = LocalLauncher() if launcher is None else launcher
-        if drafting is not None and not launcher.shares_host:
-            raise ConfigError(
-                "workers read the history from files of the controller's host, and these may run on others; train "
-                'without drafting (history.drafts = "off"), or on one host (runtime.listen on loopback)'
-            )
         if num_trainer_ranks < 1:
             raise ConfigError(f"at least one process trains, got num_trainer_ranks={num_trainer_ranks}; raise it")
         if not reward_time_limit_s > 0:
@@ -116,14 +108,13 @@ class PipelineLoop(Resumable[RlStepReport]):
         self._drafting = drafting
         self._spec = RunSpec(
             recipe=recipe,
-            launcher=launcher,
+            launcher=LocalLauncher() if launcher is None else launcher,
             optim=optim,
             options=options,
             cluster=cluster,
             num_trainer_ranks=num_trainer_ranks,
             max_tokens=self._run_state.max_tokens,
-            history=None if drafting is None else drafting.folder,
-            drafts=DraftOptions() if drafting is None else drafting.options,
+            drafting=drafting,
             time_limit_s=reward_time_limit_s,
             worker_time_limit_s=worker_time_limit_s,
             reward_name=task.reward_name,
@@ -272,9 +263,9 @@ class PipelineLoop(Resumable[RlStepReport]):
     def _remember(self, rollout: Rollout) -> bool:
         """Adds a rollout to the history; returns whether that published a new index."""
         assert self._drafting is not None
-        before = self._drafting.store.snapshot
+        before = self._drafting.snapshot
         self._drafting.add(rollout)
-        return self._drafting.store.snapshot is not before
+        return self._drafting.snapshot is not before
 
     def _end_processes(self) -> None:
         if self._controller is not None:

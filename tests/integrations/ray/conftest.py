@@ -1,7 +1,9 @@
 """What the tests on Ray share: one small Ray on this machine for all of them."""
 
+import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
+from ipaddress import ip_address
 
 import pytest
 
@@ -27,7 +29,7 @@ def start_ray() -> None:
     )
 
 
-def make_launcher(num_rollout_workers: int = 2) -> Launcher:
+def make_launcher(num_rollout_workers: int = 2, *, listen: str = "127.0.0.1") -> Launcher:
     """A launcher with little for each process."""
     from treering.integrations.ray import RayLauncher
 
@@ -35,6 +37,7 @@ def make_launcher(num_rollout_workers: int = 2) -> Launcher:
     return RayLauncher(
         num_rollout_workers=num_rollout_workers,
         resources=resources_by_kind(rollout_worker=one, reward_worker=one, trainer=one),
+        listen=listen,
     )
 
 
@@ -51,6 +54,21 @@ def ray_here() -> Iterator[None]:
         start_ray()
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def address() -> str:
+    """An address of this machine that other hosts could reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Chooses a route, and sends nothing.
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        found = str(probe.getsockname()[0])
+    if ip_address(found).is_loopback:
+        pytest.skip("this machine has no address but loopback")
+    return found
 
 
 @pytest.fixture

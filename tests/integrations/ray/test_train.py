@@ -32,12 +32,25 @@ def test_workers_and_trainer_ranks_on_ray_write_the_run_of_one_process(
     assert_close(alone, ray)
 
 
-def test_hosts_that_do_not_share_the_history_are_refused(
+def test_workers_that_may_be_elsewhere_draft_the_same_rollouts(
+    ray_here: None, address: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Five prompts, two a step: the fourth step repeats two of them.
+    path = prompts(folder, REWARD)
+    # Actors do not run in this folder.
+    files = (f"task.file={folder / 'p.jsonl'}", f"task.tokenizer={folder / 'words'}")
+    train(capsys, path, "run.dir=plain", *files, "runtime.workers=1", "history.drafts=off")
+    train(capsys, path, "run.dir=ray", *files, *ON_RAY, f"runtime.listen={address}")
+    assert rows_of(folder / "plain") == rows_of(folder / "ray")
+    assert not (folder / "ray" / "history-shared").exists()
+
+
+def test_a_drafter_inside_vllm_is_refused_where_it_may_not_see_the_history(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "is_installed", lambda _: True)
-    with pytest.raises(ConfigError, match=r'history\.drafts = "off"'):
-        train(capsys, prompts(folder, REWARD), *ON_RAY, "runtime.listen=10.0.0.1")
+    with pytest.raises(ConfigError, match=r'set history\.drafts = "off"'):
+        train(capsys, prompts(folder, REWARD), *ON_RAY, "runtime.listen=10.0.0.1", "engine.kind=vllm")
 
 
 def test_without_ray_the_run_names_its_extra(

@@ -10,12 +10,15 @@ from tests.runtime.runs import TinyRecipe
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.history.store.store import HistoryStore
 from treering.rl.collect import Collection
 from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import (
     BeginStep,
     GiveUp,
+    PromptHistories,
+    RefreshHistory,
     ReportReceived,
     SampledRollouts,
     SampleRequests,
@@ -74,9 +77,21 @@ class QuietChild:
 
 @pytest.fixture
 def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
+    return make_pool(monkeypatch)
+
+
+def make_pool(monkeypatch: pytest.MonkeyPatch, history: HistoryStore | None = None) -> RolloutPool:
+    """Two quiet workers, which are sent the history if there is one."""
     monkeypatch.setattr(module, "ChildProcess", QuietChild)
     settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=DraftOptions())
-    return RolloutPool(settings, None, num_workers=2, time_limit_s=60.0, account=Account())  # type: ignore[arg-type]
+    return RolloutPool(
+        settings,
+        None,  # type: ignore[arg-type]
+        num_workers=2,
+        time_limit_s=60.0,
+        account=Account(),
+        history=history,
+    )
 
 
 def children(rollout_pool: RolloutPool) -> list[QuietChild]:
@@ -252,3 +267,60 @@ def test_a_worker_on_its_way_keeps_no_requests_from_the_others(rollout_pool: Rol
     first.is_ready = True
     rollout_pool.dispatch(runs, POLICY_VERSIONS)
     assert len(requests_of(first)) + len(requests_of(second)) == 4
+
+
+def published(store: HistoryStore, *tokens: int) -> HistoryStore:
+    """The store with another rollout of the only prompt."""
+    store.add("p0", [np.array(tokens, np.int32)], version=0)
+    store.publish()
+    return store
+
+
+def test_history_comes_before_the_requests_of_its_prompt_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = published(HistoryStore(), 5, 6)
+    rollout_pool = make_pool(monkeypatch, store)
+    run = step_run(stealing="queued", size=80)
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    first = children(rollout_pool)[0]
+    kinds = [type(message) for message in first.sent if not isinstance(message, int)]
+    assert kinds == [BeginStep, PromptHistories, SampleRequests]
+    assert first.of(PromptHistories)[0].indexes == {"p0": store.snapshot["p0"]}
+    first.says.append(says(1, written(requests_of(first)[0], 2, "length")))
+    rollout_pool.receive({1: run})
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    assert (len(first.of(SampleRequests)), len(first.of(PromptHistories))) == (2, 1)
+
+
+def test_new_history_reaches_the_workers_that_run_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HistoryStore()
+    rollout_pool = make_pool(monkeypatch, store)
+    first, second = children(rollout_pool)
+    second.is_ready = False
+    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
+    assert first.of(PromptHistories) == []
+    published(store, 5, 6)
+    rollout_pool.refresh()
+    rollout_pool.refresh()
+    assert [message.indexes for message in first.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
+    # It runs nothing, and nobody reads a folder.
+    assert second.sent == first.of(RefreshHistory) == []
+
+
+def test_the_replacement_of_a_worker_gets_the_history_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = published(HistoryStore(), 5, 6)
+    rollout_pool, run = make_pool(monkeypatch, store), step_run()
+    child = children(rollout_pool)[0]
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    assert len(child.of(PromptHistories)) == 1
+    child.is_dead = True
+    rollout_pool.receive({1: run})
+    assert child.sent == []
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    assert [message.indexes for message in child.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
+
+
+def test_without_a_history_to_send_workers_read_their_folder(rollout_pool: RolloutPool) -> None:
+    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
+    rollout_pool.refresh()
+    for child in children(rollout_pool):
+        assert (len(child.of(RefreshHistory)), len(child.of(PromptHistories))) == (1, 0)

@@ -115,6 +115,7 @@ def make_loop(
             group=group,
             rollout_model=whole,
         )
+    launcher = make_launcher(config.runtime)
     return PipelineLoop(
         model,
         source.task,
@@ -133,11 +134,11 @@ def make_loop(
         ),
         policy=make_policy(config.schedule),
         predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
-        drafting=make_drafting(config),
+        drafting=make_drafting(config, shares_host=launcher.shares_host),
         num_trainer_ranks=config.runtime.trainer_ranks,
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
-        launcher=make_launcher(config.runtime),
+        launcher=launcher,
     )
 
 

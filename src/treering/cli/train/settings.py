@@ -21,7 +21,7 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
@@ -66,12 +66,23 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
     )
 
 
-def make_drafting(config: RlConfig) -> Drafting | None:
-    """The run's history and drafter, in a folder if other processes read it too; None if drafts are off."""
+def make_drafting(config: RlConfig, *, shares_host: bool = True) -> Drafting | None:
+    """The run's history and drafter, in a folder if other processes read it too; None if drafts are off.
+
+    `shares_host`: whether all processes see files of this host; else the workers are sent the history.
+
+    Raises:
+        ConfigError: the drafter is inside vLLM, perhaps on another host.
+    """
     if config.history.drafts == "off":
         return None
-    is_shared = config.runtime.workers > 0 or config.engine.kind == "vllm"
-    folder = config.run.dir / SHARED_HISTORY_FOLDER if is_shared else None
+    if config.engine.kind == "vllm" and not shares_host:
+        raise ConfigError(
+            "the drafter inside vLLM reads the history from files of the controller's host, and workers may run on "
+            'others; set history.drafts = "off" or engine.kind = "torch", or leave runtime.listen on loopback'
+        )
+    is_read = config.engine.kind == "vllm" or (config.runtime.workers > 0 and shares_host)
+    folder = config.run.dir / SHARED_HISTORY_FOLDER if is_read else None
     return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.history.store.prompt_index import PromptIndex
 from treering.rl.collect import Group
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
@@ -18,6 +19,7 @@ from treering.rl.turns import RewardResult
 from treering.runtime.ipc.recipe import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
+from treering.types import PromptId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,14 +27,15 @@ class WorkerSettings:
     """Settings of a rollout worker."""
 
     recipe: Recipe
+    drafts: DraftOptions | None
+    """None disables drafts."""
     history: Path | None
-    """Folder of the history that it drafts from; None disables drafts."""
-    drafts: DraftOptions
+    """Folder of the history that it drafts from; None: it is sent as `PromptHistories`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BeginStep:
-    """To an idle worker: start a step with these weights and the current history."""
+    """To an idle worker: start a step with these weights and the history in its folder."""
 
     step: int
     version: int
@@ -41,6 +44,14 @@ class BeginStep:
     """The policy version of the weights, which rollouts record."""
     reports: bool
     """Whether to report progress regularly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptHistories:
+    """To a worker without a folder of the history: published indexes of prompts, before or among their requests."""
+
+    indexes: Mapping[PromptId, PromptIndex | None]
+    """None drops a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +75,7 @@ class ReportReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RefreshHistory:
-    """To a worker: reload the history within the step."""
+    """To a worker: reload the history in its folder within the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

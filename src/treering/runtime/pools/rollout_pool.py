@@ -1,56 +1,21 @@
 """The controller's client of the rollout workers: hands out requests and recovers those of a dead worker."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.history.store.snapshot import SnapshotSource
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport
-from treering.runtime.ipc.messages import (
-    BeginStep,
-    GiveUp,
-    RefreshHistory,
-    ReportReceived,
-    RewardRequest,
-    SampledRollouts,
-    SampleRequests,
-    WorkerSettings,
-)
+from treering.runtime.ipc.messages import GiveUp, ReportReceived, RewardRequest, SampledRollouts, WorkerSettings
 from treering.runtime.ipc.process import ChildProcess
+from treering.runtime.pools.sent_history import SentHistory
+from treering.runtime.pools.worker_state import OpenSteps, WorkerState
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.workers.rollout_worker import run_rollout_worker
 from treering.schedule.measured_latency import PassTimes
-
-OpenSteps = Mapping[int, OpenStep]
-"""Steps that are being sampled, by number, in order."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _WorkerState:
-    """The controller's state of a worker."""
-
-    child: ChildProcess
-    step: int = 0
-    """Its current step; 0 for a new worker."""
-    has_begun: bool = False
-    """Whether it was sent that step."""
-    running: dict[RolloutKey, Request] = field(default_factory=dict)
-    awaited: set[RolloutKey] = field(default_factory=set)
-    """Rollouts that may get another turn after their reward request."""
-    move_target: int | None = None
-    """Worker that takes over the rollouts that this one must give up, until this one has answered."""
-    has_report: bool = False
-    """Whether it has reported progress since moves were last considered."""
-    num_ended: int = 0
-    """Rollouts finished since it was last sent requests."""
-    pace: int = 0
-    """The most rollouts that recently finished between two dispatches."""
-
-    def num_spare(self, max_batch: int) -> int:
-        """Requests to queue in its engine: twice those that finish between two dispatches, and at least a few."""
-        return min(max(2 * self.pace, max_batch // 4, 1), max_batch)
 
 
 class RolloutPool:
@@ -68,20 +33,27 @@ class RolloutPool:
         num_workers: int,
         time_limit_s: float,
         account: Account,
+        history: SnapshotSource | None = None,
     ) -> None:
-        """Starts the workers; each may be silent for `time_limit_s` while it has rollouts."""
+        """Starts the workers; each may be silent for `time_limit_s` while it has rollouts.
+
+        They are sent the `history` as it is published, by prompt; None: they read a folder, or none.
+        """
         self._settings = settings
+        self._history = history
+        self._keeps_others = settings.drafts is not None and "others" in settings.drafts.sources
         self._max_batch = settings.recipe.max_batch
         self._account = account
         self._workers = [
-            _WorkerState(
+            WorkerState(
                 child=ChildProcess(
                     f"rollout worker {number}",
                     "rollout_worker",
                     run_rollout_worker,
                     launcher,
                     time_limit_s=time_limit_s,
-                )
+                ),
+                sent=self._nothing_sent(),
             )
             for number in range(num_workers)
         ]
@@ -117,7 +89,7 @@ class RolloutPool:
         order = sorted(ready, key=lambda number: len(self._workers[number].running))
         for number in order:
             worker = self._workers[number]
-            open_step = _next_step(number, worker, open_steps)
+            open_step = worker.next_step(number, open_steps)
             if open_step is None or open_step.version not in policy_versions:
                 continue
             if worker.num_ended:
@@ -129,9 +101,8 @@ class RolloutPool:
             if not requests:
                 continue
             if worker.step != open_step.step or not worker.has_begun:
-                _begin_step(worker, open_step, policy_versions[open_step.version])
-            worker.running.update((request.key, request) for request in requests)
-            worker.child.send(SampleRequests(requests=requests))
+                worker.begin(open_step, policy_versions[open_step.version])
+            worker.submit(requests)
         for number, worker in enumerate(self._workers):
             if worker.has_report:
                 worker.has_report = False
@@ -163,9 +134,9 @@ class RolloutPool:
             open_step.resume(following, owner)
 
     def refresh(self) -> None:
-        """Tells the workers to reload the history within the step."""
+        """Gives the workers within the step what was published of the history."""
         for worker in self._workers:
-            worker.child.send(RefreshHistory())
+            worker.refresh()
 
     def close(self) -> None:
         """Stops the workers."""
@@ -173,7 +144,7 @@ class RolloutPool:
             worker.child.stop()
 
     def _take(
-        self, worker: _WorkerState, message: SampledRollouts, open_steps: OpenSteps
+        self, worker: WorkerState, message: SampledRollouts, open_steps: OpenSteps
     ) -> list[tuple[OpenStep, RewardRequest]]:
         self.busy_s += message.busy_s
         self.times.add(message.times)
@@ -201,7 +172,7 @@ class RolloutPool:
             found.append((open_step, request))
         return found
 
-    def _note_progress(self, worker: _WorkerState, progress: Mapping[RolloutKey, int], open_step: OpenStep) -> None:
+    def _note_progress(self, worker: WorkerState, progress: Mapping[RolloutKey, int], open_step: OpenStep) -> None:
         if not progress:
             return
         for key, num_tokens in progress.items():
@@ -210,7 +181,7 @@ class RolloutPool:
         worker.child.send(ReportReceived())
 
     def _move(
-        self, number: int, worker: _WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
+        self, number: int, worker: WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
     ) -> None:
         """Requests that a worker gives up rollouts, if a move saves time. One move at a time in each step."""
         open_step = open_steps.get(worker.step)
@@ -231,7 +202,7 @@ class RolloutPool:
             worker.move_target = move.target
             worker.child.send(GiveUp(keys=move.keys))
 
-    def _hand_over(self, worker: _WorkerState, given: Sequence[Rollout], open_step: OpenStep | None) -> None:
+    def _hand_over(self, worker: WorkerState, given: Sequence[Rollout], open_step: OpenStep | None) -> None:
         """Moves given-up rollouts to the target, or back to their worker if the target has left the step."""
         assert worker.move_target is not None, "workers give up only what was requested"
         target, worker.move_target = worker.move_target, None
@@ -246,45 +217,24 @@ class RolloutPool:
             else:
                 open_step.resume(request, self._workers.index(worker))
 
-    def _replace(self, number: int, worker: _WorkerState, open_steps: OpenSteps) -> None:
+    def _replace(self, number: int, worker: WorkerState, open_steps: OpenSteps) -> None:
         self._account.worker_deaths += 1
         worker.child.reap()
         if worker.step in open_steps:
             open_steps[worker.step].requeue(worker.running.values())
             open_steps[worker.step].release(number)
         # A step whose rollouts may get another turn needs a worker in it.
-        self._workers[number] = _WorkerState(
-            child=worker.child, step=worker.step if worker.awaited else 0, awaited=worker.awaited
+        self._workers[number] = WorkerState(
+            child=worker.child,
+            step=worker.step if worker.awaited else 0,
+            awaited=worker.awaited,
+            sent=self._nothing_sent(),
         )
         worker.child.start(self._settings)
 
-
-def _begin_step(worker: _WorkerState, open_step: OpenStep, policy_version: int) -> None:
-    """Starts a step on a worker, before its first requests."""
-    worker.step, worker.has_begun = open_step.step, True
-    worker.child.offer(open_step.version)
-    worker.child.send(
-        BeginStep(
-            step=open_step.step,
-            version=open_step.version,
-            policy_version=policy_version,
-            reports=open_step.moving != "off",
-        )
-    )
-
-
-def _next_step(number: int, worker: _WorkerState, open_steps: OpenSteps) -> OpenStep | None:
-    """The worker's current step while it has rollouts there, else the next step with work for it."""
-    if worker.running or worker.awaited:
-        return open_steps.get(worker.step)
-    return next(
-        (
-            open_step
-            for step, open_step in sorted(open_steps.items())
-            if step >= worker.step and open_step.has_work(number)
-        ),
-        None,
-    )
+    def _nothing_sent(self) -> SentHistory | None:
+        """What a new process was sent."""
+        return None if self._history is None else SentHistory(self._history, keeps_others=self._keeps_others)
 
 
 def _has_later_work(

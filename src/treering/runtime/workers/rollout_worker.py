@@ -5,7 +5,6 @@ It keeps no state that matters: after a crash its rollouts are sampled again, wi
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,12 +12,11 @@ from torch import nn
 from treering.engine.protocol import Engine, EngineStats
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.draft.drafter import Drafter
-from treering.history.store.reader import HistoryReader
-from treering.rl.drafting import DraftOptions, make_drafter
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
     GiveUp,
+    PromptHistories,
     RefreshHistory,
     ReportReceived,
     SampledRollouts,
@@ -26,6 +24,7 @@ from treering.runtime.ipc.messages import (
     WorkerSettings,
 )
 from treering.runtime.ipc.weight_store import ProcessWeights
+from treering.runtime.workers.draft_history import DraftHistory
 from treering.runtime.workers.pass_timer import PassTimer
 
 _REPORT_S = 0.2
@@ -49,22 +48,6 @@ def run_rollout_worker(port: Port, access: WeightAccess, settings: WorkerSetting
             port.send(sampled)
 
 
-class _DraftHistory:
-    """A reader of the controller's history, and its drafter."""
-
-    def __init__(self, folder: Path, options: DraftOptions) -> None:
-        self._reader = HistoryReader(folder)
-        self.drafter = make_drafter(self._reader, options)
-
-    def begin(self) -> None:
-        """Starts a step: loads the published history, and resets the drafter's per-step measurements."""
-        self._reader.refresh()
-        self.drafter.load_state(self.drafter.state())
-
-    def refresh(self) -> None:
-        self._reader.refresh()
-
-
 class _Worker:
     """The engine, its current step and its counters."""
 
@@ -72,7 +55,7 @@ class _Worker:
         self._recipe = settings.recipe
         self._model = model
         self._weights = weights
-        self._history = None if settings.history is None else _DraftHistory(settings.history, settings.drafts)
+        self._history = None if settings.drafts is None else DraftHistory(settings.history, settings.drafts)
         self._engine: Engine | None = None
         self._step = 0
         self._before = EngineStats()
@@ -99,6 +82,8 @@ class _Worker:
             self._give(message.keys)
         elif isinstance(message, ReportReceived):
             self._is_report_received = True
+        elif isinstance(message, PromptHistories) and self._history is not None:
+            self._history.take(message.indexes)
         elif isinstance(message, RefreshHistory) and self._history is not None:
             self._history.refresh()
         self._busy_s += time.perf_counter() - started
