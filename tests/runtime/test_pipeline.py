@@ -81,6 +81,18 @@ def synchronous() -> Result:
     return run(sampling_loop(build_float64("llama")), 5)
 
 
+def test_a_step_tells_its_finished_rollouts() -> None:
+    calls: list[tuple[str, int, int]] = []
+    with pipeline(num_steps=1) as loop:
+        loop.on_progress = lambda *call: calls.append(call)
+        loop.step()
+    # Several may finish between two looks.
+    done = [call[1] for call in calls]
+    assert {(phase, planned) for phase, _, planned in calls} == {("sampling", 8)}
+    assert (done[0], done[-1]) == (0, 8)
+    assert done == sorted(set(done))
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_on_policy_the_weights_are_those_of_the_synchronous_loop(synchronous: Result, num_workers: int) -> None:
     with pipeline(num_steps=5, num_workers=num_workers) as loop:

@@ -16,6 +16,7 @@ from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.pools.trainer_client import TrainerClient
 from treering.runtime.step.open_step import OpenStep
 from treering.schedule.measured_latency import PassTimes
+from treering.train.progress import OnProgress, PhaseProgress
 
 _POLL_S = 1.0
 """Longest wait for a message: a death that closes no pipe is noticed after this time."""
@@ -116,20 +117,25 @@ class Controller:
         self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
         self._reward_client.dispatch()
 
-    def finish(self, step: int, on_sampled: Callable[[OpenStep], None]) -> FinishedStep:
+    def finish(
+        self, step: int, on_sampled: Callable[[OpenStep], None], on_progress: OnProgress | None = None
+    ) -> FinishedStep:
         """Runs until the earliest open step is trained.
 
         Args:
             step: its number.
             on_sampled: called with the step while it is trained, so that the trainer does not wait for it.
+            on_progress: called with its rollouts that have their reward, and all of them.
 
         Raises:
             StateError: a process dies repeatedly, or rewards end their process again and again.
             Exception: the error that a child process raised.
         """
         open_step, sent_s = self._open_steps[step], None
+        progress = PhaseProgress("sampling", open_step.account.scheduled, on_progress)
         while True:
             self.dispatch()
+            progress.reach(open_step.account.scheduled - open_step.collection.num_open)
             if sent_s is None and open_step.is_complete:
                 self.trainer_client.train(step, open_step.collection.result().groups)
                 sent_s = time.perf_counter()

@@ -169,7 +169,9 @@ class PipelineLoop(Resumable[RlStepReport]):
             controller = self._started()
             started_s = time.perf_counter()
             self._open_steps(controller)
-            finished = controller.finish(self._run_state.num_steps_done + 1, self._run_state.note_sampled)
+            finished = controller.finish(
+                self._run_state.num_steps_done + 1, self._run_state.note_sampled, self.on_progress
+            )
             self._complete_step(controller, finished)
             # Keeps the workers busy until the next call.
             self._open_steps(controller)

@@ -36,7 +36,7 @@ class Resumable(ABC, Generic[ReportT]):
     """The trained model."""
 
     on_progress: OnProgress | None = None
-    """Hears how far the running step is, where the loop runs it in this process; the caller may set it at any time."""
+    """Hears how far the running step is, but for what other processes train; the caller may set it at any time."""
 
     @property
     @abstractmethod
