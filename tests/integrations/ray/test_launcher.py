@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations.ray.conftest import make_launcher
 from tests.killing import ROOT
 from tests.runtime.kills import killing
 from tests.runtime.runs import TinyRecipe, pipeline
@@ -56,7 +57,10 @@ def test_each_kind_of_actor_may_be_killed(undisturbed: Result, launcher: Launche
     assert (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths) == (1, 1, 1)
 
 
-def test_two_trainer_ranks_give_the_weights_of_one_trainer(undisturbed: Result, launcher: Launcher) -> None:
+def test_trainer_ranks_that_may_be_elsewhere_give_the_weights_of_one_trainer(
+    ray_here: None, undisturbed: Result, address: str
+) -> None:
+    launcher = make_launcher(listen=address)
     with pipeline(num_steps=NUM_STEPS, staleness=1, launcher=launcher, num_trainer_ranks=2, ranks="gathered") as loop:
         assert_same(run(loop, NUM_STEPS), undisturbed)
         assert "trainer rank 1" in loop.pids
