@@ -10,6 +10,7 @@ from tests.runtime.runs import TinyRecipe
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.history.features import SOURCES, Source
 from treering.history.store.store import HistoryStore
 from treering.rl.collect import Collection
 from treering.rl.drafting import DraftOptions
@@ -80,10 +81,12 @@ def rollout_pool(monkeypatch: pytest.MonkeyPatch) -> RolloutPool:
     return make_pool(monkeypatch)
 
 
-def make_pool(monkeypatch: pytest.MonkeyPatch, history: HistoryStore | None = None) -> RolloutPool:
+def make_pool(
+    monkeypatch: pytest.MonkeyPatch, history: HistoryStore | None = None, sources: tuple[Source, ...] = SOURCES
+) -> RolloutPool:
     """Two quiet workers, which are sent the history if there is one."""
     monkeypatch.setattr(module, "ChildProcess", QuietChild)
-    settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=DraftOptions())
+    settings = WorkerSettings(recipe=TinyRecipe(), history=None, drafts=DraftOptions(sources=sources))
     return RolloutPool(
         settings,
         None,  # type: ignore[arg-type]
@@ -99,7 +102,13 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
 
 
 def step_run(
-    step: int = 1, *, max_turns: int = 1, moving: str = "faster", stealing: str = "off", size: int = 4
+    step: int = 1,
+    *,
+    max_turns: int = 1,
+    moving: str = "faster",
+    stealing: str = "off",
+    size: int = 4,
+    prompt: int = 0,
 ) -> OpenStep:
     """A step of four or more rollouts, the first half for worker 0."""
     assignment = Assignment(
@@ -108,7 +117,8 @@ def step_run(
         stealing=stealing,  # type: ignore[arg-type]
         moving=moving,  # type: ignore[arg-type]
     )
-    collection = Collection(TinyTask(1).prompts, {}, group_size=size, sampling=SAMPLING, max_turns=max_turns)
+    prompts = [TinyTask().prompts[prompt]]
+    collection = Collection(prompts, {}, group_size=size, sampling=SAMPLING, max_turns=max_turns)
     plan = RolloutPlan(step=step, assignment=assignment, predicted=np.ones(size))
     return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
@@ -324,3 +334,21 @@ def test_without_a_history_to_send_workers_read_their_folder(rollout_pool: Rollo
     rollout_pool.refresh()
     for child in children(rollout_pool):
         assert (len(child.of(RefreshHistory)), len(child.of(PromptHistories))) == (1, 0)
+
+
+@pytest.mark.parametrize("keeps_others", [True, False])
+def test_the_history_of_earlier_steps_stays_if_others_are_drafted_from(
+    keeps_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = published(HistoryStore(), 5, 6)
+    rollout_pool = make_pool(monkeypatch, store, sources=SOURCES if keeps_others else ("history", "own"))
+    child, run = children(rollout_pool)[0], step_run()
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    child.says.append(says(1, *(written(request, 3, "length") for request in requests_of(child))))
+    rollout_pool.receive({1: run})
+    published(store, 7)
+    child.sent.clear()
+    rollout_pool.dispatch({2: step_run(2, prompt=1)}, POLICY_VERSIONS)
+    assert [message.indexes for message in child.of(PromptHistories)] == [
+        {"p0": store.snapshot["p0"] if keeps_others else None}
+    ]
