@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from treering.errors import StateError
-from treering.ranks.group import is_of_another
 
 _STORE_TIMEOUT = timedelta(seconds=3)
 
@@ -65,6 +64,8 @@ def joined() -> Iterator[None]:
         return
     import torch
     import torch.distributed as dist
+
+    from treering.ranks.group import is_of_another
 
     has_cuda = torch.cuda.is_available()
     if has_cuda:
