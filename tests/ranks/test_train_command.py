@@ -62,7 +62,7 @@ from treering.rl.trainer import Trainer
 NUM_REWARDS = 0
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise StateError("rank 1 refuses this step")
 
 
