@@ -107,8 +107,12 @@ def test_a_removed_working_directory_is_no_error(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(folder)
     with contained():
         folder.rmdir()
+    was_run = False
     with contained():
-        pass
+        was_run = True
+    assert was_run
+    with pytest.raises(FileNotFoundError):
+        Path.cwd()
     monkeypatch.chdir(tmp_path)
 
 

@@ -1,7 +1,6 @@
 """A trainer of several ranks gives what one process gives, whichever of them dies."""
 
 import signal
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,28 +140,6 @@ def test_ranks_that_die_again_and_again_end_the_run() -> None:
     loop = pipeline(OneDies(), num_steps=1, num_trainer_ranks=2, ranks=RANKS)
     with loop, pytest.raises(StateError, match=f"died {MAX_DEATHS} times in a row"):
         loop.step()
-
-
-def test_ranks_listen_on_loopback_alone() -> None:
-    with pipeline(num_steps=1, num_trainer_ranks=2, ranks=RANKS) as loop:
-        loop.step()
-        hosts = {name: listening(pid) for name, pid in loop.pids.items()}
-    assert hosts["trainer"]
-    assert {host for own in hosts.values() for host in own} == {"127.0.0.1"}
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses on which a process listens."""
-    held = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.readlink().name.startswith("so")}
-    found = []
-    for file, size in (("tcp", 4), ("tcp6", 16)):
-        for line in Path(f"/proc/{pid}/net/{file}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[number] for number in (1, 3, 9))
-            if state == "0A" and f"socket:[{inode}]" in held:
-                raw = bytes.fromhex(address.split(":")[0])
-                family = socket.AF_INET if size == 4 else socket.AF_INET6
-                found.append(socket.inet_ntop(family, raw[::-1] if size == 4 else raw))
-    return found
 
 
 def test_a_run_without_a_trainer_is_refused() -> None:

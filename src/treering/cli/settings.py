@@ -8,7 +8,6 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from treering.cli.ranks import num_started
 from treering.cli.run_folder import COSTS_FILE
 from treering.config import Config
 from treering.config.lora import LoraConfig
@@ -19,7 +18,6 @@ from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
 from treering.config.teacher import TeacherConfig
 from treering.model.context import tree_attention
-from treering.ranks.setup import RanksMode
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.adapters import base_checksum, has_adapter
@@ -76,11 +74,6 @@ def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> Co
         autocast="bfloat16" if model.dtype == "bfloat16" else "none",
         gradient_checkpointing=section.gradient_checkpointing,
     )
-
-
-def ranks_mode(section: TrainConfig | LoopConfig) -> RanksMode | None:
-    """How several ranks keep step; None for one."""
-    return section.ranks if num_started() > 1 else None
 
 
 def with_costs(

@@ -5,7 +5,7 @@ holds, whether that is all or another part.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,13 @@ def whole_state(state: Any) -> Any:
 
     Only rank 0 keeps what is gathered, one tensor at a time; in its place the others get None.
     """
-    if is_sharded(state):
-        whole = as_whole(state).cpu()
-        return whole if torch.distributed.get_rank() == 0 else None
-    if isinstance(state, Mapping):
-        return {key: whole_state(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(whole_state(value) for value in state)
-    return state
+    is_first = torch.distributed.get_rank() == 0
+
+    def gathered(tensor: Tensor) -> Tensor | None:
+        whole = as_whole(tensor).cpu()
+        return whole if is_first else None
+
+    return _with_shards_as(gathered, state)
 
 
 def as_whole(tensor: Tensor) -> Tensor:
@@ -113,14 +112,23 @@ def shard_like(tensor: Any, like: Tensor) -> Any:
 
 def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
     """A state of dicts and lists with its sharded tensors moved to `shards`, and a description in the place of each."""
-    if is_sharded(state):
+
+    def moved(tensor: Tensor) -> dict[str, Any]:
         key = str(len(shards))
-        shards[key] = state
-        return {_MARK: key, "shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch.")}
+        shards[key] = tensor
+        return {_MARK: key, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    return _with_shards_as(moved, state)
+
+
+def _with_shards_as(change: Callable[[Tensor], Any], state: Any) -> Any:
+    """A state of dicts and lists with something else in the place of each sharded tensor."""
+    if is_sharded(state):
+        return change(state)
     if isinstance(state, Mapping):
-        return {key: split_state(value, shards) for key, value in state.items()}
+        return {key: _with_shards_as(change, value) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(split_state(value, shards) for value in state)
+        return type(state)(_with_shards_as(change, value) for value in state)
     return state
 
 

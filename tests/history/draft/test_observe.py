@@ -72,6 +72,9 @@ def test_a_step_that_rested_may_be_of_other_rows_than_the_step_before() -> None:
     while drafter.propose(rows).tokens.size > 0:
         drafter.observe(rows, np.zeros(9, np.int64))
     drafter.observe(rows, np.zeros(9, np.int64))
+    # It was taken: the same step is not observed twice.
+    with pytest.raises(StateError):
+        drafter.observe(rows, np.zeros(9, np.int64))
 
 
 @pytest.mark.parametrize("costs", [None, MIXED])

@@ -49,9 +49,12 @@ def test_a_second_store_is_refused_until_the_first_is_closed(tmp_path: Path) -> 
 
 def test_a_store_that_is_collected_gives_its_folder_free(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path)
+    with pytest.raises(StateError, match=REFUSED):
+        HistoryStore(tmp_path)
     del store
     gc.collect()
-    HistoryStore(tmp_path).close()
+    with HistoryStore(tmp_path) as another:
+        assert another.num_prompts == 0
 
 
 def test_another_process_is_refused_until_the_holder_is_killed(tmp_path: Path) -> None:

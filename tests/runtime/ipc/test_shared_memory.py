@@ -48,7 +48,9 @@ def test_without_unnamed_memory_the_room_is_that_of_the_temporary_folder(monkeyp
 
 def test_a_system_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_free_memory", lambda: None)
-    SharedMemory(64).close()
+    memory = SharedMemory(64)
+    assert len(memory.view) == 64
+    memory.close()
 
 
 @pytest.mark.slow

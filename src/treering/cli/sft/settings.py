@@ -8,7 +8,6 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
-    ranks_mode,
     router_identity,
     router_losses,
     section_identity,
@@ -35,7 +34,7 @@ def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
         router_losses=router_losses(config.router),
         distill=distill_options(config.teacher),
         seed=config.train.seed,
-        ranks=ranks_mode(config.train),
+        ranks=config.train.ranks,
     )
 
 

@@ -11,7 +11,6 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
-    ranks_mode,
     router_identity,
     router_losses,
     section_identity,
@@ -61,7 +60,7 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         layout=rl.layout,
         compute=compute,
         num_train_threads=rl.num_train_threads,
-        ranks=rl.ranks if config.runtime.trainer_ranks > 1 else ranks_mode(rl),
+        ranks=rl.ranks,
         seed=rl.seed,
     )
 
@@ -209,7 +208,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
         layout=config.rl.layout,
         router_losses=router_losses(config.router),
         seed=config.rl.seed,
-        ranks=ranks_mode(config.rl),
+        ranks=config.rl.ranks,
     )
     return optim, options
 

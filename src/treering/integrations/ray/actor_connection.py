@@ -9,10 +9,11 @@ import secrets
 import socket
 import struct
 from contextlib import suppress
-from ipaddress import ip_address
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TypeAlias
+
+from treering.runtime.ipc.address import is_loopback, listener_at
 
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
@@ -35,8 +36,7 @@ class ActorConnection:
         Raises:
             OSError: it is none.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listener_at(host)
         self._listener.setblocking(False)
         self.key = secrets.token_bytes(_KEY_BYTES)
         self.address: Address = (host, self._listener.getsockname()[1])
@@ -98,11 +98,6 @@ class ActorConnection:
         for message in self._outbox:
             self._connection.send_bytes(message)
         self._outbox.clear()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an IP address is reached from this machine alone."""
-    return ip_address(host).is_loopback
 
 
 def own_host(connection: Connection) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treering.errors import ConfigError, StateError
-from treering.integrations.ray.actor_connection import is_loopback
+from treering.runtime.ipc.address import is_loopback
 from treering.runtime.ipc.launcher import Kind, Resources
 
 Node = Mapping[str, Any]

@@ -93,11 +93,8 @@ class TrainerRanks:
             StateError: see `ChildProcess.reap`; it names a rank that had died.
         """
         living = [child for child in self.children if child not in self._dead]
-        try:
-            for child in [*self._dead, *living]:
-                child.reap()
-        finally:
-            self.stop()
+        for child in [*self._dead, *living]:
+            child.reap()
 
     def note_progress(self) -> None:
         """Resets the count of deaths."""

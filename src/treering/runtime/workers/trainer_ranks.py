@@ -5,12 +5,12 @@ Rank 0 listens on the address at which its launcher's processes reach one anothe
 
 import os
 import socket
-from ipaddress import ip_address
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from treering.runtime.ipc.address import is_loopback, listener_at
 from treering.runtime.ipc.child import Port
 from treering.runtime.ipc.messages import Rendezvous, TrainerSettings
 
@@ -36,7 +36,7 @@ def join_ranks(port: Port, host: str, settings: TrainerSettings) -> None:
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         torch.cuda.set_device(settings.rank % torch.cuda.device_count())
-    if ip_address(host).is_loopback:
+    if is_loopback(host):
         _stay_on_loopback()
     store = _listening(port, host, settings) if settings.rank == 0 else _connected(port.take(), settings)
     backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
@@ -54,8 +54,7 @@ def _stay_on_loopback() -> None:
 
 def _listening(port: Port, host: str, settings: TrainerSettings) -> Any:
     # Torch's store would listen on all interfaces; it takes a socket that listens on one.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+    listener = listener_at(host)
     number = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, number, settings.num_ranks, True, wait_for_workers=False, master_listen_fd=listener.detach()

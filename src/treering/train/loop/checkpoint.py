@@ -99,7 +99,7 @@ class CheckpointStore:
 
     def _save_together(self, loop: Resumable[ReportT], model: PreTrainedModel) -> Path:
         """Rank 0 writes what one rank would, from gathered weights; each rank writes its part of the sharded state."""
-        weights, shards = whole_state_dict(model), dict[str, Tensor]()
+        weights, shards = whole_state_dict(model, trained_only=has_adapter(model)), dict[str, Tensor]()
         state = split_state({"loop": loop.state(), "random": random_state()}, shards)
         target = checkpoint_path(self.folder, loop.num_steps_done)
         write_together(
