@@ -3,6 +3,7 @@
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ class Adapters(TinyRecipe):
         torch.manual_seed(0)
         add_lora(model, LoraOptions(rank=2, alpha=4, base="tiny"))  # type: ignore[arg-type]
         return model.double()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counting(TinyRecipe):
+    """Writes how many tokens each rank computes, a line a forward, into a file of the rank."""
+
+    folder: Path
+
+    def make_model(self) -> nn.Module:
+        model: Any = TinyRecipe.make_model(self)
+        if dist.is_initialized():
+            file = self.folder / str(dist.get_rank())
+
+            def write(_: nn.Module, inputs: tuple[torch.Tensor, ...], __: torch.Tensor) -> None:
+                with file.open("a") as lines:
+                    lines.write(f"{inputs[0].numel()}\n")
+
+            model.get_input_embeddings().register_forward_hook(write)
+        return model  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +99,16 @@ def test_ranks_give_the_rollouts_and_weights_of_one_process(of_one: Result, num_
             "trainer",
             *(f"trainer rank {rank}" for rank in range(1, num_ranks)),
         ]
+
+
+def test_each_distinct_token_is_computed_on_one_rank(tmp_path: Path) -> None:
+    with pipeline(Counting(folder=tmp_path), num_steps=3, num_trainer_ranks=2, ranks=RANKS) as loop:
+        updates = [loop.step().update for _ in range(3)]
+    passes = [[int(line) for line in (tmp_path / str(rank)).read_text().split()] for rank in range(2)]
+    # Passes of one token keep ranks in step and train nothing.
+    computed = [sum(size for size in sizes if size > 1) for sizes in passes]
+    assert min(computed) > 0
+    assert sum(computed) == sum(update.num_tokens for update in updates if update is not None)
 
 
 def test_ranks_publish_adapters_alone_and_train_them_as_one_process_does() -> None:
