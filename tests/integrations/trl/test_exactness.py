@@ -92,6 +92,7 @@ def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_pat
     assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
     found = runs.metrics_apart(ours.logs, stock.logs)
     assert "loss" in found
+    assert ("rewards/accuracies" in found) == name.startswith("dpo")
     assert {n: d for n, d in found.items() if d > (LOGPS if n.startswith("logps/") else METRICS)} == {}
     assert ours.handle.difference.tree <= ours.handle.difference.bound < 1e-4
     assert all(log["tree/token_ratio"] > 1 for log in ours.logs[:-1])
