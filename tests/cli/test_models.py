@@ -1,5 +1,6 @@
 """Model folders: a damaged one is refused in a line that names the file or the weight; nothing random is trained."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.hub_cache import save_model
 from treering.cli.main import main
-from treering.cli.models import build_model
+from treering.cli.models import build_model, load_teacher
 from treering.config.model import ModelConfig
-from treering.errors import InputError
+from treering.data.rendering.template import ChatTemplate
+from treering.errors import ConfigError, InputError
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -166,3 +168,53 @@ def test_the_command_ends_with_one_line_and_status_2(
     error = capsys.readouterr().err
     assert (ended.value.code, error.count("\n")) == (2, 1), error
     assert f"{UP} is missing" in error
+
+
+CODE = """
+from pathlib import Path
+from transformers import PreTrainedConfig, PreTrainedModel
+Path({marker!r}).touch()
+class Config(PreTrainedConfig):
+    model_type = "own"
+class Model(PreTrainedModel):
+    config_class = Config
+"""
+
+
+@pytest.mark.parametrize("model_type", ["own", "qwen3"])
+@pytest.mark.parametrize("role", ["model", "teacher"])
+def test_code_of_a_model_folder_never_runs_whatever_stdin_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, model_type: str
+) -> None:
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    folder = edit_config(save_model(tmp_path / "m"), model_type=model_type, auto_map=names)
+    marker = tmp_path / "ran"
+    (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    if model_type == "own":
+        with pytest.raises(InputError, match="brings Python code of its own, which is never run"):
+            build(folder) if role == "model" else load_teacher(folder, ModelConfig(device="cpu"), tokenizer=None)
+    else:
+        assert type(build(folder)).__name__ == "Qwen3ForCausalLM"
+    assert not marker.exists()
+
+
+def test_code_of_a_tokenizer_folder_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\nclass Own: pass\n")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(ConfigError, match="brings Python code of its own, which is never run"):
+        ChatTemplate(tmp_path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("form", ["safetensors", "pickle"])
+def test_weights_that_lost_their_scale_are_refused(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
+    folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.update({UP: weights[UP].to(dtype)}))
+    if form == "pickle":
+        as_pickle(folder)
+    assert f"{UP} is " in (message := refusal(folder))
+    assert "add the quantization_config" in message

@@ -1,12 +1,25 @@
 """The patch is exact while it is on, gone when it is off, and refuses what it cannot make exact."""
 
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    XLoraConfig,
+    get_peft_model,
+)
 from torch import nn
 from transformers import (
     Gemma3Config,
@@ -19,12 +32,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.model.context import tree_attention
 from treering.model.forward import forward
+from treering.model.patch import patch
 from treering.tree.forest import Forest
 
 SEQUENCES = SHAPES["long segments"]
@@ -309,6 +324,28 @@ def with_dropout() -> nn.Module:
     return get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
 
 
+Q = ["q_proj"]
+
+
+def adapted(config: PeftConfig) -> Callable[[], nn.Module]:
+    return lambda: get_peft_model(build(), config).train()
+
+
+def mixed() -> nn.Module:
+    with tempfile.TemporaryDirectory() as folder:
+        get_peft_model(build(), LoraConfig(r=2, target_modules=Q, task_type="CAUSAL_LM")).save_pretrained(folder)
+        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": folder})
+        return get_peft_model(build(use_cache=False), config)
+
+
+def with_noisy_embedding() -> nn.Module:
+    model = build()
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    return model
+
+
 def prefix_tuned() -> nn.Module:
     return get_peft_model(build("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
@@ -331,6 +368,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
     "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode: set it to 0"),
     "prefix tuning": (prefix_tuned, "PrefixTuningConfig adds virtual tokens"),
+    "aLoRA": (
+        adapted(LoraConfig(task_type="CAUSAL_LM", target_modules=Q, alora_invocation_tokens=[1])),
+        "aLoRA finds its invocation tokens in the outer forward.*leave out alora_invocation_tokens",
+    ),
+    "Poly": (adapted(PolyConfig(task_type="CAUSAL_LM", target_modules=Q)), "PolyModel has a forward of its own"),
+    "X-LoRA": (mixed, "XLoraModel has a forward of its own"),
+    "AdaLoRA": (adapted(AdaLoraConfig(target_modules=Q, total_step=9)), "AdaLoraModel has a forward of its own"),
+    "dropped ranks": (adapted(LoHaConfig(target_modules=Q, rank_dropout=0.1)), r"q_proj' has rank_dropout=0\.1"),
+    "dropped modules": (adapted(LoKrConfig(target_modules=Q, module_dropout=0.2)), r"q_proj' has module_dropout=0\.2"),
+    "dropped rotations": (
+        adapted(OFTConfig(target_modules=Q, r=2, oft_block_size=0, module_dropout=0.1)),
+        r"oft_dropout.* has p=0\.1",
+    ),
+    "dropped butterflies": (adapted(BOFTConfig(target_modules=Q, boft_dropout=0.1)), r"boft_dropout.* has p=0\.1"),
+    "noise on the embedding": (with_noisy_embedding, "forward hook neftune_post_forward_hook.*neftune_noise_alpha"),
     "no language model": (lambda: nn.Linear(2, 2), "needs a Hugging Face causal language model.*got Linear"),
     "no head": (lambda: build().model, "Qwen3Model has no output head"),
 }
@@ -353,6 +405,19 @@ def test_recurrent_layers_of_an_old_transformers_are_refused_with_the_version(mo
         forward(recurrent(), FOREST)
     monkeypatch.setattr("transformers.__version__", "5.15.0.dev0")
     assert forward(recurrent(), FOREST).logprobs.shape == (FOREST.num_tokens,)
+
+
+@pytest.mark.parametrize("name", ["noise on the embedding", "dropped ranks", "Poly"])
+def test_a_patch_refuses_what_would_not_be_exact(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=message):
+        patch(make())
+
+
+def test_a_hook_that_only_asks_for_gradients_stays() -> None:
+    model = build()
+    model.enable_input_require_grads()
+    assert forward(model, FOREST).logprobs.shape == (FOREST.num_tokens,)
 
 
 def test_dropout_is_no_obstacle_in_evaluation_mode() -> None:

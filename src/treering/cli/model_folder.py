@@ -12,6 +12,8 @@ from treering.errors import InputError
 
 # In the order in which transformers takes them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# As safetensors and torch call them.
+_FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16", "BOOL", "bool")
 _POINTER = b"version https://git-lfs"
 
 
@@ -21,7 +23,8 @@ def check_model_folder(folder: Path, setting: str = "model.path") -> None:
     `setting` is what errors call the folder. Pickled weights (.bin) are opened with `weights_only` and run no code.
 
     Raises:
-        InputError: names the file that is missing, cut, a Git LFS pointer or in another format.
+        InputError: names the file that is missing, cut, a Git LFS pointer or in another format, or the weight whose
+            numbers are quantized without a word in the configuration.
 
     Example: a model.safetensors of half its size is refused with "fetch it again".
     """
@@ -34,8 +37,17 @@ def check_model_folder(folder: Path, setting: str = "model.path") -> None:
         raise InputError(f"a model folder holds config.json, and {folder} has none; correct {setting}")
     if "model_type" not in _read_object(config):
         raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
+    # Quantized weights are read by the method that the configuration names.
+    is_plain = "quantization_config" not in _read_object(config)
     for file in _weight_files(folder):
-        _check_weights(file)
+        not_floats = _check_weights(file)
+        if is_plain and not_floats:
+            name, dtype = not_floats[0]
+            raise InputError(
+                f"{file}: a model without quantization_config has weights in float32, bfloat16 or float16, and {name} "
+                f"is {dtype}, whose scale nothing tells; add the quantization_config that the weights were written "
+                "with, or fetch the model unquantized"
+            )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -53,13 +65,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / part for part in sorted(set(parts.values()))]
 
 
-def _check_weights(file: Path) -> None:
+def _check_weights(file: Path) -> list[tuple[str, str]]:
+    """Opens a file; returns name and dtype of matrices in it that are no plain floating-point numbers."""
     try:
         _check_no_pointer(file)
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return
-        torch.load(file, map_location="meta", weights_only=True)
+            with safe_open(file, framework="pt") as weights:
+                slices = ((name, weights.get_slice(name)) for name in weights.keys())  # noqa: SIM118
+                kinds = [(name, each.get_dtype(), len(each.get_shape())) for name, each in slices]
+        else:
+            loaded = torch.load(file, map_location="meta", weights_only=True)
+            named = loaded.items() if isinstance(loaded, dict) else ()
+            tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
+            kinds = [(name, str(each.dtype).removeprefix("torch."), each.ndim) for name, each in tensors]
     except FileNotFoundError as error:
         raise InputError(f"{file} is named by the index of its folder and missing; fetch it") from error
     except SafetensorError as error:
@@ -68,6 +86,8 @@ def _check_weights(file: Path) -> None:
         # torch's own message goes on with advice to turn weights_only off.
         reason = type(error).__name__
         raise InputError(f"{file} is cut, or holds other things than weights ({reason}); fetch it again") from error
+    # Vectors and ids, such as stored positions, may be integers.
+    return [(n, dtype) for n, dtype, num_axes in kinds if num_axes > 1 and dtype not in _FLOATS and "_ids" not in n]
 
 
 def _check_no_pointer(file: Path) -> None:

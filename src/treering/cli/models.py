@@ -158,6 +158,7 @@ def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
                 str(folder),
                 dtype=torch.float32,
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 weights_only=True,
@@ -168,6 +169,11 @@ def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
             "it, or use the model's folder without quantization"
         ) from error
     except Exception as error:  # a configuration may be wrong in many ways
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{setting} needs a model that transformers has itself, and {folder} brings Python code of its own, "
+                "which is never run; use a model whose type transformers knows"
+            ) from error
         raise InputError(
             f"{setting} needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
             f"({error}); correct the path, or fetch the folder again"

@@ -1,5 +1,7 @@
 """Refuses states of a supported model in which some use of it would not be exact."""
 
+from typing import Any
+
 from torch import nn
 
 from treering.errors import UnsupportedError
@@ -12,16 +14,57 @@ def check_no_dropout(model: nn.Module) -> None:
     """Refuses active dropout: a shared token would get one mask, its branches trained separately several.
 
     Raises:
-        UnsupportedError: a training-mode dropout with p > 0, named.
+        UnsupportedError: a rate above 0 in training mode, named.
     """
     for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
+        setting, rate = dropout_of(module) if module.training else ("", 0.0)
+        if rate > 0:
             raise UnsupportedError(
-                f"dropout {name!r} has p={module.p} in training mode: set it to 0 or call model.eval()"
+                f"dropout {name!r} has {setting}={rate} in training mode: set it to 0 in the configuration of "
+                "the model or its adapter, or call model.eval()"
             )
-        rate = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
-        if isinstance(rate, int | float) and rate > 0:
-            raise UnsupportedError(f"{name!r} has attention_dropout={rate} in training mode: set it to 0 in the config")
+
+
+def dropout_of(module: nn.Module) -> tuple[str, float]:
+    """The rate at which a module itself drops values or whole parts, and the attribute that holds it; ("", 0.0): none.
+
+    Layers of models and adapters hold rates as numbers, or as numbers by the name of an adapter (PEFT's LoHa and LoKr).
+
+    Example:
+        >>> dropout_of(nn.Dropout(0.1)), dropout_of(nn.Linear(2, 2))
+        (('p', 0.1), ('', 0.0))
+    """
+    is_dropout = "Dropout" in type(module).__name__
+    for name, value in vars(module).items():
+        if not ("dropout" in name or (is_dropout and name == "p")):
+            continue
+        for rate in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0:
+                return name, float(rate)
+    return "", 0.0
+
+
+def check_embedding_hooks(model: nn.Module) -> None:
+    """Refuses forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
+
+    Hooks of FSDP2, and the one that makes the embedding's output require gradients, change no value and stay.
+
+    Raises:
+        UnsupportedError: a hook, by its name.
+    """
+    causal_lm: Any = unwrap(model).model
+    embedding = causal_lm.get_input_embeddings() if hasattr(causal_lm, "get_input_embeddings") else None
+    if not isinstance(embedding, nn.Module):
+        return
+    own = own_hooks(embedding)
+    for key, hook in {**embedding._forward_hooks, **embedding._forward_pre_hooks}.items():
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        if key not in own and not name.endswith("make_inputs_require_grads"):
+            raise UnsupportedError(
+                f"the input embedding has the forward hook {name}, which would run once on a shared token, where its "
+                "branches, trained apart, get it several times (NEFTune draws other noise for each): remove the hook, "
+                "for NEFTune by leaving out neftune_noise_alpha"
+            )
 
 
 def check_no_hooks(model: nn.Module) -> None:

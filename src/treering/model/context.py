@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
 from treering.errors import StateError
-from treering.model.checks import check_no_dropout
+from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.families import ModelParts, find_parts
 from treering.model.recurrence.routing import routed
 
@@ -47,7 +47,8 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         backend: "auto", or a name from `treering.attention.BACKENDS`.
 
     Raises:
-        UnsupportedError: a layer, head, position encoding or dropout that would not be exact; names it.
+        UnsupportedError: a layer, head, position encoding, dropout or hook on the embedding that would not be exact;
+            names it.
         ConfigError: an unknown backend.
         StateError: the model is already inside such a block.
 
@@ -59,6 +60,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
     """
     parts = find_parts(model)
     check_no_dropout(model)
+    check_embedding_hooks(model)
     weight = next(parts.decoder.parameters())
     dtype = weight.dtype if parts.shards is None else parts.shards.dtype or weight.dtype
     choice = choose_backend(backend, attention_shape(parts.config, parts.device, dtype))

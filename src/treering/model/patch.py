@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
-from treering.model.checks import check_no_dropout
+from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
 from treering.model.fused_head import as_batch, label_pairs, parts_of
@@ -78,6 +78,7 @@ class TreePatch:
         """Patches a model; see `patch`."""
         parts = find_parts(model)
         check_no_dropout(model)
+        check_embedding_hooks(model)
         self._causal_lm: Any = unwrap(model).model
         self._decoder: Any = parts.decoder
         self._vocab_size = parts.vocab_size

@@ -25,8 +25,8 @@ def unwrap(model: nn.Module) -> Unwrapped:
     Layers and decoders that were compiled in place (`layer.compile()`) work unchanged.
 
     Raises:
-        UnsupportedError: an adapter with virtual tokens; a whole model that was compiled in place, which would silently
-            run uncompiled.
+        UnsupportedError: an adapter with virtual tokens, or whose own forward passes something to its layers; a whole
+            model that was compiled in place, which would silently run uncompiled.
 
     Example:
         >>> compile_part, model = unwrap(torch.compile(nn.Linear(2, 2)))     # doctest: +SKIP
@@ -58,10 +58,28 @@ def _without_adapter(model: Any) -> nn.Module:
         raise UnsupportedError(
             f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest: use LoRA"
         )
-    if isinstance(model.base_model, nn.Module):
-        _check_compiled_elsewhere(model.base_model)
+    tuner = model.base_model
+    if isinstance(tuner, nn.Module):
+        _check_passes_nothing(tuner)
+        _check_compiled_elsewhere(tuner)
     inner: nn.Module = model.get_base_model()
     return inner
+
+
+def _check_passes_nothing(tuner: nn.Module) -> None:
+    """Refuses adapters whose layers need what the outer forward computes for them, such as tasks or gates."""
+    for config in getattr(tuner, "peft_config", {}).values():
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise UnsupportedError(
+                "aLoRA finds its invocation tokens in the outer forward, which the tree step does not call, so its "
+                "adapters would train nothing: leave out alora_invocation_tokens, which is plain LoRA"
+            )
+    forward = type(tuner).forward
+    if forward.__module__ != "peft.tuners.tuners_utils":
+        raise UnsupportedError(
+            f"PEFT method {type(tuner).__name__} has a forward of its own around the model, which the tree step does "
+            "not call, so its adapters or its loss would be wrong: use LoRA"
+        )
 
 
 def _check_compiled_elsewhere(model: nn.Module) -> None:

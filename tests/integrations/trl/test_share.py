@@ -29,6 +29,7 @@ def lora(dropout: float) -> dict[str, Any]:
     [
         ({"trainer_options": lora(0.05)}, r"lora_dropout=0 in LoraConfig \(--lora_dropout 0"),
         ({"model_init_kwargs": {"attention_dropout": 0.1}}, "load the model with attention_dropout=0.0"),
+        ({"neftune_noise_alpha": 5.0}, "leave neftune_noise_alpha out"),
         ({"torch_compile": True}, "set torch_compile=False"),
     ],
 )

@@ -47,8 +47,15 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"--template hf needs a tokenizer that transformers has itself, and {folder} brings Python code of "
+                    "its own, which is never run; use --template plain, or a folder with tokenizer.json alone"
+                ) from error
             raise ConfigError(f"--template hf needs a Hugging Face tokenizer folder, got {folder} ({error})") from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"--template hf needs a chat template, {folder} has none; use --template plain")

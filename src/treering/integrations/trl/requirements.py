@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from treering.errors import StateError, UnsupportedError
+from treering.model.checks import dropout_of
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
@@ -51,6 +52,11 @@ def check_trainer(trainer: Any) -> None:
     for switch, why in _SWITCHES.items():
         if getattr(trainer.args, switch, False):
             raise UnsupportedError(f"{name} has {switch}=True: {why}")
+    if getattr(trainer.args, "neftune_noise_alpha", None):
+        raise UnsupportedError(
+            f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
+            "token in each of its rows, where it is computed once; leave neftune_noise_alpha out"
+        )
     for host in ("deepspeed", "fsdp"):
         if getattr(trainer, f"is_{host}_enabled", False):
             raise UnsupportedError(f"{name} runs under {host}, which is not tested on trees; use one process or DDP")
@@ -77,14 +83,14 @@ def check_no_dropout(model: nn.Module, role: str) -> None:
         UnsupportedError: names the module, and the setting that works.
     """
     for name, module in model.named_modules():
-        rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if not isinstance(rate, int | float) or rate <= 0:
+        setting, rate = dropout_of(module)
+        if rate <= 0:
             continue
-        fix = "model_init_kwargs={'attention_dropout': 0.0}, or load the model with attention_dropout=0.0"
+        fix = "the dropout settings of the model and its adapter to 0"
         if "lora_dropout" in name:
             fix = "lora_dropout=0 in LoraConfig (--lora_dropout 0 on the command line)"
-        elif isinstance(module, nn.Dropout):
-            fix = "the model's dropout settings to 0"
+        elif setting == "attention_dropout":
+            fix = "model_init_kwargs={'attention_dropout': 0.0}, or load the model with attention_dropout=0.0"
         raise UnsupportedError(
             f"the {role} has dropout {rate} at {name!r}, which gives a shared token one mask where its rows, trained "
             f"apart, get several: set {fix}"
