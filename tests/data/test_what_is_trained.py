@@ -36,7 +36,17 @@ def answer(**fields):
 
 @pytest.mark.parametrize(
     "flag",
-    [{"weight": 0}, {"loss_weight": 0.0}, {"loss_mask": 0}, {"step_loss_mask": 0}, {"train": False}, {"loss": False}],
+    [
+        {"weight": 0},
+        {"loss_weight": 0.0},
+        {"loss_mask": 0},
+        {"step_loss_mask": 0},
+        {"train": False},
+        {"loss": False},
+        *({key: 0} for key in ("training", "trained", "train_on", "compute_loss", "has_loss", "is_loss", "is_trained")),
+        *({key: False} for key in ("learn", "supervise", "loss_scale")),
+        *({key: True} for key in ("no_loss", "ignore_loss", "mask_loss", "ignore", "skip_loss")),
+    ],
     ids=lambda flag: next(iter(flag)),
 )
 def test_a_message_that_its_flag_leaves_out_is_context(tokenizer_dir, tmp_path, flag):
@@ -46,7 +56,23 @@ def test_a_message_that_its_flag_leaves_out_is_context(tokenizer_dir, tmp_path, 
     assert trained == f"Basel{END}"
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0.5}, {"train": "yes"}, {"weight": 1, "train": False}, {"mask": 1}])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"weight": 0.5},
+        {"train": "yes"},
+        {"weight": 1, "train": False},
+        {"mask": 1},
+        {"train": 1, "no_loss": 1},
+        {"ignore": "no"},
+        {"loss_scale": 0.3},
+        {"skip": True},
+        {"do_not_learn": True},
+        {"supervised": False},
+        {"trainingDetail": [1]},
+        {"is_masked": False},
+    ],
+)
 def test_a_flag_of_no_certain_meaning_is_refused(tmp_path, flag):
     with pytest.raises(InputError, match=rf"messages\[1\].*{next(iter(flag))}"):
         read(tmp_path, answer(**flag))
@@ -57,6 +83,8 @@ def test_a_flag_of_no_certain_meaning_is_refused(tmp_path, flag):
     [
         {"reasoning_content": "hm"},
         {"reasoning": "hm"},
+        {"thought": "hm"},
+        {"provider_specific_fields": {"reasoning_content": "hm"}},
         {"content": [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "Basel"}]},
         {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Basel"}]},
     ],
@@ -155,3 +183,30 @@ def test_a_key_that_changes_what_is_trained_is_refused_by_name_and_an_empty_one_
 def test_a_message_that_says_nothing_certain_is_refused(tmp_path, message, rule):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: messages\[1\].*{rule}|{rule}"):
         read(tmp_path, message)
+
+
+@pytest.mark.parametrize("flag", ["no_loss", "ignore"])
+def test_a_flag_of_the_opposite_sense_at_0_trains(tokenizer_dir, tmp_path, flag):
+    assert shown(tokenizer_dir, read(tmp_path, answer(**{flag: 0})))[1] == f"Basel{END}"
+
+
+def test_a_thought_that_the_content_repeats_is_trained_once(tokenizer_dir, tmp_path):
+    message = {"role": "assistant", "content": "hm, so\nls", "thought": "hm, so"}
+    assert shown(tokenizer_dir, read(tmp_path, message))[1] == f"hm, so\nls{END}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("mask", "env_mask", "tool_mask", "target_mask", "prompt_mask", "tokens_mask", "token_masks"),
+        *("weights", "loss_weights", "prompt_length", "prompt_len", "response_length", "completion_lens"),
+    ],
+)
+def test_tokens_with_a_mask_of_another_name_are_refused_and_an_empty_one_is_not(tmp_path, key):
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], key: 1 if "len" in key else [0, 1]}) + "\n")
+    with pytest.raises(InputError, match=rf"{key} seems to say which tokens are trained.*write it as loss_mask"):
+        read_trajectories(file)
+    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], key: None}) + "\n")
+    [trajectory] = read_trajectories(file)
+    assert trajectory.loss_mask.tolist() == [False, True]

@@ -21,8 +21,24 @@ ROLES: Mapping[str, str] = MappingProxyType(
 )
 """The roles of the formats that people have, in lower case, by Treering's; any other word stays as it is."""
 
-TRAINED_KEYS = ("weight", "loss_weight", "loss_mask", "step_loss_mask", "train", "trainable", "loss")
+TRAINED_KEYS = (
+    *(
+        "weight",
+        "loss_weight",
+        "loss_scale",
+        "loss_mask",
+        "step_loss_mask",
+        "loss",
+        "has_loss",
+        "is_loss",
+        "compute_loss",
+    ),
+    *("train", "trainable", "training", "trained", "is_trained", "train_on", "learn", "supervise"),
+)
 """Names of a message's flag: 1 or true trains it, 0 or false makes it context."""
+CONTEXT_KEYS = ("no_loss", "ignore_loss", "mask_loss", "skip_loss", "ignore")
+"""Names of a message's flag of the opposite sense: 1 or true makes it context."""
+_ABOUT_TRAINING = ("train", "loss", "mask", "learn", "ignore", "skip", "supervise")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _UNREADABLE = MappingProxyType(
     {
@@ -51,10 +67,13 @@ def decode_messages(value: object, name: str = "messages") -> tuple[Message, ...
 
 
 def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> bool:
-    """Whether the flags of a message train it; True without a flag.
+    """Whether the flags of a message train it, `TRAINED_KEYS` and `CONTEXT_KEYS`; True without a flag.
 
     Raises:
-        InputError: a value that is not 0 or 1, flags that differ, or a flag that trains what no policy wrote.
+        InputError: a value that is not 0 or 1, flags that differ, a flag that trains what no policy wrote, or a key
+            of the policy's message that speaks of training and is no known flag.
+
+    Example: {"content": "Wrong.", "skip_loss": True} is not trained.
     """
     flags = {key: record[key] for key in TRAINED_KEYS if record.get(key) is not None}
     for key, flag in flags.items():
@@ -62,9 +81,35 @@ def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> 
             raise InputError(f"{where}.{key} says whether the message is trained, 0 or 1, got {show(flag)}; round it")
         if flag and not is_assistant:
             raise InputError(f"{where}.{key} trains a message that no policy wrote; drop it, or give tokens and a mask")
+    if is_assistant:
+        _check_flags_are_known(record, where)
+        flags |= _opposites(record, where)
     if len({bool(flag) for flag in flags.values()}) > 1:
         raise InputError(f"{where} is trained by one of {', '.join(flags)} and not by another; keep one of them")
     return all(flags.values())
+
+
+def _opposites(record: Mapping[str, Any], where: str) -> dict[str, bool]:
+    found = {}
+    for key in CONTEXT_KEYS:
+        flag = record.get(key)
+        if flag is None:
+            continue
+        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
+            raise InputError(f"{where}.{key} says whether the message is left out, 0 or 1, got {show(flag)}; round it")
+        found[key] = not flag
+    return found
+
+
+def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
+    known = {*TRAINED_KEYS, *CONTEXT_KEYS, *_UNREADABLE}
+    for key, value in record.items():
+        speaks = any(word in key.lower() for word in _ABOUT_TRAINING)
+        if speaks and key not in known and not is_blank(value):
+            raise InputError(
+                f"{where}.{key} seems to say whether the message is trained, and is no flag that Treering knows, got "
+                f"{show(value)}; write it as train, 0 or 1, or remove it"
+            )
 
 
 def _decode(record: object, where: str) -> Iterator[Message]:
@@ -114,6 +159,14 @@ def _reasoning(record: Mapping[str, Any], content: Content, where: str) -> str |
     found = {key: text_field(record, key, f"{where}.{key}") for key in REASONING_KEYS if not is_blank(record.get(key))}
     if blocks := record.get("thinking_blocks"):
         found["thinking_blocks"] = decode_content(blocks, f"{where}.thinking_blocks").reasoning
+    provider = record.get("provider_specific_fields")
+    if isinstance(provider, dict):
+        name = f"{where}.provider_specific_fields"
+        found |= {key: text_field(provider, key, f"{name}.{key}") for key in REASONING_KEYS if provider.get(key)}
+    thought = text_field(record, "thought", f"{where}.thought")
+    # SWE-agent repeats in `thought` what its content has.
+    if thought and thought.strip() not in (content.text or ""):
+        found["thought"] = thought
     if content.reasoning is not None:
         found["content"] = content.reasoning
     thoughts = {thought.strip() for thought in found.values() if thought and thought.strip()}

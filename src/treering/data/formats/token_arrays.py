@@ -1,5 +1,6 @@
 """Token ids, loss masks, log-probabilities and advantages of JSON records, under the names that trainers give them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,21 @@ from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
 
 TOKEN_KEYS = ("tokens", "input_ids", "token_ids")
 """Names of a trajectory's token ids; all mean the same."""
-MASK_KEYS = ("loss_mask", "response_mask", "action_mask", "completion_mask", "assistant_mask", "assistant_masks")
+MASK_KEYS = (
+    *(
+        "loss_mask",
+        "loss_masks",
+        "response_mask",
+        "action_mask",
+        "completion_mask",
+        "assistant_mask",
+        "assistant_masks",
+    ),
+)
 """Names of a mask with 1 where a token is trained."""
+_OTHER_MASK = re.compile(r"(^|_)(masks?|weights)$|(prompt|response|completion)s?_(len|lens|length|lengths)$")
+# Those that say nothing on training: padding, which has a check of its own, and what a tokenizer adds.
+_HARMLESS = ("attention_mask", "special_tokens_mask")
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as torch's cross entropy ignores it."""
 
@@ -54,10 +68,13 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     """Which tokens are trained, bool [T], from masks and labels; None if the record has neither.
 
     Raises:
-        InputError: a mask of another length, labels that are neither -100 nor the token, or two that differ.
+        InputError: a mask of another length, labels that are neither -100 nor the token, two that differ, or a key that
+            may be a mask and whose meaning differs between trainers.
 
     Example: tokens [5, 6] with the labels [-100, 6] and tokens [5, 6] with response_mask [0, 1] have the mask [0, 1].
     """
+    if tokens is not None:
+        _check_masks_are_known(record)
     masks = {key: _mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
     if not is_blank(record.get("labels")):
         masks["labels"] = _mask_of_labels(record["labels"], tokens)
@@ -87,6 +104,16 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
         if type(entry) not in (int, float):
             raise InputError(f"{key}[{i}] must be a number, got {show(entry)}; use 0.0 where a token is not trained")
     return np.array(value, dtype=np.float64)
+
+
+def _check_masks_are_known(record: Mapping[str, Any]) -> None:
+    for key, value in record.items():
+        if key in MASK_KEYS or key in _HARMLESS or is_blank(value) or not _OTHER_MASK.search(key.lower()):
+            continue
+        raise InputError(
+            f"{key} seems to say which tokens are trained, and what it means differs between trainers, got "
+            f"{show(value)}; write it as loss_mask, one entry per token with 1 where it is trained, or remove it"
+        )
 
 
 def _mask(value: object, key: str) -> LossMask:
