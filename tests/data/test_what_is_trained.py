@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from treering.data import read_trajectories, render
-from treering.errors import InputError
+from treering.errors import DataWarning, InputError
 
 ASKED = {"role": "user", "content": "Where?"}
 END = "<|im_end|>"
@@ -210,3 +210,58 @@ def test_tokens_with_a_mask_of_another_name_are_refused_and_an_empty_one_is_not(
     file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], key: None}) + "\n")
     [trajectory] = read_trajectories(file)
     assert trajectory.loss_mask.tolist() == [False, True]
+
+
+CUT_TURNS = {
+    "chat": {"messages": [ASKED, answer(finish_reason="length")]},
+    "anthropic": {"messages": [ASKED, answer(stop_reason="max_tokens", content=[{"type": "text", "text": "Ba"}])]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Ba"}], "truncated": True},
+    "verifiers": {
+        **{"prompt": [ASKED], "completion": [answer()], "example_id": 0, "reward": 0.0, "task": "x"},
+        "is_truncated": True,
+    },
+    "openhands": {"messages": [ASKED], "response": {"choices": [{"finish_reason": "length", "message": answer()}]}},
+    "atif": {
+        **{"schema_version": "ATIF-v1.4", "session_id": "s", "agent": {"name": "a", "version": "1"}},
+        "steps": [
+            {"step_id": 1, "source": "user", "message": "?"},
+            {"step_id": 2, "source": "agent", "message": "Ba", "extra": {"finish_reason": "length"}},
+        ],
+    },
+    "nemo_gym": {
+        **{"responses_create_params": {"input": [ASKED]}, "reward": 0.0},
+        "response": {
+            "incomplete_details": {"reason": "max_output_tokens"},
+            "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ba"}]}],
+        },
+    },
+}
+
+
+def whole(value):
+    """The record without what says that a turn was cut."""
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    says = ("finish_reason", "stop_reason", "truncated", "is_truncated", "incomplete_details")
+    return {key: whole(one) for key, one in value.items() if key not in says}
+
+
+@pytest.mark.parametrize("name", CUT_TURNS)
+def test_a_record_whose_turn_was_cut_is_left_out_and_counted(tmp_path, name):
+    file = tmp_path / "set.jsonl"
+    records = [whole(CUT_TURNS[name]), CUT_TURNS[name]]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.warns(DataWarning) as said:
+        [kept] = read_trajectories(file)
+    assert kept.messages[-1].is_trained
+    [cut] = [str(one.message) for one in said if "was cut" in str(one.message)]
+    assert cut.endswith("(1 of 2 records)")
+
+
+def test_a_tools_result_that_was_cut_and_token_ids_stay(tmp_path):
+    assert len(read(tmp_path, answer(), {"role": "tool", "content": "a..", "truncated": True}, answer())) == 1
+    file = tmp_path / "tokens.jsonl"
+    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}) + "\n")
+    assert len(read_trajectories(file)) == 1

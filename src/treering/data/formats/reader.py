@@ -18,6 +18,7 @@ from treering.data.formats.adapters.trl import decode_trl
 from treering.data.formats.adapters.verifiers import decode_verifiers
 from treering.data.formats.adapters.verl import decode_verl
 from treering.data.formats.containers import read_records
+from treering.data.formats.cut_turns import CUT_TURN, has_cut_turn
 from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.fields import show
 from treering.data.formats.tasks import Note
@@ -138,7 +139,11 @@ class RecordReader:
 
     def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note) -> list[Trajectory]:
         if name != "verifiers" or not looks_like_trace(record):
-            return _DECODERS[name](record, note)
+            found = _DECODERS[name](record, note)
+            if has_cut_turn(record) and any(one.tokens is None for one in found):
+                note(CUT_TURN)
+                return [one for one in found if one.tokens is not None]
+            return found
         traces = decode_traces(record)
         self._traces += traces
         return [trajectory for trace in traces for trajectory in trace.trajectories()]

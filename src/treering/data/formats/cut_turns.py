@@ -1,0 +1,65 @@
+"""Whether a record says that the policy's answer was cut by a limit of tokens: it has no end that could be trained."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from treering.data.formats.messages import ROLES
+
+CUT_TURN = (
+    "a turn was cut by a limit of tokens (finish_reason, stop_reason, status or is_truncated say so) and would be "
+    "trained to end in the middle, so these are left out; give token ids to train them without an end"
+)
+"""The note on records that are left out."""
+
+_FLAGS = ("is_truncated", "truncated", "was_truncated", "is_cut")
+_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type")
+_LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "max_length", "model_length", "token_limit"})
+_TURNS = (
+    "messages",
+    "completion",
+    "conversations",
+    "conversation",
+    "steps",
+    "trajectory",
+    "history",
+    "output",
+    "choices",
+)
+_INNER = ("response", "extra", "extra_info", "metadata", "response_metadata", "message", "info")
+
+
+def has_cut_turn(record: Mapping[str, Any]) -> bool:
+    """Whether the record, or a turn of the policy in it, says that it was cut by a limit of tokens.
+
+    Results of tools may be truncated too, so turns of other roles are not asked.
+
+    Example: `{"messages": [...], "finish_reason": "length"}` has one; a tool's message with "truncated" has none.
+    """
+    return any(_says_cut(part) for part in _parts(record))
+
+
+def _parts(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield part
+    for key in _INNER:
+        if isinstance(part.get(key), dict):
+            yield from _parts(part[key])
+    for key in _TURNS:
+        turns = part.get(key)
+        for turn in turns if isinstance(turns, list) else ():
+            if isinstance(turn, dict) and _may_be_policys(turn):
+                yield from _parts(turn)
+
+
+def _may_be_policys(turn: Mapping[str, Any]) -> bool:
+    role = turn.get("role", turn.get("from", turn.get("source")))
+    return role is None or role == "agent" or ROLES.get(str(role).strip().lower()) == "assistant"
+
+
+def _says_cut(part: Mapping[str, Any]) -> bool:
+    details = part.get("incomplete_details")
+    reasons = [part.get(key) for key in _REASONS] + [details.get("reason") if isinstance(details, dict) else None]
+    return (
+        any(part.get(key) is True or part.get(key) == 1 for key in _FLAGS)
+        or any(isinstance(reason, str) and reason.lower() in _LIMITS for reason in reasons)
+        or part.get("status") in ("incomplete", "truncated")
+    )
