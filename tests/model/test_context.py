@@ -37,6 +37,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, StateError, UnsupportedError
+from treering.model import families
 from treering.model.context import tree_attention
 from treering.model.forward import forward
 from treering.model.patch import patch
@@ -399,11 +400,11 @@ def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
 
 
 def test_recurrent_layers_of_an_old_transformers_are_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "5.14.1")
+    monkeypatch.setattr(families.transformers, "__version__", "5.14.1")
     message = r"'bamba' has recurrent layers.*transformers 5\.15 or newer, got 5\.14\.1"
     with pytest.raises(UnsupportedError, match=message):
         forward(recurrent(), FOREST)
-    monkeypatch.setattr("transformers.__version__", "5.15.0.dev0")
+    monkeypatch.setattr(families.transformers, "__version__", "5.15.0.dev0")
     assert forward(recurrent(), FOREST).logprobs.shape == (FOREST.num_tokens,)
 
 
