@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.cli.hub_cache import save_model
 from treering.cli.main import main
@@ -218,3 +218,19 @@ def test_weights_that_lost_their_scale_are_refused(tmp_path: Path, dtype: torch.
         as_pickle(folder)
     assert f"{UP} is " in (message := refusal(folder))
     assert "add the quantization_config" in message
+
+
+def test_a_gemma_3_with_a_vision_tower_gives_its_text_model(tmp_path: Path) -> None:
+    text = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = Gemma3Config(
+        text_config={**text, "num_key_value_heads": 1, "intermediate_size": 16},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+    )
+    stored = Gemma3ForConditionalGeneration(config).eval()
+    stored.save_pretrained(tmp_path / "m")
+    found = build(tmp_path / "m").eval()
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(found(ids).logits, stored(input_ids=ids).logits, rtol=0, atol=1e-6)
+    found.save_pretrained(tmp_path / "trained")
+    assert torch.equal(build(tmp_path / "trained").eval()(ids).logits, found(ids).logits)

@@ -23,6 +23,7 @@ from peft import (
 from torch import nn
 from transformers import (
     Gemma3Config,
+    Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
@@ -353,7 +354,10 @@ def prefix_tuned() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another family": (gemma, "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3"),
-    "images": (with_images, "model type 'gemma3' takes images, which have no place.*such as Gemma3ForCausalLM"),
+    "images": (
+        with_images,
+        "model type 'gemma3' takes images, which have no place.*model.model.language_model",
+    ),
     "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "what follows it"),
     "noisy routers": (lambda: build("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 would give"),
     "dynamic rope of one layer type": (dynamic_in_one_type, "rope_type 'dynamic' scales with the length"),
@@ -387,6 +391,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no language model": (lambda: nn.Linear(2, 2), "needs a Hugging Face causal language model.*got Linear"),
     "no head": (lambda: build().model, "Qwen3Model has no output head"),
 }
+
+
+def test_the_advice_for_a_model_with_a_vision_tower_gives_its_own_logprobs() -> None:
+    model = with_images()
+    text = Gemma3ForCausalLM(model.config.text_config)
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    ids = torch.tensor([[1, 2, 3, 4]])
+    logits = model(input_ids=ids, token_type_ids=torch.zeros_like(ids)).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    found = forward(text, Forest.from_sequences(ids.tolist())).logprobs[1:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -179,7 +179,21 @@ def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
             f"({error}); correct the path, or fetch the folder again"
         ) from error
     _check_loaded(folder, type(model).__name__, loaded)
-    return model
+    return model if getattr(model.config, "vision_config", None) is None else _text_model(model, folder, setting)
+
+
+def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTrainedModel:
+    """The language model of a Gemma 3 with a vision tower, whose stored names its own class does not know."""
+    if model.config.model_type != "gemma3":
+        raise InputError(
+            f"{setting} needs a language model of text, and {folder} holds a {type(model).__name__}, which takes "
+            "images; use the text model of that family"
+        )
+    with torch.device("meta"):
+        text: PreTrainedModel = AutoModelForCausalLM.from_config(model.config.text_config)
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    text.generation_config = model.generation_config
+    return text
 
 
 def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:

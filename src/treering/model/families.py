@@ -148,8 +148,9 @@ def _holds_module(model: nn.Module) -> bool:
 def _check_family(config: PreTrainedConfig) -> None:
     if getattr(config, "vision_config", None) is not None:
         raise UnsupportedError(
-            f"model type {config.model_type!r} takes images, which have no place in a forest of tokens: load its text "
-            "model by that model's own class, such as Gemma3ForCausalLM, where it has one"
+            f"model type {config.model_type!r} takes images, which have no place in a forest of tokens: take its "
+            "language model out, for Gemma 3 by text = Gemma3ForCausalLM(model.config.text_config); text.model = "
+            "model.model.language_model; text.lm_head = model.lm_head (the class alone finds no weight under its names)"
         )
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
