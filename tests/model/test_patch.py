@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import treering
 from tests.models import VOCAB, assert_gradients_equal, build_float64, take_gradients
-from treering.errors import StateError, UnsupportedError
+from treering.errors import InputError, StateError, UnsupportedError
 from treering.model import fused_head
 
 PAD, IGNORED = 0, -100
@@ -195,3 +195,19 @@ def test_a_second_patch_and_active_dropout_are_refused():
     treering.patch(model)
     with pytest.raises(StateError, match="undo that patch"):
         treering.patch(model)
+
+
+def test_a_label_after_padding_is_refused_and_without_it_left_padding_is_exact() -> None:
+    ids = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    labels = ids.masked_fill(mask == 0, -100)
+    model = build_float64()
+    patched = treering.patch(model)
+    with pytest.raises(InputError, match=r"labels\[0, 2\] stands after padding.*set it to -100"):
+        model(input_ids=ids, attention_mask=mask, labels=labels)
+    labels[0, 2] = -100
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    patched.undo()
+    alone = [model(input_ids=row[None]).logits[0, :-1].log_softmax(-1) for row in (ids[0, 2:], ids[1])]
+    scored = [each.gather(1, row[1:, None]) for each, row in zip(alone, (ids[0, 2:], ids[1]), strict=True)]
+    torch.testing.assert_close(loss.double(), -torch.cat(scored).mean(), rtol=1e-6, atol=0)

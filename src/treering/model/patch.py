@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.attention import TreeLayout
-from treering.errors import StateError, UnsupportedError
+from treering.errors import InputError, StateError, UnsupportedError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
@@ -165,6 +165,8 @@ class TreePatch:
     def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Scores each distinct pair of a token and its label once, where the caller asks for a fused head."""
         labels: Any = kwargs.get("labels")
+        if labels is not None and not self._stays_flat(kwargs):
+            _check_labels(labels, kwargs.get("attention_mask"))
         batch = self._batch(args, kwargs) if kwargs.get("fused_lm_head") and labels is not None else None
         if batch is None:
             return original(*args, **kwargs)
@@ -186,12 +188,15 @@ class TreePatch:
             self._scored = None
         return as_batch(outputs, pairs, mask, given["num_items_in_batch"])
 
+    def _stays_flat(self, kwargs: Mapping[str, Any]) -> bool:
+        is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+        is_evaluating = self._when == "training" and not self._mode_of.training
+        return bool(self._is_flat or "tree_layout" in kwargs or is_generating or is_evaluating)
+
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "_Batch | None":
         """The forest of a call; None for a call that stays flat."""
         ids = args[0] if args else kwargs.get("input_ids")
-        is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
-        is_evaluating = self._when == "training" and not self._mode_of.training
-        if self._is_flat or "tree_layout" in kwargs or is_generating or is_evaluating:
+        if self._stays_flat(kwargs):
             return None
         for name, why in _REFUSED.items():
             if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -237,6 +242,19 @@ def patch(
         3.2
     """
     return TreePatch(model, backend=backend, when=when, mode_of=mode_of)
+
+
+def _check_labels(labels: Tensor, mask: Any) -> None:
+    """Refuses labels that the stock model would score from the state of padding, which a tree does not compute."""
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return
+    wrong = (labels[:, 1:] != IGNORED_LABEL) & (mask[:, :-1] == 0)
+    if bool(wrong.any()):
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise InputError(
+            f"a label needs a token before it, and labels[{row}, {column + 1}] stands after padding, as the first "
+            "token of a left-padded row does; set it to -100"
+        )
 
 
 def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
