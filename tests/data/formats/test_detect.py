@@ -19,6 +19,11 @@ RECORDS = {
     "nemo_gym": {"responses_create_params": {"input": [QUESTION]}, "response": {"output": [ANSWER]}},
     "verl": {"input": "a", "output": "b", "score": 0.0, "step": 1},
     "atif": {"schema_version": "ATIF-v1.6", "agent": {}, "steps": [{"source": "user", "message": "x"}]},
+    "prime_rl": {"prompt_ids": [1], "completion_ids": [2]},
+    "skyrl": {"prompt_token_ids": [1], "response_ids": [2]},
+    "nemo_rl": {"message_log": TALK},
+    "art": {"messages_and_choices": [QUESTION, {"message": ANSWER}]},
+    "rllm": {"id": "a:0", "trajectories": [{"steps": [{"chat_completions": TALK}]}]},
 }
 
 

@@ -12,8 +12,18 @@ CUT_TURN = (
 """The note on records that are left out."""
 
 _FLAGS = ("is_truncated", "truncated", "was_truncated", "is_cut")
-_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type")
-_LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "max_length", "model_length", "token_limit"})
+_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type", "termination_reason")
+_LIMITS = frozenset(
+    {
+        "length",
+        "max_tokens",
+        "max_output_tokens",
+        "max_length",
+        "model_length",
+        "token_limit",
+        "max_response_length_exceeded",
+    }
+)
 _TURNS = (
     "messages",
     "completion",

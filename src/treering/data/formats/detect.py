@@ -21,6 +21,11 @@ FormatName: TypeAlias = Literal[
     "nemo_gym",
     "verl",
     "atif",
+    "prime_rl",
+    "skyrl",
+    "nemo_rl",
+    "art",
+    "rllm",
 ]
 """A format of records; "auto" finds it from the keys."""
 
@@ -44,6 +49,11 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "nemo_gym": (("responses_create_params", "response"),),
         "verl": (("input", "output", "score"), ("input", "output")),
         "atif": (("schema_version", "agent", "steps"), ("steps",)),
+        "prime_rl": (("prompt_ids", "completion_ids"),),
+        "skyrl": (("prompt_token_ids", "response_ids"),),
+        "nemo_rl": (("message_log",),),
+        "art": (("messages_and_choices",),),
+        "rllm": (("trajectories",),),
     }
 )
 """Keys of a record of each format: one of the groups, of which the first is the whole one."""
@@ -105,6 +115,8 @@ def _find(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
         return "verifiers"
     if "responses_create_params" in keys and isinstance(record.get("response"), dict):
         return "nemo_gym"
+    if name := _find_trainer(record, keys):
+        return name
     if name := _find_agent(record, keys):
         return name
     if "conversations" in keys:
@@ -121,6 +133,20 @@ def _find(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
         return "treering" if keys.intersection(("task_id", *_TOKENS)) else "chat"
     # A record of Treering's own with its content lost: its decoder says what is missing.
     return "treering" if "task_id" in keys else None
+
+
+def _find_trainer(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
+    by_keys: dict[FormatName, set[str]] = {
+        "prime_rl": {"prompt_ids", "completion_ids"},
+        "skyrl": {"prompt_token_ids", "response_ids"},
+        "nemo_rl": {"message_log"},
+        "art": {"messages_and_choices"},
+    }
+    if name := next((name for name, needed in by_keys.items() if needed <= keys), None):
+        return name
+    agents = record.get("trajectories")
+    first = agents[0] if isinstance(agents, list) and agents else None
+    return "rllm" if isinstance(first, dict) and "steps" in first else None
 
 
 def _find_agent(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:

@@ -8,6 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from treering.data.formats.adapters.agent_trainers import (
+    decode_art,
+    decode_nemo_rl,
+    decode_prime_rl,
+    decode_rllm,
+    decode_skyrl,
+)
 from treering.data.formats.adapters.atif import decode_atif
 from treering.data.formats.adapters.chat import decode_chat
 from treering.data.formats.adapters.nemo_gym import decode_nemo_gym
@@ -41,6 +48,11 @@ _DECODERS: Mapping[str, _Decode] = MappingProxyType(
         "nemo_gym": decode_nemo_gym,
         "verl": decode_verl,
         "atif": decode_atif,
+        "prime_rl": decode_prime_rl,
+        "skyrl": decode_skyrl,
+        "nemo_rl": decode_nemo_rl,
+        "art": decode_art,
+        "rllm": decode_rllm,
     }
 )
 

@@ -75,7 +75,7 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     """
     if tokens is not None:
         _check_masks_are_known(record)
-    masks = {key: _mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
+    masks = {key: decode_mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
     if not is_blank(record.get("labels")):
         masks["labels"] = _mask_of_labels(record["labels"], tokens)
     if not masks:
@@ -116,7 +116,12 @@ def _check_masks_are_known(record: Mapping[str, Any]) -> None:
         )
 
 
-def _mask(value: object, key: str) -> LossMask:
+def decode_mask(value: object, key: str) -> LossMask:
+    """Which tokens a mask trains, bool [T], from 0, 1, true or false for each.
+
+    Raises:
+        InputError: another entry, with its place.
+    """
     for i, entry in enumerate(array(key, value)):
         if type(entry) not in (int, bool, float) or entry not in (0, 1):
             raise InputError(f"{key}[{i}] must be 0, 1, true or false, got {show(entry)}; correct it")
