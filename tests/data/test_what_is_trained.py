@@ -265,3 +265,38 @@ def test_a_tools_result_that_was_cut_and_token_ids_stay(tmp_path):
     file = tmp_path / "tokens.jsonl"
     file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}) + "\n")
     assert len(read_trajectories(file)) == 1
+
+
+FAILED = {
+    "error": {"error": "ModelError"},
+    "errors": {"errors": [{"type": "E"}]},
+    "not completed": {"is_completed": False},
+    "status": {"status": "aborted"},
+    "exit": {"info": {"exit_status": "RetryError"}},
+    "autosubmitted": {"info": {"exit_status": "submitted (exit_error)"}},
+    "stopped": {"stop_condition": "has_error"},
+    "timeout": {"metadata": {"termination_reason": "TIMEOUT"}},
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+@pytest.mark.parametrize("kind", ["messages", "tokens"])
+def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, kind):
+    file = tmp_path / "set.jsonl"
+    good = {"task_id": 1, **({"messages": [ASKED, answer()]} if kind == "messages" else {"tokens": [5, 6]})}
+    file.write_text("".join(json.dumps(record) + "\n" for record in (good, {**good, **FAILED[name]})))
+    with pytest.warns(DataWarning, match=r"its run failed or was not completed.*\(1 of 2 records\)"):
+        assert len(read_trajectories(file)) == 1
+    assert len(read_trajectories(file, failed="kept")) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"reward": 0.0}, {"status": "completed"}, {"error": None}, {"errors": []}, {"has_error": False}),
+        *({"info": {"exit_status": "submitted"}}, {"is_completed": True}, {"source": "errors"}, {"resolved": False}),
+    ],
+)
+def test_a_run_that_ended_is_no_failed_one(tmp_path, fields):
+    failing_tool = {"role": "tool", "content": "no", "is_error": True, "error": "ENOENT"}
+    assert len(read(tmp_path, answer(), failing_tool, answer(), **fields)) == 1

@@ -98,7 +98,7 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Cor
     tasks: list[TrainingTask] = []
     notes: list[str] = []
     for path in config.files:
-        trajectories = read_trajectories(locate(path, places), config.format)
+        trajectories = read_trajectories(locate(path, places), config.format, failed=config.failed)
         _check_no_preferences(path, trajectories)
         rendered = renderer.render(trajectories)
         # Each file numbers its own tasks, so equal ids in two files are two tasks.

@@ -18,6 +18,7 @@ from treering.config.run import RunConfig
 from treering.config.teacher import TeacherConfig, check_teacher
 from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
+from treering.data.formats.reader import FailedRuns
 from treering.errors import ConfigError
 
 
@@ -44,6 +45,9 @@ class DataConfig(Config):
     files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
         default=(),
         description="Trajectory files: JSON Lines, JSON or Parquet, plain or gzip, or folders of datasets.",
+    )
+    failed: FailedRuns = Field(
+        default="left_out", description='Records that say that their run failed: "left_out" or "kept".'
     )
     format: FormatName = Field(
         default="auto", description="Format of the records; auto: found from the keys of each file's first record."

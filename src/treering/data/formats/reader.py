@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from treering.data.formats.adapters.agent_trainers import (
     decode_art,
@@ -25,8 +25,8 @@ from treering.data.formats.adapters.trl import decode_trl
 from treering.data.formats.adapters.verifiers import decode_verifiers
 from treering.data.formats.adapters.verl import decode_verl
 from treering.data.formats.containers import read_records
-from treering.data.formats.cut_turns import CUT_TURN, has_cut_turn
 from treering.data.formats.detect import FormatName, check_format, detect
+from treering.data.formats.endings import CUT_TURN, FAILED_RUN, has_cut_turn, has_failed
 from treering.data.formats.fields import show
 from treering.data.formats.tasks import Note
 from treering.data.formats.traces import decode_traces, looks_like_trace, warn_about
@@ -34,6 +34,8 @@ from treering.data.trace import Trace
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
+FailedRuns: TypeAlias = Literal["left_out", "kept"]
+"""What becomes of the records of failed runs."""
 _Decode: TypeAlias = Callable[[Mapping[str, Any], Note], list[Trajectory]]
 
 _DECODERS: Mapping[str, _Decode] = MappingProxyType(
@@ -58,7 +60,11 @@ _DECODERS: Mapping[str, _Decode] = MappingProxyType(
 
 
 def read_trajectories(
-    path: str | os.PathLike[str], format: FormatName = "auto", *, may_be_torn: bool = False
+    path: str | os.PathLike[str],
+    format: FormatName = "auto",
+    *,
+    may_be_torn: bool = False,
+    failed: FailedRuns = "left_out",
 ) -> list[Trajectory]:
     """All trajectories of a file or dataset folder, in its order.
 
@@ -69,6 +75,7 @@ def read_trajectories(
         path: the file, or the folder of a dataset.
         format: of the records; "auto" finds it from the keys of the first one. All records have the same.
         may_be_torn: a run wrote the file, and a kill may have cut its last line, which is left out then.
+        failed: what becomes of records that say that their run failed; see `endings.has_failed`.
 
     Raises:
         InputError: a bad record, as "FILE:LINE: rule, value, fix"; a file that is missing, corrupt or empty.
@@ -80,7 +87,7 @@ def read_trajectories(
     Example: a file with the line `{"task_id": "a", "tokens": [5, 6]}` gives one trajectory of two tokens.
     """
     file = Path(path)
-    reader = RecordReader(str(file), format)
+    reader = RecordReader(str(file), format, failed)
     trajectories = [
         one for where, record in read_records(file, may_be_torn=may_be_torn) for one in reader.decode(where, record)
     ]
@@ -96,8 +103,9 @@ class RecordReader:
     Example: `RecordReader("a.jsonl").decode("a.jsonl:1", {"task_id": 1, "tokens": [5]})` is a list of one trajectory.
     """
 
-    def __init__(self, source: str, format: FormatName = "auto") -> None:
-        """Takes the file's name, which begins the warnings, and the format of its records."""
+    def __init__(self, source: str, format: FormatName = "auto", failed: FailedRuns = "left_out") -> None:
+        """Takes the file's name, which begins the warnings; the other arguments are those of `read_trajectories`."""
+        self._failed = failed
         self._source = source
         self._named = None if format == "auto" else format
         self._found: FormatName | None = None
@@ -152,6 +160,9 @@ class RecordReader:
     def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note) -> list[Trajectory]:
         if name != "verifiers" or not looks_like_trace(record):
             found = _DECODERS[name](record, note)
+            if found and self._failed == "left_out" and has_failed(record):
+                note(FAILED_RUN)
+                return []
             if has_cut_turn(record) and any(one.tokens is None for one in found):
                 note(CUT_TURN)
                 return [one for one in found if one.tokens is not None]

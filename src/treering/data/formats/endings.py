@@ -1,15 +1,22 @@
-"""Whether a record says that the policy's answer was cut by a limit of tokens: it has no end that could be trained."""
+"""How a record says that its run ended: with a turn that was cut, which has no end to train, or in a failure."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from treering.data.formats.fields import is_blank
 from treering.data.formats.messages import ROLES
 
 CUT_TURN = (
-    "a turn was cut by a limit of tokens (finish_reason, stop_reason, status or is_truncated say so) and would be "
-    "trained to end in the middle, so these are left out; give token ids to train them without an end"
+    "a turn was cut by a limit of tokens or a filter (finish_reason, stop_reason, status or is_truncated say so) and "
+    "would be trained to end in the middle, so these are left out; give token ids to train them without an end"
 )
-"""The note on records that are left out."""
+"""The note on records that are left out because of a cut turn."""
+FAILED_RUN = (
+    "the record says that its run failed or was not completed (error, status, exit_status or is_completed say so), so "
+    'these are left out; data.failed = "kept" of treering sft, or failed="kept" from Python, keeps them'
+)
+"""The note on records that are left out because of a failure."""
 
 _FLAGS = ("is_truncated", "truncated", "was_truncated", "is_cut")
 _REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type", "termination_reason")
@@ -22,6 +29,7 @@ _LIMITS = frozenset(
         "model_length",
         "token_limit",
         "max_response_length_exceeded",
+        "content_filter",
     }
 )
 _TURNS = (
@@ -36,6 +44,39 @@ _TURNS = (
     "choices",
 )
 _INNER = ("response", "extra", "extra_info", "metadata", "response_metadata", "message", "info")
+
+
+_ERRORS = ("error", "errors", "error_message", "exception", "traceback", "has_error")
+_COMPLETED = ("is_completed", "completed", "is_complete")
+_ENDS = ("status", "exit_status", "exit_reason", "termination_reason", "stop_reason", "stop_condition", "finish_reason")
+_FAILURE = re.compile(
+    r"\b(error(ed)?|fail(ed|ure)?|crash(ed)?|abort(ed)?|cancell?ed|time ?out|timed out|exception|interrupted|killed)\b"
+)
+
+
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Whether the record says that its run ended in an error or was not completed.
+
+    An answer that got a low reward is no failure, and neither is an error that a tool reported to the policy.
+
+    Example: `{"messages": [...], "status": "timeout"}` has failed; `{"messages": [...], "reward": 0.0}` has not.
+    """
+    inner = [record[key] for key in _INNER if isinstance(record.get(key), dict)]
+    return any(_says_failed(part) for part in (record, *inner))
+
+
+def _says_failed(part: Mapping[str, Any]) -> bool:
+    ends = [_words(part[key]) for key in _ENDS if isinstance(part.get(key), str)]
+    return (
+        any(not is_blank(part.get(key)) and part[key] is not False for key in _ERRORS)
+        or any(part.get(key) is False for key in _COMPLETED)
+        or any(_FAILURE.search(end) for end in ends)
+    )
+
+
+def _words(text: str) -> str:
+    """An identifier as lower-case words, such as "retry error" of RetryError."""
+    return re.sub(r"[_\-.]+|(?<=[a-z])(?=[A-Z])", " ", text).lower()
 
 
 def has_cut_turn(record: Mapping[str, Any]) -> bool:
