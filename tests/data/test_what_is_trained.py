@@ -300,3 +300,35 @@ def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, ki
 def test_a_run_that_ended_is_no_failed_one(tmp_path, fields):
     failing_tool = {"role": "tool", "content": "no", "is_error": True, "error": "ENOENT"}
     assert len(read(tmp_path, answer(), failing_tool, answer(), **fields)) == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "system_prompt",
+        "system_message",
+        "instructions",
+        "developer_prompt",
+        "tool_defs",
+        "tool_schemas",
+        "available_tools",
+    ],
+)
+def test_context_beside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
+    with pytest.raises(InputError, match=rf"{key} stands beside the messages and is not read"):
+        read(tmp_path, answer(), **{key: ["x"] if "tool" in key else "Be brief."})
+    assert len(read(tmp_path, answer(), **{key: None})) == 1
+    assert len(read(tmp_path, {"role": "system", "content": "Be brief."}, answer(), **{key: "Be brief."})) == 1
+
+
+@pytest.mark.parametrize(
+    "record", [{"conversations": [{"from": "gpt", "value": "x"}]}, {"prompt": "a", "completion": "b"}]
+)
+def test_a_system_text_is_read_or_refused_in_every_format(tmp_path, record):
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"task_id": 1, "system": "Be brief.", **record}) + "\n")
+    if "prompt" in record:
+        with pytest.raises(InputError, match="system stands beside the messages"):
+            read_trajectories(file)
+    else:
+        assert read_trajectories(file)[0].messages[0].content == "Be brief."

@@ -35,6 +35,20 @@ _UNREADABLE = MappingProxyType(
     }
 )
 """Top-level keys that change what is trained, with what to do; a weight of 1 changes nothing."""
+CONTEXT_KEYS = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("system", "system_prompt", "system_message", "system_instruction", "instructions", "developer_prompt"),
+            "write it as the first message, of role system",
+        ),
+        **dict.fromkeys(
+            ("functions", "tool_defs", "oai_tools", "tool_schemas", "tool_definitions", "available_tools"),
+            "write the schemas as tools",
+        ),
+    }
+)
+"""Top-level keys with what the policy saw beside the messages, with what to do where a format does not read them."""
+_IDS = ("tokens", "input_ids", "token_ids", "prompt_ids", "prompt_token_ids")
 
 
 def decode(record: object) -> Trajectory:
@@ -50,7 +64,7 @@ def decode(record: object) -> Trajectory:
     """
     if not isinstance(record, dict):
         raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
-    check_readable(record)
+    check_readable(record, but=("system", "functions"))
     messages = None if record.get("messages") is None else _messages(record)
     tokens = decode_tokens(record)
     if messages is None and tokens is None:
@@ -84,17 +98,29 @@ def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-    """Refuses keys that change what is trained and that Treering does not read, except those of `but`.
+    """Refuses keys that change what is trained, or what the policy saw, and are not read, except those of `but`.
 
     Raises:
         InputError: such a key with a value; the message says what to do.
 
     Example: `{"messages": [...], "images": ["a.png"]}` is refused, and an empty list of images is not.
     """
+    has_ids = any(not is_blank(record.get(key)) for key in _IDS)
+    for key, advice in CONTEXT_KEYS.items():
+        value = record.get(key)
+        # Ids have all that the policy saw; a text that is a message too is read there.
+        if key not in but and not is_blank(value) and not has_ids and not _is_message(record, value):
+            raise InputError(f"{key} stands beside the messages and is not read, got {show(value)}: {advice}")
     for key, advice in _UNREADABLE.items():
         value = record.get(key)
         if key not in but and not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
             raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {advice}")
+
+
+def _is_message(record: Mapping[str, Any], value: object) -> bool:
+    lists = [record.get(key) for key in ("messages", "prompt", "conversations", "history", "messages_and_choices")]
+    messages = [one for messages in lists if isinstance(messages, list) for one in messages if isinstance(one, dict)]
+    return any(value in (one.get("content"), one.get("value")) for one in messages)
 
 
 def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | None:

@@ -8,7 +8,7 @@ from datetime import date as Date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from treering.data.formats.codec import decode
+from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.files import numbered_lines
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
@@ -24,7 +24,7 @@ from treering.types import PromptId
 PromptTemplate = Literal["plain", "hf", "raw"]
 """plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text unchanged, for base models."""
 
-_PROMPT_KEYS = ("system", "tools", "functions", "images", "image", "videos", "video", "audio", "documents")
+_PROMPT_KEYS = (*CONTEXT_KEYS, "tools", "images", "image", "videos", "video", "audio", "documents")
 """Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
 _ID_KEYS = ("prompt_id", "task_id", "id")
 

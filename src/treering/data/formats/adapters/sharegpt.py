@@ -30,7 +30,7 @@ def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: `{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}` trains "Hello".
     """
-    check_readable(record, but=_PAIR)
+    check_readable(record, but=(*_PAIR, "system"))
     if not is_blank(record.get("kto_tag")):
         raise InputError("kto_tag is for KTO, which Treering lacks; keep the good ones and remove the key")
     messages = (*_system(record), *_turns(record.get("conversations"), "conversations"))

@@ -31,10 +31,11 @@ def decode_trl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: `{"prompt": "2+2=", "completion": "4"}` trains "4".
     """
-    check_readable(record, but=_PAIR)
+    is_chat = is_blank(record.get("prompt")) and is_blank(record.get("completion"))
+    check_readable(record, but=(*_PAIR, "functions", *(("system",) if is_chat else ())))
     if all(not is_blank(record.get(key)) for key in _PAIR):
         return _pair(record, note)
-    if is_blank(record.get("prompt")) and is_blank(record.get("completion")):
+    if is_chat:
         return decode_chat(record, note)
     text_format, prompt, completion = prompt_and_completion(record)
     messages = (*prompt, *completion)

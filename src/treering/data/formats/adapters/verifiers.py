@@ -28,7 +28,7 @@ def decode_verifiers(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: `{"example_id": 0, "prompt": [...], "completion": [...], "reward": 1.0}` is a trial of task 0.
     """
-    check_readable(record)
+    check_readable(record, but=_TOOLS)
     if is_blank(record.get("completion")):
         note(NO_ANSWER)
         return []
