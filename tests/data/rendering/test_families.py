@@ -152,3 +152,23 @@ def test_cuts_before_special_tokens_never_change_the_tokens(tmp_path, scheme, is
     [found] = Encoder(tmp_path).encode([[script]])
     assert found.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
     assert found.turn_ends.size == 1
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
+def test_a_cut_between_two_tokens_never_changes_them(tmp_path, scheme):
+    words = {"▁": 0, "a": 1, "▁a": 2, "b": 3, "▁b": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a"), ("▁", "b")]))
+    if scheme == "legacy":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ("<s>", "<e>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = Encoder(tmp_path)
+    for text in ("ab a<s>ba b<e>a", "<s>a b<e><s>b<e>ab", "abab a"):
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        for cut in {start for start, stop in whole.offsets if 0 < start < stop}:
+            [found] = encoder.encode([[Script(text=text, cuts=(cut,), spans=(Span(cut, len(text)),))]])
+            assert found.tokens.tolist() == whole.ids
+            trained = [start >= cut for start, _ in whole.offsets]
+            assert found.loss_mask.tolist() == trained

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from treering.data import Message, Renderer, ToolCall, Trajectory, render
 from treering.data.rendering.script import join_scripts, message_script, tool_calls_text
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, DataWarning, InputError
 
 content = st.text(st.sampled_from("abc \n\täö12+={}[]"), max_size=12)
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
@@ -165,3 +165,27 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content, rule)
 def test_an_unknown_template_is_refused():
     with pytest.raises(ConfigError, match="got 'jinja'"):
         Renderer(tokenizer=None, template="jinja")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", ["chat", "raw"])
+def test_plain_and_raw_text_begin_as_the_tokenizer_begins_a_text(tokenizer_dir, tmp_path, format):
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<bos>"])
+    begin = tokenizer.token_to_id("<bos>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", begin)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    messages = (Message(role="user", content="2+2="), Message(role="assistant", content="4"))
+    trajectory = Trajectory(task_id=1, messages=messages, format=format)
+    [without], [found] = (render([trajectory], folder) for folder in (tokenizer_dir, tmp_path))
+    assert found.tokens.tolist() == [begin, *without.tokens]
+    assert found.loss_mask.tolist() == [False, *without.loss_mask]
+    assert found.turn_ends.tolist() == [end + 1 for end in without.turn_ends]
+    prompt = Renderer(tokenizer=tmp_path).prompt(messages[:1], is_raw=format == "raw")
+    assert prompt.tolist() == found.tokens[: prompt.size].tolist()
+    assert prompt[0] == begin
+    written = Trajectory(task_id=1, messages=(Message(role="user", content="<bos>4"),), format="raw")
+    with pytest.warns(DataWarning, match="text of special tokens"):
+        [own] = render([written], tmp_path)
+    assert own.tokens.tolist() == [begin, *tokenizer.encode("4", add_special_tokens=False).ids]

@@ -109,10 +109,12 @@ def test_a_prompt_ends_where_the_policy_begins(
     assert task.prompts[0].tokens.dtype == np.int32
 
 
-def test_a_prompt_has_no_token_that_its_text_has_not(file: Path, tokenizer: Path, prefixing: Path) -> None:
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(file: Path, tokenizer: Path, prefixing: Path) -> None:
     write(file, {"prompt": "Hi?"})
     tasks = [PromptsFile(file, tokenizer=folder, reward=OWN) for folder in (tokenizer, prefixing)]
-    assert tasks[0].prompts[0].tokens.tolist() == tasks[1].prompts[0].tokens.tolist()
+    begun = Tokenizer.from_file(str(prefixing / "tokenizer.json")).encode("").ids
+    assert len(begun) == 1
+    assert [*begun, *tasks[0].prompts[0].tokens.tolist()] == tasks[1].prompts[0].tokens.tolist()
 
 
 def test_answers_and_names_are_those_of_the_file(file: Path, tokenizer: Path) -> None:

@@ -3,12 +3,13 @@
 Uses the small `tokenizers` package, no model library.
 """
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,23 +66,63 @@ class Encoder:
         self._control_ids = np.array(sorted(self._control.values()), np.int32)
         isolating = [token for token in self._control if _isolates(self._tokenizer, token)]
         self._isolates_turns = TURN_START in isolating
-        self._boundary = re.compile("|".join(map(re.escape, isolating)) or r"(?!)")
+        markers = "|".join(map(re.escape, isolating)) or r"(?!)"
+        self._boundary, self._ends_in_marker = re.compile(markers), re.compile(f"({markers})$")
+        self._inside = _without_first_space(self._tokenizer)
+        self.begin = _begin(self._tokenizer)
+        """What the tokenizer writes before a text, such as Llama's token that begins one; often nothing."""
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
         """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 
-        A script's cuts fall between tokens. Text of special tokens outside its markers becomes ordinary tokens.
-        Special tokens split a text anyway, so equal stretches between them are tokenized once.
+        A script's cuts fall between tokens, and what follows one is encoded as inside of the text: tokenizers in the
+        manner of SentencePiece write a space before a text. Text of special tokens outside its markers becomes
+        ordinary tokens. Special tokens split a text anyway, so equal stretches between them are tokenized once.
 
         Raises:
             InputError: text outside the markers that the tokenizer cannot encode as ordinary tokens.
         """
         joined = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
-        parts = [[piece for script in scripts for piece in self._with_cuts(script).pieces()] for scripts in joined]
-        unique = list(dict.fromkeys(script for scripts in parts for script in scripts))
-        encodings = self._tokenizer.encode_batch([script.text for script in unique], add_special_tokens=False)
-        encoded = {script: self._align(script, encoding) for script, encoding in zip(unique, encodings, strict=True)}
-        return [join_encoded([encoded[script] for script in scripts]) for scripts in parts]
+        parts = [[piece for script in scripts for piece in self._pieces(script)] for scripts in joined]
+        unique = list(dict.fromkeys(piece for pieces in parts for piece in pieces))
+        texts = [(before or "") + script.text for script, before in unique]
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        encoded = {
+            piece: self._align(piece[0], *self._of_text(encoding, *piece))
+            for piece, encoding in zip(unique, encodings, strict=True)
+        }
+        return [join_encoded([encoded[piece] for piece in pieces]) for pieces in parts]
+
+    def _pieces(self, script: Script) -> list[tuple[Script, str | None]]:
+        """The script cut at its cuts, each piece with the special token before it, "" if it goes on from other text.
+
+        None stands for the text's begin, and for all pieces where the tokenizer writes no space before a text.
+        """
+        pieces = self._with_cuts(script).pieces()
+        if self._inside is None:
+            return [(piece, None) for piece in pieces]
+        found: list[tuple[Script, str | None]] = []
+        for i, piece in enumerate(pieces):
+            before = self._ends_in_marker.search(pieces[i - 1].text) if i else None
+            is_begin = i == 0 or self._boundary.match(piece.text) is not None
+            found.append((piece, None if is_begin else before.group() if before else ""))
+        return found
+
+    def _of_text(
+        self, encoding: "Encoding", script: Script, before: str | None
+    ) -> tuple[TokenIds, npt.NDArray[np.int64]]:
+        """The tokens of a piece as they are inside of its text, and their first characters."""
+        if before != "" or self._inside is None:
+            skipped = 1 if before else 0
+            starts = [start - len(before or "") for start, _ in encoding.offsets[skipped:]]
+            return np.array(encoding.ids[skipped:], np.int32), np.array(starts, np.int64)
+        # A special token begins the text anew.
+        marker = self._boundary.search(script.text)
+        at = len(script.text) if marker is None else marker.start()
+        parts = (self._inside, script.text[:at], 0), (self._tokenizer, script.text[at:], at)
+        found = [(one.encode(text, add_special_tokens=False), offset) for one, text, offset in parts]
+        starts = [start + offset for each, offset in found for start, _ in each.offsets]
+        return np.array([i for each, _ in found for i in each.ids], np.int32), np.array(starts, np.int64)
 
     def has_special_text(self, text: str) -> bool:
         """Whether a text holds the text of a special token."""
@@ -97,9 +138,7 @@ class Encoder:
         free = (at for at in found if bisect_right(edges, at) % 2 == 0 or at in edges)
         return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
 
-    def _align(self, script: Script, encoding: "Encoding") -> EncodedScript:
-        tokens = np.array(encoding.ids, dtype=np.int32)
-        starts = np.fromiter((start for start, _ in encoding.offsets), dtype=np.int64, count=tokens.size)
+    def _align(self, script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
         if script.markers is not None and np.isin(tokens, self._control_ids).sum() != len(self._known(script)):
             tokens, starts = self._encode_pieces(script)
         return _masked(script, tokens, starts)
@@ -159,6 +198,45 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _begin(tokenizer: "Tokenizer") -> TokenIds:
+    """The special tokens that the tokenizer itself writes before a text, int32 [n]."""
+    encoding = tokenizer.encode("a", add_special_tokens=True)
+    num_special = next((i for i, is_special in enumerate(encoding.special_tokens_mask) if not is_special), 0)
+    return np.array(encoding.ids[:num_special], np.int32)
+
+
+def _without_first_space(tokenizer: "Tokenizer") -> "Tokenizer | None":
+    """The tokenizer without the space that it writes before a text; None if it writes none."""
+    from tokenizers import Tokenizer
+
+    # Most tokenizers write none, and their tables are large.
+    steps = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    if not any(step is not None and _without_space(json.loads(step.__getstate__()))[1] for step in steps):
+        return None
+    settings = json.loads(tokenizer.to_str())
+    for name in ("normalizer", "pre_tokenizer"):
+        settings[name] = _without_space(settings[name])[0]
+    return Tokenizer.from_str(json.dumps(settings))
+
+
+def _without_space(step: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
+    """The settings of a step of a tokenizer without the space before a text, and whether it wrote one."""
+    kind = None if step is None else step["type"]
+    if step is None or kind is None:
+        return step, False
+    if kind == "Prepend":
+        return None, True
+    if kind == "Sequence":
+        key = "normalizers" if "normalizers" in step else "pretokenizers"
+        parts = [_without_space(part) for part in step[key]]
+        return {**step, key: [part for part, _ in parts if part is not None]}, any(wrote for _, wrote in parts)
+    if kind == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+        return {**step, "prepend_scheme": "never"}, True
+    if kind == "ByteLevel" and step.get("add_prefix_space"):
+        return {**step, "add_prefix_space": False}, True
+    return step, False
 
 
 def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.rendering.encoder import EncodedScript, Encoder
+from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
@@ -98,7 +98,8 @@ class Renderer:
         encoded = self._open().encode([scripts for _, scripts in sequences]) if sequences else []
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
-            of_messages.setdefault(i, []).append(sequence)
+            is_own_text = self._chat is not None and trajectories[i].format != RAW_FORMAT
+            of_messages.setdefault(i, []).append(sequence if is_own_text else self._begun(sequence))
         self._say_what_is_lost([trajectories[i] for i in written])
         return [
             _rendered(trajectory, sequence, i)
@@ -129,7 +130,8 @@ class Renderer:
             check_rendered(chat)
             scripts = [Script(text=chat.opened(len(messages)))]
         self._say_what_is_lost([Trajectory(task_id=0, messages=tuple(messages), tools=tuple(tools))])
-        return encoder.encode([scripts])[0].tokens
+        encoded = encoder.encode([scripts])[0]
+        return (encoded if self._chat is not None and not is_raw else self._begun(encoded)).tokens
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -154,6 +156,16 @@ class Renderer:
         assert trajectory.messages is not None, "only messages have a template"
         chat = RenderedChat(self._chat, trajectory.messages, trajectory.tools)
         return [[script] for script in chat_scripts(chat)]
+
+    def _begun(self, encoded: EncodedScript) -> EncodedScript:
+        """The sequence after what the tokenizer writes before a text; a chat template writes that itself."""
+        begin = self._open().begin
+        if not encoded.tokens.size or np.array_equal(encoded.tokens[: begin.size], begin):
+            return encoded
+        no_turn = np.zeros(0, np.int32)
+        return join_encoded(
+            [EncodedScript(tokens=begin, loss_mask=np.zeros(begin.size, np.bool_), turn_ends=no_turn), encoded]
+        )
 
     def _say_what_is_lost(self, trajectories: Sequence[Trajectory]) -> None:
         """Warns of tools that the plain form leaves out, and of data that a template turns into special tokens."""
