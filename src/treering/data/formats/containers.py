@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole, whole_lines
+from treering.data.formats.parts import say_missing_parts
 from treering.data.formats.tables import folder_records, is_table, table_records
 from treering.errors import InputError
 
@@ -42,6 +43,7 @@ def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[str
     """
     if path.is_dir():
         return folder_records(path)
+    say_missing_parts(path)
     head = first_bytes(path, 64)
     if advice := next((advice for magic, advice in _UNREAD.items() if head.startswith(magic)), None):
         raise InputError(f"{path}: this is {advice}")

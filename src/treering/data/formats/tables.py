@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from treering.data.formats.parts import check_parts
 from treering.errors import DataWarning, InputError
 from treering.extras import require
 
@@ -61,7 +62,7 @@ def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
     """Each row of a dataset in a folder; of several splits, that named "train".
 
     Raises:
-        InputError: no dataset, or several splits and none is "train".
+        InputError: no dataset, one of which parts are missing, or several splits and none is "train".
         MissingExtraError: pyarrow is missing.
     """
     if _is_saved(folder):
@@ -82,6 +83,7 @@ def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
     if len(names) > 1:
         chosen = _split(folder, names, "name its files")
         files = [file for file in files if (match := _SHARD.fullmatch(file.name)) and match["split"] == chosen]
+    check_parts(folder, files)
     for file in files:
         yield from table_records(file)
 
@@ -115,7 +117,12 @@ def _saved_records(folder: Path) -> Iterator[tuple[str, object]]:
     if not isinstance(files, list) or not all(isinstance(one, dict) and "filename" in one for one in files):
         raise InputError(f"{folder / 'state.json'}: it lists the dataset's files, and has none; save the dataset again")
     for one in files:
-        yield from table_records(folder / str(one["filename"]))
+        file = folder / str(one["filename"])
+        if not file.is_file():
+            raise InputError(
+                f"{folder}: the parts of a dataset are read together, and {file.name} is missing; fetch it"
+            )
+        yield from table_records(file)
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
