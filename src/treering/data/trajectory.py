@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.unicode import valid_text, valid_texts
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
 
@@ -66,7 +67,8 @@ class Trajectory:
 
     Raises:
         InputError: neither or both of messages and tokens, arrays of different lengths, token ids out of range, raw
-            text with tool calls, a number that is not finite, or a count that is negative or huge.
+            text with tool calls, a text with lone surrogates, a number that is not finite, or a count that is negative
+            or huge.
 
     Example: `Trajectory(task_id="a", tokens=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))`
     trains 6 and 7.
@@ -106,6 +108,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         _check_source(self)
+        _check_texts(self)
         _check_arrays(self)
         for name in ("reward", "advantage"):
             value = getattr(self, name)
@@ -148,6 +151,19 @@ def _check_says_something(message: Message, where: str) -> None:
         )
     if message.content is None:
         raise InputError(f'content may be null only beside a tool call, and {where} has none; write "" or the text')
+
+
+def _check_texts(trajectory: Trajectory) -> None:
+    if isinstance(trajectory.task_id, str):
+        valid_text(trajectory.task_id, "task_id")
+    if trajectory.tools:
+        valid_texts(trajectory.tools, "tools")
+    for i, message in enumerate(trajectory.messages or ()):
+        for name in ("role", "content", "reasoning", "name", "tool_call_id"):
+            if (text := getattr(message, name)) is not None:
+                valid_text(text, f"messages[{i}].{name}")
+        for call in message.tool_calls:
+            valid_texts([call.name, call.id, call.arguments], f"messages[{i}].tool_calls")
 
 
 def _check_arrays(trajectory: Trajectory) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
@@ -179,12 +180,15 @@ def check_prompt(prompt_id: object, prompt: object) -> None:
     """Checks a prompt id and a prompt.
 
     Raises:
-        InputError: an id that is neither str nor int, or a prompt that is not an integer array [P] of token ids.
+        InputError: an id that is neither str nor int or has lone surrogates, or a prompt that is not an integer array
+            [P] of token ids.
 
     Example: `check_prompt("q1", np.array([5, 6], np.int32))` passes; [5, 6] and np.array([5.0]) are not prompts.
     """
     if type(prompt_id) not in (str, int):
         raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")
+    if isinstance(prompt_id, str):
+        valid_text(prompt_id, "prompt_id")
     if not isinstance(prompt, np.ndarray) or prompt.dtype.kind not in "iu":
         kind = prompt.dtype if isinstance(prompt, np.ndarray) else type(prompt).__name__
         raise InputError(f"a prompt is an integer array of token ids, got {kind} for {prompt_id!r}; convert it")

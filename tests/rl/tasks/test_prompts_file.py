@@ -280,3 +280,25 @@ def test_gsm8k_reads_with_its_own_answers_right(real_data: Path) -> None:
         response = [*tokenizer.encode(text).ids, task.stop_tokens[0]]
         assert task.reward(prompt, rollout_of(response)) == 1.0
         assert task.reward(prompt, rollout_of(tokenizer.encode("I give up").ids)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("0.1234567890123456789", "0.1234567890123456789"),
+        ("2.50", "2.50"),
+        ("1" + "0" * 400, "1" + "0" * 400),
+        ("-12345678901234567890", "-12345678901234567890"),
+    ],
+)
+def test_an_answer_that_is_a_number_keeps_its_digits(file: Path, tokenizer: Path, written: str, answer: str) -> None:
+    file.write_text(f'{{"prompt": "a", "answer": {written}}}\n')
+    [prompt] = PromptsFile(file, tokenizer=tokenizer, reward=OWN).prompts
+    assert prompt.answer == answer
+
+
+@pytest.mark.parametrize("key", ["answer", "prompt_id", "prompt"])
+def test_half_a_unicode_pair_is_refused_with_its_line(file: Path, tokenizer: Path, key: str) -> None:
+    write(file, {"prompt": "a", key: "\ud83d"})
+    with pytest.raises(InputError, match=r"prompts\.jsonl:1: .*must be valid Unicode"):
+        PromptsFile(file, tokenizer=tokenizer, reward=OWN)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from treering.data.unicode import valid_text
 from treering.errors import InputError
 
 
@@ -20,19 +21,6 @@ def text_field(record: Mapping[str, Any], key: str, where: str | None = None) ->
     if not isinstance(value, str):
         raise InputError(f"{where or key} must be text, got {show(value)}; quote it or drop it")
     return valid_text(value, where or key)
-
-
-def valid_text(text: str, where: str) -> str:
-    """The text itself.
-
-    Raises:
-        InputError: it has lone surrogates.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} must be valid Unicode, got {show(text)} ({error.reason}); repair it") from error
-    return text
 
 
 def integer_field(record: Mapping[str, Any], key: str) -> int | None:

@@ -5,8 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.fields import array, is_blank, show, text_field, valid_text
+from treering.data.formats.fields import array, is_blank, show, text_field
 from treering.data.trajectory import ToolCall
+from treering.data.unicode import valid_text
 from treering.errors import InputError
 
 _ARGUMENT_KEYS = ("arguments", "args", "input", "parameters")

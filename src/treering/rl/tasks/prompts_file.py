@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.files import numbered_lines
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
 from treering.data.trajectory import Message
+from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards import check_answer, find_reward
@@ -170,11 +171,22 @@ class _Line:
     prompt_id: PromptId | None
 
 
+class _ExactFloat(float):
+    """A number of a JSON text with the digits that it was written with."""
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
+
+
 def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
     for number, raw in numbered_lines(path):
         where = f"{path}:{number}"
         try:
-            yield where, _line(json.loads(raw))
+            yield where, _line(json.loads(raw, parse_float=_ExactFloat))
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         except UnicodeDecodeError as error:
@@ -210,19 +222,23 @@ def _line(record: object) -> _Line:
 
 
 def _answer(value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return valid_text(value, "answer")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+    if isinstance(value, int):
+        return str(value)
     if not math.isfinite(value):
         # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
         raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
-    return str(value)
+    return value.text if isinstance(value, _ExactFloat) else str(value)
 
 
 def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
     key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
     value = None if key is None else record[key]
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
-        return value
+        return valid_text(value, str(key)) if isinstance(value, str) else value
     raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")

@@ -1,0 +1,65 @@
+"""Halves of a Unicode pair are refused where they come in, from files and from Python, never where they are written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from treering.data import Message, ToolCall, Trajectory, read_trajectories, write_trajectories
+from treering.engine.request import Request, Sampling
+from treering.errors import InputError
+
+HALF = "\ud83d"
+ASKED, SAID = Message(role="user", content="?"), Message(role="assistant", content="!")
+CALL = ToolCall(name="f", arguments={"x": HALF})
+TOOL = {"type": "function", "function": {"name": "f", "description": HALF}}
+
+
+def chat(**fields) -> Trajectory:
+    return Trajectory(**{"task_id": 1, "messages": (ASKED, SAID), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"task_id": HALF}, "task_id"),
+        ({"messages": (ASKED, Message(role="assistant", content=f"so {HALF}"))}, r"messages\[1\]\.content"),
+        ({"messages": (ASKED, Message(role=HALF, content="so"))}, r"messages\[1\]\.role"),
+        ({"messages": (ASKED, Message(role="assistant", content="a", reasoning=HALF))}, r"messages\[1\]\.reasoning"),
+        (
+            {
+                "messages": (
+                    Message(role="assistant", content=None, tool_calls=(ToolCall(name="f", arguments={"x": HALF}),)),
+                )
+            },
+            r"messages\[1\]\.tool_calls",
+        ),
+        ({"tools": (TOOL,)}, "tools"),
+    ],
+)
+def test_a_trajectory_from_python_is_refused_by_field(fields, where):
+    with pytest.raises(InputError, match=rf"^{where} must be valid Unicode, got .*surrogates not allowed.*repair it"):
+        chat(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"task_id": HALF}, {"tools": [TOOL]}, {"messages": [{"role": "assistant", "content": HALF}]}]
+)
+def test_a_record_of_a_file_is_refused_with_its_line(tmp_path, fields):
+    file = tmp_path / "set.jsonl"
+    record = {"task_id": 1, "messages": [{"role": "assistant", "content": "a"}], **fields}
+    file.write_text(json.dumps(record) + "\n")
+    with pytest.raises(InputError, match=r"set\.jsonl:1: .*must be valid Unicode"):
+        read_trajectories(file)
+
+
+def test_what_is_accepted_can_be_written_and_read(tmp_path):
+    whole = chat(task_id="😀", messages=(ASKED, Message(role="assistant", content="😀")))
+    write_trajectories(tmp_path / "set.jsonl", [whole])
+    [found] = read_trajectories(tmp_path / "set.jsonl")
+    assert (found.task_id, found.messages) == (whole.task_id, whole.messages)
+
+
+def test_the_prompt_id_of_a_request_is_refused():
+    with pytest.raises(InputError, match="prompt_id must be valid Unicode"):
+        Request(prompt_id=HALF, prompt=np.array([1], np.int32), sampling=Sampling(max_tokens=1))
