@@ -27,11 +27,7 @@ def chat(**fields) -> Trajectory:
         ({"messages": (ASKED, Message(role=HALF, content="so"))}, r"messages\[1\]\.role"),
         ({"messages": (ASKED, Message(role="assistant", content="a", reasoning=HALF))}, r"messages\[1\]\.reasoning"),
         (
-            {
-                "messages": (
-                    Message(role="assistant", content=None, tool_calls=(ToolCall(name="f", arguments={"x": HALF}),)),
-                )
-            },
+            {"messages": (ASKED, Message(role="assistant", content=None, tool_calls=(CALL,)))},
             r"messages\[1\]\.tool_calls",
         ),
         ({"tools": (TOOL,)}, "tools"),

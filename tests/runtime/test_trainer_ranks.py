@@ -51,11 +51,11 @@ class Counting(TinyRecipe):
         if dist.is_initialized():
             file = self.folder / str(dist.get_rank())
 
-            def write(_: nn.Module, inputs: tuple[torch.Tensor, ...], __: torch.Tensor) -> None:
+            def write(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
                 with file.open("a") as lines:
                     lines.write(f"{inputs[0].numel()}\n")
 
-            model.get_input_embeddings().register_forward_hook(write)
+            model.get_input_embeddings().register_forward_pre_hook(write)
         return model  # type: ignore[no-any-return]
 
 

@@ -57,7 +57,7 @@ def check_embedding_hooks(model: nn.Module) -> None:
     if not isinstance(embedding, nn.Module):
         return
     own = own_hooks(embedding)
-    for key, hook in {**embedding._forward_hooks, **embedding._forward_pre_hooks}.items():
+    for key, hook in embedding._forward_hooks.items():
         name = getattr(hook, "__qualname__", type(hook).__name__)
         if key not in own and not name.endswith("make_inputs_require_grads"):
             raise UnsupportedError(

@@ -218,7 +218,7 @@ def test_the_vocabulary_covers_every_token_of_the_tokenizer(file: Path, tokenize
         ("nan?", "a line must be one JSON object"),
         (b"\xff\xfe{}", "a line must be UTF-8"),
         ("{}", "needs prompt or question, got the keys none; add one"),
-        ('{"text": "a", "id": 3}', "got the keys text, id; add one"),
+        ('{"text": "a", "id": 3}', "got the keys text, id; rename text, if that is the prompt"),
         ('{"prompt": 3}', "must be text, got 3"),
         ('{"question": ["a"]}', r"a question is text, got \['a'\]"),
         ('{"prompt": ""}', "a prompt holds text, got ''"),
@@ -302,3 +302,62 @@ def test_half_a_unicode_pair_is_refused_with_its_line(file: Path, tokenizer: Pat
     write(file, {"prompt": "a", key: "\ud83d"})
     with pytest.raises(InputError, match=r"prompts\.jsonl:1: .*must be valid Unicode"):
         PromptsFile(file, tokenizer=tokenizer, reward=OWN)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reward_model": {"style": "rule", "ground_truth": "Basel"}},
+        {"ground_truth": "Basel"},
+        {"answer": "Basel", "ground_truth": "Basel"},
+    ],
+)
+def test_answers_of_verl_are_read(file: Path, tokenizer: Path, fields: dict[str, object]) -> None:
+    record = {"data_source": "x", "prompt": [{"role": "user", "content": "Where?"}], "extra_info": {"index": 0}}
+    write(file, {**record, **fields})
+    [prompt] = PromptsFile(file, tokenizer=tokenizer, reward="exact_answer").prompts
+    assert prompt.answer == "Basel"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"solution": "4"}, "needs an answer, got None; .*; if solution is the answer, rename it to answer"),
+        ({"label": "4"}, "if label is the answer, rename it"),
+        ({"answer": "4", "ground_truth": "5"}, "answer and ground_truth hold different answers"),
+        ({"ground_truth": ["4", "four"]}, "an answer is text or a number"),
+    ],
+)
+def test_an_answer_of_no_certain_meaning_is_refused(file: Path, tokenizer: Path, fields: object, rule: str) -> None:
+    assert isinstance(fields, dict)
+    write(file, {"prompt": "2+2?", **fields})
+    with pytest.raises(InputError, match=rf"prompts\.jsonl:1: .*{rule}"):
+        PromptsFile(file, tokenizer=tokenizer, reward="exact_answer")
+
+
+def test_a_json_array_and_a_table_of_prompts_are_those_of_its_lines(tmp_path: Path, tokenizer: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra treering[datasets] is not installed")
+    pyarrow = pytest.importorskip("pyarrow")
+    records = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    write(tmp_path / "p.jsonl", *records)
+    (tmp_path / "p.json").write_text(json.dumps(records, indent=1))
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "p.parquet")
+    files = [tmp_path / name for name in ("p.jsonl", "p.json", "p.parquet")]
+    found = [PromptsFile(file, tokenizer=tokenizer, reward="exact_answer").prompts for file in files]
+    keys = [[(one.prompt_id, one.answer, one.tokens.tolist()) for one in prompts] for prompts in found]
+    assert keys[0] == keys[1] == keys[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("p.csv", b"prompt,answer\n2+2?,4\n", r"p\.csv: this is a table as text.*convert it to JSON Lines"),
+        ("p.jsonl", '{"prompt": "a"}'.encode("utf-16"), "this is a text in UTF-16; convert it to UTF-8"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_by_what_it_is(
+    tmp_path: Path, tokenizer: Path, name: str, content: bytes, rule: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=rule):
+        PromptsFile(tmp_path / name, tokenizer=tokenizer, reward=OWN)

@@ -1,7 +1,7 @@
 """The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,7 +24,9 @@ _UNREAD = MappingProxyType(
 """The first bytes of files that people have and that hold no records as they are, with what to do."""
 
 
-def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[str, object]]:
+def read_records(
+    path: Path, *, may_be_torn: bool = False, parse_float: Callable[[str], float] | None = None
+) -> Iterator[tuple[str, object]]:
     """Each record of a path with its place for errors: "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
 
     Read are JSON Lines and JSON documents (an array of records, or one record), plain or gzipped, Parquet and Arrow
@@ -34,6 +36,7 @@ def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[str
     Args:
         path: of a file or folder.
         may_be_torn: a run wrote the file, and a kill may have cut its last line; see `whole_lines`.
+        parse_float: makes the value of a number with a fraction from its text in JSON; None takes Python's float.
 
     Raises:
         InputError: a path that cannot be read, or broken JSON, as "FILE:LINE: rule, value, fix".
@@ -54,13 +57,25 @@ def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[str
     if first is None:
         return iter(())
     if _is_document(first[1], path):
-        return _document_records(path)
-    return _line_records(path, whole_lines(path) if may_be_torn else numbered_lines(path))
+        return _document_records(path, parse_float)
+    _check_no_csv(path, first[1])
+    return _line_records(path, whole_lines(path) if may_be_torn else numbered_lines(path), parse_float)
 
 
-def _line_records(path: Path, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, object]]:
+def _check_no_csv(path: Path, line: bytes) -> None:
+    if path.suffix.lower() not in (".csv", ".tsv") or _is_json(line.strip()):
+        return
+    raise InputError(
+        f"{path}: this is a table as text, in which lists and numbers have no certain form; convert it to JSON "
+        f"Lines, such as by pandas.read_csv({path.name!r}).to_json('set.jsonl', orient='records', lines=True)"
+    )
+
+
+def _line_records(
+    path: Path, lines: Iterable[tuple[int, bytes]], parse_float: Callable[[str], float] | None
+) -> Iterator[tuple[str, object]]:
     for number, line in lines:
-        yield f"{path}:{number}", parse_line(path, number, line, lambda value: value)
+        yield f"{path}:{number}", parse_line(path, number, line, lambda value: value, parse_float)
 
 
 def _is_document(line: bytes, path: Path) -> bool:
@@ -80,9 +95,9 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _document_records(path: Path) -> Iterator[tuple[str, object]]:
+def _document_records(path: Path, parse_float: Callable[[str], float] | None) -> Iterator[tuple[str, object]]:
     try:
-        document = json.loads(read_whole(path))
+        document = json.loads(read_whole(path), parse_float=parse_float)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: {_document_error(error)}") from error
     except UnicodeDecodeError as error:

@@ -175,14 +175,20 @@ def open_file(file: Path) -> BinaryIO:
     return cast(BinaryIO, gzip.open(file, "rb")) if is_gzip else open(file, "rb")
 
 
-def parse_line(file: Path, number: int, line: bytes, decode_value: Callable[[object], T]) -> T:
+def parse_line(
+    file: Path,
+    number: int,
+    line: bytes,
+    decode_value: Callable[[object], T],
+    parse_float: Callable[[str], float] | None = None,
+) -> T:
     """What `decode_value` makes of the JSON value of a line.
 
     Raises:
         InputError: the line is not JSON, or `decode_value` refuses it; begins with file and line.
     """
     try:
-        return decode_value(json.loads(line))
+        return decode_value(json.loads(line, parse_float=parse_float))
     except InputError as error:
         raise InputError(f"{file}:{number}: {error}") from error
     except UnicodeDecodeError as error:

@@ -1,6 +1,5 @@
-"""Prompts from a JSONL file, as text or chat messages, with a reward on the text of the response."""
+"""Prompts from a file of records, as text or chat messages, with a reward on the text of the response."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from treering.data.formats.codec import CONTEXT_KEYS, decode
-from treering.data.formats.files import numbered_lines
+from treering.data.formats.containers import read_records
+from treering.data.formats.fields import is_blank
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
 from treering.data.trajectory import Message
@@ -27,15 +27,18 @@ PromptTemplate = Literal["plain", "hf", "raw"]
 
 _PROMPT_KEYS = (*CONTEXT_KEYS, "tools", "images", "image", "videos", "video", "audio", "documents")
 """Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
+_LIKELY_PROMPTS = ("messages", "problem", "query", "instruction", "input", "text")
+_LIKELY_ANSWERS = ("solution", "label", "target", "final_answer", "expected_answer", "gold", "output", "response")
 _ID_KEYS = ("prompt_id", "task_id", "id")
 
 
 class PromptsFile(Task):
-    """The prompts of a JSONL file, plain or .gz; one object per line.
+    """The prompts of a file: JSON Lines, a JSON array, Parquet or a dataset's folder, read as trajectories are.
 
-    Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer` (text or a number); the
-    id in `prompt_id`, `task_id` or `id`, else a hash of the tokens. `tools` are JSON schemas for the chat
-    template. Other fields are ignored unless they change a prompt, such as images.
+    Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer`, or verl's
+    `reward_model.ground_truth` or `ground_truth` (text or a number); the id in `prompt_id`, `task_id` or `id`, else a
+    hash of the tokens. `tools` are JSON schemas for the chat template. Other fields are ignored unless they change a
+    prompt, such as images.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -145,7 +148,12 @@ class PromptsFile(Task):
         return tuple(kept.values())
 
     def _prompt(self, line: "_Line", reward: str) -> Prompt:
-        check_answer(reward, line.answer)
+        try:
+            check_answer(reward, line.answer)
+        except InputError as error:
+            if line.answer is not None or line.likely_answer is None:
+                raise
+            raise InputError(f"{error}; if {line.likely_answer} is the answer, rename it to answer") from error
         tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._template == "raw")
         prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
         return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer)
@@ -168,6 +176,7 @@ class _Line:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     answer: str | None
+    likely_answer: str | None
     prompt_id: PromptId | None
 
 
@@ -183,16 +192,13 @@ class _ExactFloat(float):
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
-    for number, raw in numbered_lines(path):
-        where = f"{path}:{number}"
+    for where, record in read_records(path, parse_float=_ExactFloat):
         try:
-            yield where, _line(json.loads(raw, parse_float=_ExactFloat))
+            yield where, _line(record)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: a line must be UTF-8, got {error}; convert the file") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: a line must be one JSON object ({error}); repair the line") from error
+        except (RecursionError, OverflowError) as error:
+            raise InputError(f"{where}: a line that cannot be read ({error}); repair it") from error
 
 
 def _line(record: object) -> _Line:
@@ -201,7 +207,9 @@ def _line(record: object) -> _Line:
     key = "question" if record.get("prompt") is None else "prompt"
     value = record.get(key)
     if value is None:
-        raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; add one")
+        likely = next((name for name in _LIKELY_PROMPTS if record.get(name) is not None), None)
+        fix = "add one" if likely is None else f"rename {likely}, if that is the prompt"
+        raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; {fix}")
     if key == "question" and not isinstance(value, str):
         raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
@@ -216,9 +224,24 @@ def _line(record: object) -> _Line:
     return _Line(
         messages=decoded,
         tools=trajectory.tools,
-        answer=_answer(record.get("answer")),
+        answer=_answer(_given_answer(record)),
+        likely_answer=next((name for name in _LIKELY_ANSWERS if not is_blank(record.get(name))), None),
         prompt_id=_prompt_id(record),
     )
+
+
+def _given_answer(record: Mapping[str, Any]) -> object:
+    """The answer under `answer`, or as verl has it, under `ground_truth`, also inside of `reward_model`."""
+    inner = record.get("reward_model")
+    places = {
+        "answer": record.get("answer"),
+        "ground_truth": record.get("ground_truth"),
+        "reward_model.ground_truth": inner.get("ground_truth") if isinstance(inner, dict) else None,
+    }
+    given = {key: value for key, value in places.items() if value is not None}
+    if len(given) > 1 and len(set(map(repr, given.values()))) > 1:
+        raise InputError(f"{' and '.join(given)} hold different answers; keep one of them")
+    return next(iter(given.values()), None)
 
 
 def _answer(value: object) -> str | None:
