@@ -76,10 +76,18 @@ def write_text(target: Path, text: str) -> None:
 
     Example: `write_text(Path("costs.json"), "{}")`.
     """
+    write_file(target, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def write_file(target: Path, fill: Callable[[Path], object]) -> None:
+    """As `write_text`, for what `fill` writes into the file that it is given, which begins with a dot.
+
+    Example: `write_file(Path("costs.json"), lambda draft: draft.write_text("{}"))`.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        fill(draft)
         _flush(draft)
         os.replace(draft, target)
     except BaseException:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.report.folders import write_run
+from treering.cli.inspect.rollouts import trajectory_files
 from treering.cli.report.command import run
 from treering.cli.report.texts import find_text
-from treering.errors import StateError
+from treering.errors import InputError, StateError
 from treering.report.run import read_run
 
 
@@ -58,3 +59,27 @@ def test_every_rollout_is_a_row_of_the_table(tmp_path: Path) -> None:
     text_of = find_text(read_run(tmp_path / "a"))
     assert text_of is not None
     assert first["prompt"] == text_of(1) + text_of(2)
+
+
+def test_a_table_inside_of_the_runs_folder_does_not_hide_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    folder = tmp_path / "a"
+    write_run(folder, num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
+    before = trajectory_files([folder])
+    run(folder, out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
+    assert trajectory_files([folder]) == before
+    run(folder, out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_table_that_cannot_be_made_leaves_the_earlier_one(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    folder, file = tmp_path / "a", tmp_path / "rollouts.parquet"
+    write_run(folder, num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
+    file.write_bytes(b"earlier")
+    last = sorted((folder / "rollouts").glob("*.jsonl"))[-1]
+    last.write_text("{}\n" + last.read_text())
+    with pytest.raises(InputError, match=last.name):
+        run(folder, out=None, open_page=False, rollouts=file, json_output=False)
+    assert file.read_bytes() == b"earlier"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -142,11 +142,12 @@ def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if is_dataset_folder(path):
-        return [path]
+    # A run's folder may hold tables that were written from it.
     for folder in (path / ROLLOUTS_FOLDER, path):
         if files := sorted(folder.glob("epoch-*.jsonl")):
             return files
+    if is_dataset_folder(path):
+        return [path]
     raise InputError(
         f"a run keeps its rollouts in {ROLLOUTS_FOLDER}/epoch-*.jsonl, and {path} has none; run it with run.rollouts = "
         '"on", or name trajectory files'

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from treering.atomic import write_file
 from treering.cli.inspect.rollouts import trajectory_files
 from treering.cli.report.texts import find_text
 from treering.data import Trajectory, read_trajectories
@@ -33,12 +34,17 @@ def write_parquet(folder: Path, file: Path) -> int:
 
     schema = _schema(pa)
     num_rows = 0
-    with writing(file):
-        check_regular(file)
-        with parquet.ParquetWriter(file, schema) as writer:
+
+    def fill(draft: Path) -> None:
+        nonlocal num_rows
+        with parquet.ParquetWriter(draft, schema) as writer:
             for rows in _row_groups(folder):
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
                 num_rows += len(rows)
+
+    with writing(file):
+        check_regular(file)
+        write_file(file, fill)
     return num_rows
 
 

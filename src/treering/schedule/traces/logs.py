@@ -90,10 +90,13 @@ class _Row:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir() or is_dataset_folder(path):
+    if not path.is_dir():
         return [path]
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     files = sorted([*folder.glob("epoch-*.jsonl"), *folder.glob("epoch-*.jsonl.gz")])
+    # A run's folder may hold tables that were written from it.
+    if not files and is_dataset_folder(path):
+        return [path]
     if not files:
         raise InputError(f"{path}: a run keeps its rollouts in rollouts/epoch-*.jsonl, found none; name a run or file")
     return files
