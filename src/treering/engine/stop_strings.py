@@ -22,15 +22,26 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
         strings: at least one.
         decode: tokens to text.
 
+    A space before the first token of a turn counts, as where it follows a prompt.
+
     Example: with one character per token, of "ab;c" with 3 new tokens 2 new ones are kept for the string ";".
     """
     window = window_of(strings)
     for count in range(1, num_new + 1):
         end = tokens.size - num_new + count
-        text = decode(tokens[max(0, end - window) : end])
-        if any(string in text for string in strings):
+        texts = _texts(tokens[max(0, end - window) : end], decode)
+        if any(string in text for string in strings for text in texts):
             return count
     return None
+
+
+def _texts(tokens: TokenIds, decode: Decode) -> tuple[str, str]:
+    """The text of tokens by themselves, and as after their first one: SentencePiece drops a space at the begin.
+
+    Where the first token is a part of a character, only the former is right.
+    """
+    first, doubled = decode(tokens[:1]), decode(np.concatenate([tokens[:1], tokens]))
+    return decode(tokens), doubled.removeprefix(first)
 
 
 def window_of(strings: Sequence[str]) -> int:
