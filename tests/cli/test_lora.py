@@ -87,6 +87,13 @@ def test_a_resumed_run_meets_the_base_weights_that_it_began_with(lora_commands: 
     assert "lora.base is '" in lora_commands.refused("sft", "train.num_steps=3")
 
 
+def test_other_target_modules_on_resume_are_the_one_cause_that_is_named(lora_commands: Commands) -> None:
+    lora_commands.done("sft")
+    message = lora_commands.refused("sft", "train.num_steps=3", 'lora.target_modules=["q_proj"]')
+    assert "lora.target_modules is " in message
+    assert "lora.base" not in message
+
+
 def test_the_engine_samples_with_the_log_probs_of_the_trained_adapters(lora_commands: Commands) -> None:
     config = load(RlConfig, Path("train.toml"), ["rl.num_steps=4", "optim.learning_rate=1e-1"])
     with open_training(config, config_dir=Path(), console=Console(quiet=True)) as run:

@@ -234,3 +234,17 @@ def test_a_gemma_3_with_a_vision_tower_gives_its_text_model(tmp_path: Path) -> N
     torch.testing.assert_close(found(ids).logits, stored(input_ids=ids).logits, rtol=0, atol=1e-6)
     found.save_pretrained(tmp_path / "trained")
     assert torch.equal(build(tmp_path / "trained").eval()(ids).logits, found(ids).logits)
+
+
+def test_the_attention_that_a_folder_asks_for_need_not_be_installed(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    plain, asked = build(folder), build(edit_config(folder, attn_implementation="flash_attention_2"))
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(asked(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"rope_type": "nonsense", "factor": 2.0}, {"type": "nonsense"}])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_an_unknown_rope_type_is_named(tmp_path: Path, key: str, settings: dict[str, object]) -> None:
+    message = refusal(edit_config(save_model(tmp_path / "m"), **{key: settings}))
+    assert f"asks in {key} for the rope type 'nonsense'" in message

@@ -151,6 +151,10 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
 
 def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
     check_model_folder(folder, setting)
+    described = json.loads((folder / "config.json").read_bytes())
+    _check_rope(folder, described)
+    # Attention follows the tree, whatever the folder asks for, which may not be installed here.
+    attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
     try:
         with _quiet_transformers():
             # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
@@ -162,11 +166,14 @@ def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 weights_only=True,
+                **attention,
             )
     except ImportError as error:
+        what, fix = "asks for", "remove what asks for it"
+        if "quantization_config" in described:
+            what, fix = "describes weights that need", "use the model's folder without quantization"
         raise InputError(
-            f"{folder / 'config.json'} describes weights that need a package that is not installed ({error}); install "
-            "it, or use the model's folder without quantization"
+            f"{folder / 'config.json'} {what} a package that is not installed ({error}); install it, or {fix}"
         ) from error
     except Exception as error:  # a configuration may be wrong in many ways
         if "trust_remote_code" in str(error):
@@ -194,6 +201,20 @@ def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTraine
     text.model, text.lm_head = model.model.language_model, model.lm_head
     text.generation_config = model.generation_config
     return text
+
+
+def _check_rope(folder: Path, described: Mapping[str, Any]) -> None:
+    """Refuses a kind of rotary position that transformers does not know, whose own error names no cause."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for key in ("rope_parameters", "rope_scaling"):
+        settings = described.get(key)
+        kind = settings.get("rope_type", settings.get("type", "default")) if isinstance(settings, dict) else "default"
+        if kind not in ("default", "mrope", *ROPE_INIT_FUNCTIONS):
+            raise InputError(
+                f"{folder / 'config.json'} asks in {key} for the rope type {kind!r}, and this transformers knows "
+                f"{', '.join(ROPE_INIT_FUNCTIONS)}; correct it, or install the transformers that the model came with"
+            )
 
 
 def _check_loaded(folder: Path, name: str, loaded: Mapping[str, Any]) -> None:

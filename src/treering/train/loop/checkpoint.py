@@ -228,6 +228,9 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
         for key in sorted({*found, *expected})
         if found.get(key, missing) != expected.get(key, missing)
     ]
+    if any(one.startswith("lora.target_modules ") for one in differing):
+        # Which weights are frozen, and so their checksum, follows from it.
+        differing = [one for one in differing if not one.startswith("lora.base ")]
     if differing:
         raise StateError(
             f"a run resumes with the settings that it began with, and {where} is of another one: "
