@@ -30,6 +30,8 @@ class TokenCall:
     """int32 [C]: what it sampled."""
     logprobs: npt.NDArray[np.float64] | None
     """float64 [C], of the sampled tokens; None if they are not known."""
+    mask: LossMask | None = None
+    """bool [C], which of the sampled tokens are trained; None trains all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +41,7 @@ class TokenBranch:
     tokens: TokenIds
     """int32 [T]."""
     loss_mask: LossMask
-    """bool [T], True where a call sampled the token."""
+    """bool [T], True where a call sampled the token and its mask trains it."""
     logprobs: npt.NDArray[np.float64] | None
     """float64 [T], 0.0 where no call sampled the token; None if those of a call are not known."""
 
@@ -105,7 +107,7 @@ def _joined(run: Sequence[TokenCall]) -> TokenBranch:
     logprobs = np.zeros(tokens.size)
     for call in run:
         span = slice(call.prompt.size, call.prompt.size + call.completion.size)
-        mask[span] = True
+        mask[span] = True if call.mask is None else call.mask
         if call.logprobs is not None:
             logprobs[span] = call.logprobs
     is_known = all(call.logprobs is not None for call in run)

@@ -74,7 +74,7 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     Example: tokens [5, 6] with the labels [-100, 6] and tokens [5, 6] with response_mask [0, 1] have the mask [0, 1].
     """
     if tokens is not None:
-        _check_masks_are_known(record)
+        check_masks_are_known(record)
     masks = {key: decode_mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
     if not is_blank(record.get("labels")):
         masks["labels"] = _mask_of_labels(record["labels"], tokens)
@@ -106,7 +106,14 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
     return np.array(value, dtype=np.float64)
 
 
-def _check_masks_are_known(record: Mapping[str, Any]) -> None:
+def check_masks_are_known(record: Mapping[str, Any]) -> None:
+    """Refuses a key that may be a mask, or the length of prompt or response, and that no trainer's name makes certain.
+
+    Raises:
+        InputError: names the key.
+
+    Example: `{"tokens": [5, 6], "env_mask": [0, 1]}` is refused.
+    """
     for key, value in record.items():
         if key in MASK_KEYS or key in _HARMLESS or is_blank(value) or not _OTHER_MASK.search(key.lower()):
             continue
