@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 from treering.data.formats.fields import integer_field, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
-from treering.data.formats.token_arrays import MASK_KEYS, decode_floats, decode_loss_mask, decode_tokens
+from treering.data.formats.token_arrays import (
+    MASK_KEYS,
+    check_masks_are_known,
+    decode_floats,
+    decode_loss_mask,
+    decode_tokens,
+)
 from treering.data.formats.tool_calls import decode_tools
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 from treering.errors import InputError
@@ -42,7 +48,7 @@ CONTEXT_KEYS = MappingProxyType(
             "write it as the first message, of role system",
         ),
         **dict.fromkeys(
-            ("functions", "tool_defs", "oai_tools", "tool_schemas", "tool_definitions", "available_tools"),
+            ("tools", "functions", "tool_defs", "oai_tools", "tool_schemas", "tool_definitions", "available_tools"),
             "write the schemas as tools",
         ),
     }
@@ -64,7 +70,7 @@ def decode(record: object) -> Trajectory:
     """
     if not isinstance(record, dict):
         raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
-    check_readable(record, but=("system", "functions"))
+    check_readable(record, but=("system", "tools", "functions", *MASK_KEYS))
     messages = None if record.get("messages") is None else _messages(record)
     tokens = decode_tokens(record)
     if messages is None and tokens is None:
@@ -105,6 +111,7 @@ def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> N
 
     Example: `{"messages": [...], "images": ["a.png"]}` is refused, and an empty list of images is not.
     """
+    check_masks_are_known(record, but=but)
     has_ids = any(not is_blank(record.get(key)) for key in _IDS)
     for key, advice in CONTEXT_KEYS.items():
         value = record.get(key)

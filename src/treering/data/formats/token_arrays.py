@@ -1,7 +1,7 @@
 """Token ids, loss masks, log-probabilities and advantages of JSON records, under the names that trainers give them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ MASK_KEYS = (
     ),
 )
 """Names of a mask with 1 where a token is trained."""
-_OTHER_MASK = re.compile(r"(^|_)(masks?|weights)$|(prompt|response|completion)s?_(len|lens|length|lengths)$")
+_OTHER_MASK = re.compile(r"(^|_)(masks?|weights)$")
+_LENGTH = re.compile(r"(prompt|response|completion)s?_(len|lens|length|lengths)$")
 # Those that say nothing on training: padding, which has a check of its own, and what a tokenizer adds.
 _HARMLESS = ("attention_mask", "special_tokens_mask")
 IGNORED_LABEL = -100
@@ -74,7 +75,7 @@ def decode_loss_mask(record: Mapping[str, Any], tokens: TokenIds | None) -> Loss
     Example: tokens [5, 6] with the labels [-100, 6] and tokens [5, 6] with response_mask [0, 1] have the mask [0, 1].
     """
     if tokens is not None:
-        check_masks_are_known(record)
+        check_masks_are_known(record, but=MASK_KEYS, with_lengths=True)
     masks = {key: decode_mask(record[key], key) for key in MASK_KEYS if record.get(key) is not None}
     if not is_blank(record.get("labels")):
         masks["labels"] = _mask_of_labels(record["labels"], tokens)
@@ -106,8 +107,10 @@ def decode_floats(record: Mapping[str, Any], key: str) -> npt.NDArray[np.float64
     return np.array(value, dtype=np.float64)
 
 
-def check_masks_are_known(record: Mapping[str, Any]) -> None:
-    """Refuses a key that may be a mask, or the length of prompt or response, and that no trainer's name makes certain.
+def check_masks_are_known(record: Mapping[str, Any], *, but: Collection[str] = (), with_lengths: bool = False) -> None:
+    """Refuses keys that may be masks, except those of `but`: what they mean differs between trainers.
+
+    Lengths of prompt or response say what is trained where one list of ids holds both, `with_lengths`.
 
     Raises:
         InputError: names the key.
@@ -115,11 +118,13 @@ def check_masks_are_known(record: Mapping[str, Any]) -> None:
     Example: `{"tokens": [5, 6], "env_mask": [0, 1]}` is refused.
     """
     for key, value in record.items():
-        if key in MASK_KEYS or key in _HARMLESS or is_blank(value) or not _OTHER_MASK.search(key.lower()):
+        is_mask = _OTHER_MASK.search(key.lower()) or (with_lengths and _LENGTH.search(key.lower()))
+        if not is_mask or key in but or key in _HARMLESS or is_blank(value):
             continue
         raise InputError(
             f"{key} seems to say which tokens are trained, and what it means differs between trainers, got "
-            f"{show(value)}; write it as loss_mask, one entry per token with 1 where it is trained, or remove it"
+            f"{show(value)}; write it as loss_mask beside tokens, one entry per token with 1 where it is trained, or "
+            "remove it"
         )
 
 

@@ -25,7 +25,7 @@ from treering.types import PromptId
 PromptTemplate = Literal["plain", "hf", "raw"]
 """plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text unchanged, for base models."""
 
-_PROMPT_KEYS = (*CONTEXT_KEYS, "tools", "images", "image", "videos", "video", "audio", "documents")
+_PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents")
 """Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
 _LIKELY_PROMPTS = ("messages", "problem", "query", "instruction", "input", "text")
 _LIKELY_ANSWERS = ("solution", "label", "target", "final_answer", "expected_answer", "gold", "output", "response")

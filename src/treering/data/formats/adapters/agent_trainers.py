@@ -33,7 +33,7 @@ def decode_prime_rl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: prompt_ids [1, 2], completion_ids [3] and completion_mask [1] train the token 3.
     """
-    check_readable(record)
+    check_readable(record, but=("prompt_mask", "completion_mask"))
     prompt = token_ids(record.get("prompt_ids"), "prompt_ids")
     shown = np.zeros(prompt.size, np.bool_)
     if not is_blank(record.get("prompt_mask")):
@@ -51,7 +51,7 @@ def decode_skyrl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: prompt_token_ids [1, 2], response_ids [3] and loss_mask [1] train the token 3.
     """
-    check_readable(record)
+    check_readable(record, but=("loss_mask", "loss_masks"))
     return [one for row in _rows(record) for one in _skyrl_row(row, note)]
 
 
@@ -102,7 +102,7 @@ def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: a user's message and a choice with the message "Hello" train "Hello".
     """
-    check_readable(record)
+    check_readable(record, but=("tools",))
     histories = [record, *array("additional_histories", record.get("additional_histories") or [])]
     found = [_history(one, "" if i == 0 else f"additional_histories[{i - 1}].") for i, one in enumerate(histories)]
     task_id = task_of(record, note, messages=found[0][0])

@@ -28,7 +28,7 @@ def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: the event of a user's message "Fix a.py" and an agent's call of `ls` train the call.
     """
-    check_readable(record)
+    check_readable(record, but=("tools",))
     if isinstance(record.get("response"), dict):
         return [_logged_call(record, note)]
     if not is_blank(record.get("messages")):

@@ -30,7 +30,7 @@ def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: `{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}` trains "Hello".
     """
-    check_readable(record, but=(*_PAIR, "system"))
+    check_readable(record, but=(*_PAIR, "system", "tools"))
     if not is_blank(record.get("kto_tag")):
         raise InputError("kto_tag is for KTO, which Treering lacks; keep the good ones and remove the key")
     messages = (*_system(record), *_turns(record.get("conversations"), "conversations"))
@@ -49,7 +49,7 @@ def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
 
 def _system(record: Mapping[str, Any]) -> tuple[Message, ...]:
-    text = text_field(record, "system")
+    text = None if is_blank(record.get("system")) else text_field(record, "system")
     return (Message(role="system", content=text),) if text else ()
 
 

@@ -34,7 +34,7 @@ def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
 
     Example: a history of system, user and assistant trains the assistant's text.
     """
-    check_readable(record)
+    check_readable(record, but=("tools",))
     attempts = record.get("attempts") or [record]
     found = [
         messages

@@ -39,7 +39,7 @@ def token_call(record: Mapping[str, Any], keys: tuple[str, str, str], where: str
 def _mask(record: Mapping[str, Any], size: int, where: str) -> LossMask | None:
     if any(array(f"{where}.prompt_mask", record.get("prompt_mask") or [])):
         raise InputError(f"{where}.prompt_mask trains what the call was shown; give 0 for each token of the prompt")
-    check_masks_are_known({key: value for key, value in record.items() if key != "prompt_mask"})
+    check_masks_are_known(record, but=(*MASK_KEYS, "prompt_mask"))
     masks = {key: decode_mask(record[key], f"{where}.{key}") for key in MASK_KEYS if not is_blank(record.get(key))}
     for key, mask in masks.items():
         if mask.size != size:

@@ -13,6 +13,7 @@ from treering.data.formats.fields import is_blank, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.model_calls import as_context
 from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.token_arrays import MASK_KEYS
 from treering.data.formats.tool_calls import decode_tools
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import InputError
@@ -32,7 +33,7 @@ def decode_trl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     Example: `{"prompt": "2+2=", "completion": "4"}` trains "4".
     """
     is_chat = is_blank(record.get("prompt")) and is_blank(record.get("completion"))
-    check_readable(record, but=(*_PAIR, "functions", *(("system",) if is_chat else ())))
+    check_readable(record, but=(*_PAIR, "tools", "functions", *(("system", *MASK_KEYS) if is_chat else ())))
     if all(not is_blank(record.get(key)) for key in _PAIR):
         return _pair(record, note)
     if is_chat:
