@@ -8,6 +8,7 @@ import json
 import warnings
 
 import pytest
+from tools.data_keys import BEGIN, END, PAGE, as_table
 
 from treering.data import read_trajectories
 from treering.errors import InputError
@@ -130,3 +131,7 @@ def test_a_key_of_the_policys_message_is_read_refused_or_said(tmp_path, key):
     for value in OF_A_MESSAGE[key]:
         record = {"task_id": 1, "messages": [ASKED, {**SAID, key: value}]}
         assert outcome(tmp_path, record) != plain, (key, value)
+
+
+def test_the_page_has_the_table_of_the_code():
+    assert f"{BEGIN}{as_table()}{END}" in PAGE.read_text(encoding="utf-8")

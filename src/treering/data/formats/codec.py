@@ -20,8 +20,8 @@ from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
-_SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version", "preference")
-_UNREADABLE = MappingProxyType(
+SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version", "preference")
+UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(
             ("images", "image", "videos", "video", "audio", "audios"),
@@ -118,7 +118,7 @@ def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> N
         # Ids have all that the policy saw; a text that is a message too is read there.
         if key not in but and not is_blank(value) and not has_ids and not _is_message(record, value):
             raise InputError(f"{key} stands beside the messages and is not read, got {show(value)}: {advice}")
-    for key, advice in _UNREADABLE.items():
+    for key, advice in UNREADABLE.items():
         value = record.get(key)
         if key not in but and not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
             raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {advice}")
@@ -170,7 +170,7 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
     Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """
     record: dict[str, Any] = {"task_id": trajectory.task_id, "format": trajectory.format}
-    for key in _SCALARS:
+    for key in SCALARS:
         record[key] = getattr(trajectory, key)
     if trajectory.messages is not None:
         record["messages"] = [_encode_message(message) for message in trajectory.messages]

@@ -18,8 +18,8 @@ FAILED_RUN = (
 )
 """The note on records that are left out because of a failure."""
 
-_FLAGS = ("is_truncated", "truncated", "was_truncated", "is_cut")
-_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type", "termination_reason")
+CUT_FLAGS = ("is_truncated", "truncated", "was_truncated", "is_cut")
+CUT_REASONS = ("finish_reason", "finishReason", "stop_reason", "done_reason", "finish_type", "termination_reason")
 _LIMITS = frozenset(
     {
         "length",
@@ -46,9 +46,17 @@ _TURNS = (
 _INNER = ("response", "extra", "extra_info", "metadata", "response_metadata", "message", "info")
 
 
-_ERRORS = ("error", "errors", "error_message", "exception", "traceback", "has_error")
-_COMPLETED = ("is_completed", "completed", "is_complete")
-_ENDS = ("status", "exit_status", "exit_reason", "termination_reason", "stop_reason", "stop_condition", "finish_reason")
+ERROR_KEYS = ("error", "errors", "error_message", "exception", "traceback", "has_error")
+COMPLETED_KEYS = ("is_completed", "completed", "is_complete")
+END_KEYS = (
+    "status",
+    "exit_status",
+    "exit_reason",
+    "termination_reason",
+    "stop_reason",
+    "stop_condition",
+    "finish_reason",
+)
 _FAILURE = re.compile(
     r"\b(error(ed)?|fail(ed|ure)?|crash(ed)?|abort(ed)?|cancell?ed|time ?out|timed out|exception|interrupted|killed)\b"
 )
@@ -66,10 +74,10 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 
 
 def _says_failed(part: Mapping[str, Any]) -> bool:
-    ends = [_words(part[key]) for key in _ENDS if isinstance(part.get(key), str)]
+    ends = [_words(part[key]) for key in END_KEYS if isinstance(part.get(key), str)]
     return (
-        any(not is_blank(part.get(key)) and part[key] is not False for key in _ERRORS)
-        or any(part.get(key) is False for key in _COMPLETED)
+        any(not is_blank(part.get(key)) and part[key] is not False for key in ERROR_KEYS)
+        or any(part.get(key) is False for key in COMPLETED_KEYS)
         or any(_FAILURE.search(end) for end in ends)
     )
 
@@ -108,9 +116,9 @@ def _may_be_policys(turn: Mapping[str, Any]) -> bool:
 
 def _says_cut(part: Mapping[str, Any]) -> bool:
     details = part.get("incomplete_details")
-    reasons = [part.get(key) for key in _REASONS] + [details.get("reason") if isinstance(details, dict) else None]
+    reasons = [part.get(key) for key in CUT_REASONS] + [details.get("reason") if isinstance(details, dict) else None]
     return (
-        any(part.get(key) is True or part.get(key) == 1 for key in _FLAGS)
+        any(part.get(key) is True or part.get(key) == 1 for key in CUT_FLAGS)
         or any(isinstance(reason, str) and reason.lower() in _LIMITS for reason in reasons)
         or part.get("status") in ("incomplete", "truncated")
     )

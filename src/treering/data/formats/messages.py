@@ -38,9 +38,9 @@ TRAINED_KEYS = (
 """Names of a message's flag: 1 or true trains it, 0 or false makes it context."""
 CONTEXT_KEYS = ("no_loss", "ignore_loss", "mask_loss", "skip_loss", "ignore")
 """Names of a message's flag of the opposite sense: 1 or true makes it context."""
-_ABOUT_TRAINING = ("train", "loss", "mask", "learn", "ignore", "skip", "supervise")
+ABOUT_TRAINING = ("train", "loss", "mask", "learn", "ignore", "skip", "supervise")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_UNREADABLE = MappingProxyType(
+UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "Treering trains on text"),
         **dict.fromkeys(("training_detail", "train_detail"), "a message is trained whole or not at all"),
@@ -102,9 +102,9 @@ def _opposites(record: Mapping[str, Any], where: str) -> dict[str, bool]:
 
 
 def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
-    known = {*TRAINED_KEYS, *CONTEXT_KEYS, *_UNREADABLE}
+    known = {*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE}
     for key, value in record.items():
-        speaks = any(word in key.lower() for word in _ABOUT_TRAINING)
+        speaks = any(word in key.lower() for word in ABOUT_TRAINING)
         if speaks and key not in known and not is_blank(value):
             raise InputError(
                 f"{where}.{key} seems to say whether the message is trained, and is no flag that Treering knows, got "
@@ -115,7 +115,7 @@ def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
 def _decode(record: object, where: str) -> Iterator[Message]:
     if not isinstance(record, dict):
         raise InputError(f"{where} must be an object with role and content, got {show(record)}; repair it")
-    for key, why in _UNREADABLE.items():
+    for key, why in UNREADABLE.items():
         if not is_blank(record.get(key)) and record[key] is not False:
             raise InputError(f"{where}.{key} changes what is trained and cannot be read ({why}); remove it")
     role = _role(record, where)
