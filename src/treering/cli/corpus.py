@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from treering.cli.branches import branches_note
+from treering.cli.data_notes import data_notes
 from treering.cli.hub import find_folder, locate, search_places
 from treering.config.sft import DataConfig, StandInConfig
 from treering.data import (
@@ -103,8 +103,7 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Cor
         rendered = renderer.render(trajectories)
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         tasks += group_by_task(rendered)[: config.max_tasks]
-        if note := branches_note(rendered):
-            notes.append(f"{path.name}: {note}")
+        notes += [f"{path.name}: {note}" for note in data_notes(trajectories, rendered)]
     num_ids = max(_num_occurring(tasks), 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
 

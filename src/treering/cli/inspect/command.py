@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from treering.cli.branches import branches_note
+from treering.cli.data_notes import data_notes
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.why import WhyReport, as_table, explain_tasks
 from treering.data import FormatName, RenderedTrajectory, Renderer, by_task, read_trajectories
@@ -97,7 +97,7 @@ def inspect_files(
             trajectories = read_trajectories(path, format)
             progress.show(f"{path.name}: tokenizing", (number + 1 / 3) / len(paths))
             rendered = renderer.render(trajectories)
-            if note := branches_note(rendered):
+            for note in data_notes(trajectories, rendered):
                 progress.console.print(f"{path.name}: {note}", soft_wrap=True)
             progress.show(f"{path.name}: merging", (number + 2 / 3) / len(paths))
             if number == 0:

@@ -1,9 +1,29 @@
-"""Says how chats became several branches each, because their chat template rewrites history."""
+"""Says of data what its owner should know before training: chats of several branches, and ids that nothing masks."""
 
 from collections.abc import Sequence
 
-from treering.data import RenderedTrajectory
+from treering.data import RenderedTrajectory, Trajectory
 from treering.tree.forest import Forest
+
+
+def data_notes(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory]) -> list[str]:
+    """Sentences about the trajectories of a file, rendered by one call of `Renderer.render`."""
+    return [note for note in (branches_note(rendered), mask_note(trajectories)) if note]
+
+
+def mask_note(trajectories: Sequence[Trajectory]) -> str | None:
+    """One sentence on token ids without a mask, of which the prompt is trained too; None if each has one.
+
+    Example: of two trajectories of tokens, one without a loss_mask, it counts 1 of 2.
+    """
+    ids = [one for one in trajectories if one.tokens is not None]
+    num_bare = sum(one.loss_mask is None for one in ids)
+    if not num_bare:
+        return None
+    return (
+        f"{num_bare} of {len(ids)} trajectories of token ids have no loss_mask, so every token of theirs is trained, "
+        "prompts too"
+    )
 
 
 def branches_note(rendered: Sequence[RenderedTrajectory]) -> str | None:
