@@ -45,11 +45,11 @@ def failure(words: str) -> Verdict:
 
 def judge(task: Task, folder: Path, ended: Ended, *, may_round: bool = False) -> Verdict:
     """The verdict on the last run of a case in a folder; `may_round`: whether a history was lost."""
-    trouble = _trouble(folder, ended)
+    trouble = trouble_of(folder, ended)
     if trouble is not None:
         return failure(trouble)
     if ended.code != 0:
-        return _judge_refusal(ended)
+        return judge_refusal(ended)
     difference = _difference(task, folder)
     if difference > (TOLERANCE if may_round else 0.0):
         return failure(f"the weights differ by {difference:.2g}")
@@ -69,14 +69,15 @@ def judge(task: Task, folder: Path, ended: Ended, *, may_round: bool = False) ->
 
 def judge_stop(folder: Path, ended: Ended) -> Verdict | None:
     """What is wrong with a run that was stopped by its disk and will be resumed; None if nothing is."""
-    trouble = _trouble(folder, ended)
+    trouble = trouble_of(folder, ended)
     if trouble is not None:
         return failure(trouble)
-    verdict = None if ended.code == 0 else _judge_refusal(ended)
+    verdict = None if ended.code == 0 else judge_refusal(ended)
     return verdict if verdict is not None and verdict.ending == "failure" else None
 
 
-def _trouble(folder: Path, ended: Ended) -> str | None:
+def trouble_of(folder: Path, ended: Ended) -> str | None:
+    """What no run may end with, whatever it met; None if it did not."""
     if ended.has_hung:
         return "it hung"
     if "Traceback" in ended.stderr:
@@ -86,7 +87,8 @@ def _trouble(folder: Path, ended: Ended) -> str | None:
     return "a pickle was executed" if (folder.parent / MARKER).exists() else None
 
 
-def _judge_refusal(ended: Ended) -> Verdict:
+def judge_refusal(ended: Ended) -> Verdict:
+    """The verdict on a run that did not end with exit code 0."""
     lines = [line for line in ended.stderr.splitlines() if line.startswith("treering: ")]
     if len(lines) != 1 or not ended.stderr.endswith(f"{lines[0]}\n"):
         return failure(f"exit code {ended.code} without one clear line: {ended.stderr[-200:]!r}")
