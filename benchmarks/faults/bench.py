@@ -1,7 +1,7 @@
 """Claim: whatever happens to a run's process, files and disk, nothing is lost in silence.
 
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
-their disks, starts two in one folder, and gives them inputs that are no good: a model folder that brings code, a record
+their disks, starts two in one folder, and gives them bad inputs: a model folder that brings code, a record
 of a cut turn, a dataset with a missing part. Each case ends with the weights of an undisturbed run, with these weights
 and a warning that counts what was lost or left out, or with one clear line and an exit code that is not 0. Anything else
 is a failure, listed with the seed that repeats it. Every process is real, forked from one that has imported everything.

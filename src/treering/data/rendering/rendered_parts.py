@@ -54,6 +54,8 @@ def restore_arguments(text: str, messages: Sequence[Message]) -> str:
 
     Example: for arguments `{"x":1}`, a template that writes `{"x": 1}` gets `{"x":1}` in that place.
     """
+    if not any(message.tool_calls for message in messages):
+        return text
     at = done = 0
     pieces: list[str] = []
     for message in messages:
