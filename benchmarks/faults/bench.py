@@ -3,7 +3,7 @@
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
 their disks, starts two in one folder, and gives them bad inputs: a model folder that brings code, a record
 of a cut turn, a dataset with a missing part. Each case ends with the weights of an undisturbed run, with these weights
-and a warning that counts what was lost or left out, or with one clear line and an exit code that is not 0. Anything else
+and a warning that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else
 is a failure, listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
 """
 
