@@ -55,8 +55,10 @@ def test_scores_and_gradients_equal_log_softmax(kind: str, temperature: float, w
     rows, linear, targets, target_row = make(bias=kind == "linear with bias")
     head = Adapted(linear) if kind == "adapted" else linear
     inputs = [rows, *linear.parameters()]
-    expected = spelled_out(rows, head, targets, target_row, temperature)
-    scores = score_rows(rows, head, targets, target_row, temperature=temperature, entropy_of="all", vocab_size=VOCAB)
+    expected = spelled_out(rows, head, targets, target_row.numpy(), temperature)
+    scores = score_rows(
+        rows, head, targets, target_row.numpy(), temperature=temperature, entropy_of="all", vocab_size=VOCAB
+    )
     for got, wanted in zip(scores, expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-13, rtol=1e-13)
     for got, wanted in zip(gradients(scores, inputs, which), gradients(expected, inputs, which), strict=True):
@@ -77,7 +79,7 @@ def test_chunks_keep_no_logits_for_the_backward(kind: str, monkeypatch: pytest.M
 
     targets = torch.arange(200)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        score_rows(rows, head, targets, targets, temperature=1.0, entropy_of="all", vocab_size=1000)
+        score_rows(rows, head, targets, targets.numpy(), temperature=1.0, entropy_of="all", vocab_size=1000)
     weights = sum(tensor.numel() for tensor in (rows, linear.weight))
     assert sum(saved.values()) / 4 <= weights + 20 * 200 < 200 * 1000
 
@@ -87,7 +89,7 @@ def test_a_frozen_head_passes_gradients_to_the_rows_alone() -> None:
     rows, linear, targets, target_row = make()
     expected = gradients(spelled_out(rows, linear, targets, target_row, 1.0), [rows], "logprobs")
     linear.requires_grad_(False)
-    scores = score_rows(rows, linear, targets, target_row, temperature=1.0, entropy_of="none", vocab_size=VOCAB)
+    scores = score_rows(rows, linear, targets, target_row.numpy(), temperature=1.0, entropy_of="none", vocab_size=VOCAB)
     torch.testing.assert_close(gradients(scores, [rows], "logprobs"), expected, atol=1e-13, rtol=1e-13)
     assert scores.entropy.tolist() == [0.0] * targets.numel()
 
@@ -98,7 +100,9 @@ def test_autocast_scores_in_bfloat16_and_returns_float32() -> None:
     rows, linear = rows.detach().float().requires_grad_(), linear.float()
     expected = spelled_out(rows, linear, targets, target_row, 1.0)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = score_rows(rows, linear, targets, target_row, temperature=1.0, entropy_of="all", vocab_size=VOCAB)
+        scores = score_rows(
+            rows, linear, targets, target_row.numpy(), temperature=1.0, entropy_of="all", vocab_size=VOCAB
+        )
     assert scores.logprobs.dtype == torch.float32
     torch.testing.assert_close(scores.logprobs, expected.logprobs, atol=0.05, rtol=0.05)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
@@ -114,7 +118,7 @@ def test_a_token_that_cannot_occur_adds_nothing_to_the_entropy() -> None:
     with torch.no_grad():
         linear.bias[3] = -torch.inf
     targets, target_row = torch.zeros(NUM_ROWS, dtype=torch.long), torch.arange(NUM_ROWS)
-    scores = score_rows(rows, linear, targets, target_row, temperature=1.0, entropy_of="all", vocab_size=VOCAB)
+    scores = score_rows(rows, linear, targets, target_row.numpy(), temperature=1.0, entropy_of="all", vocab_size=VOCAB)
     possible = [token for token in range(VOCAB) if token != 3]
     logprobs = linear(rows)[:, possible].log_softmax(-1)
     torch.testing.assert_close(scores.entropy, -(logprobs.exp() * logprobs).sum(-1), atol=1e-13, rtol=1e-13)

@@ -23,6 +23,7 @@ from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
 from treering.attention.joined import join_differentiably, joined_sight
 from treering.attention.layout import TreeLayout
+from treering.attention.to_device import to_device
 from treering.errors import UnsupportedError
 from treering.tree.plan.fragment import Sight
 
@@ -124,7 +125,7 @@ def _lists(rows: Int64Array, columns: Int64Array, shape: tuple[int, int], device
     lengths = np.bincount(rows, minlength=shape[0])
     blocks = np.zeros(shape, np.int32)
     blocks[rows, np.arange(rows.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)] = columns
-    return _Lists(*(torch.from_numpy(array.astype(np.int32)).to(device)[None, None] for array in (lengths, blocks)))
+    return _Lists(*(to_device(array.astype(np.int32), device)[None, None] for array in (lengths, blocks)))
 
 
 def _visibility(sight: Sight, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:
@@ -133,7 +134,7 @@ def _visibility(sight: Sight, query_position: Int64Array, window: int | None, de
     Torch traces these functions, so they must not contain a run-time type check.
     """
     first, stop, limit, position = (
-        torch.from_numpy(array.astype(np.int32)).to(device)
+        to_device(array.astype(np.int32), device)
         for array in (sight.first, sight.stop, sight.position + (window or 0), query_position)
     )
 

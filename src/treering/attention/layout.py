@@ -15,6 +15,7 @@ from treering.attention.schedule.build import CallSchedule, build_schedule
 from treering.attention.schedule.call import Call, Visibility
 from treering.attention.schedule.window import narrowed
 from treering.attention.states import Boundary
+from treering.attention.to_device import to_device
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
@@ -83,13 +84,11 @@ class TreeLayout:
         """The whole mask, bool [N, keys], ancestors' keys first. For the reference only: other backends are O(N)."""
         index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
         sights = [*(ancestor.sight for ancestor in reversed(self.ancestors)), self.sight]
-        first, stop, position = (
-            torch.from_numpy(np.concatenate(arrays)).to(self.device) for arrays in zip(*sights, strict=True)
-        )
+        first, stop, position = (to_device(np.concatenate(arrays), self.device) for arrays in zip(*sights, strict=True))
         visible = (first[None, :] <= index) & (index < stop[None, :])
         if window is None:
             return visible
-        own = torch.from_numpy(self.sight.position).to(self.device)
+        own = to_device(self.sight.position, self.device)
         return visible & (own[:, None] - position[None, :] < window)
 
     def mask(self, call: Call, dtype: torch.dtype, sight: Sight | None = None) -> torch.Tensor | None:
@@ -101,7 +100,7 @@ class TreeLayout:
             return None
         key = (id(call), dtype)
         if key not in self._masks:
-            visible = torch.from_numpy(call.mask(sight or self.sight, self.sight.position)).to(self.device)
+            visible = to_device(call.mask(sight or self.sight, self.sight.position), self.device)
             hidden = torch.zeros(visible.shape, dtype=dtype, device=self.device)
             self._masks[key] = hidden.masked_fill_(~visible, float("-inf"))
         return self._masks[key]
@@ -111,7 +110,7 @@ class TreeLayout:
         if call.keys is None:
             return None
         if id(call) not in self._keys:
-            self._keys[id(call)] = torch.from_numpy(call.keys).to(self.device)
+            self._keys[id(call)] = to_device(call.keys, self.device)
         return self._keys[id(call)]
 
     def close(self) -> None:

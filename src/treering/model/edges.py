@@ -15,6 +15,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from treering.attention.to_device import to_device
 from treering.errors import InputError
 from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf
@@ -147,19 +148,19 @@ def score_edges(
     if table.edges.size == 0:
         nothing = 0.0 * hidden[:0].sum(-1).to(torch.promote_types(hidden.dtype, torch.float32))
         return EdgeScores(logprobs=nothing, entropy=nothing, values=None if value_head is None else nothing)
-    to_device = _on(hidden.device)
-    rows, edge_row = hidden[to_device(table.rows)], to_device(table.edge_row)
+    device = hidden.device
+    rows = hidden[to_device(table.rows, device)]
     scores: Scores = score_rows(
         rows,
         head,
-        to_device(forest.tokens[table.edges].astype(np.int64)),
-        edge_row,
+        to_device(forest.tokens[table.edges].astype(np.int64), device),
+        table.edge_row,
         temperature=temperature * parts.logit_divisor,
         entropy_of=entropy_of,
         vocab_size=parts.vocab_size,
         softcap=parts.softcap,
     )
-    values = None if value_head is None else _values(rows, value_head)[edge_row]
+    values = None if value_head is None else _values(rows, value_head)[to_device(table.edge_row, device)]
     return EdgeScores(logprobs=scores.logprobs, entropy=scores.entropy, values=values)
 
 
@@ -173,7 +174,3 @@ def _values(rows: Float[Tensor, "R C"], value_head: nn.Module) -> Float[Tensor, 
             f"nn.Linear({rows.shape[1]}, 1)"
         )
     return values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _on(device: torch.device) -> Callable[[NDArray[np.int64]], Tensor]:
-    return lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.attention import TreeLayout
+from treering.attention.to_device import to_device
 from treering.errors import ConfigError, InputError
 from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
@@ -115,7 +116,7 @@ def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden:
     everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
     if edges.size == 0:
         return everywhere + 0.0 * hidden[:1, :1].sum()
-    return everywhere.index_copy(0, torch.from_numpy(edges).to(scores.device), scores)
+    return everywhere.index_copy(0, to_device(edges, scores.device), scores)
 
 
 def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None = None) -> Float[Tensor, "N C"]:
@@ -129,7 +130,7 @@ def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None =
     if forest.num_tokens == 0:
         weight = next(parts.embedding.parameters())
         return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
-    tokens, positions = (torch.tensor(a, device=parts.device)[None] for a in (forest.tokens, forest.position))
+    tokens, positions = (to_device(a, parts.device)[None] for a in (forest.tokens, forest.position))
     output = parts.run(
         input_ids=tokens.long(),
         position_ids=positions.long(),

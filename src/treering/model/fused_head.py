@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treering.attention.to_device import to_device
 from treering.errors import InputError, UnsupportedError
 
 MAX_CPU_LOGITS = 2**23
@@ -54,9 +55,9 @@ def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> Labe
     keys, inverse = np.unique(np.stack([rows, targets]), axis=1, return_inverse=True)
     device = labels.device
     return LabelPairs(
-        rows=torch.from_numpy(keys[0].copy()).to(device),
-        labels=torch.from_numpy(keys[1].copy()).to(device),
-        inverse=torch.from_numpy(inverse.reshape(-1)).to(device),
+        rows=to_device(keys[0], device),
+        labels=to_device(keys[1], device),
+        inverse=to_device(inverse.reshape(-1), device),
     )
 
 

@@ -5,10 +5,11 @@ Logits are recomputed in the backward; no [R, V] and no second [V, C] tensor is 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -16,23 +17,23 @@ from treering.model.logits import EntropyOf, consume_logits, logit_gradient
 
 
 class RowChunk(NamedTuple):
-    """Some rows, the targets that they score, and each target's row relative to the chunk's first."""
+    """Some rows, and the targets that they score."""
 
     rows: slice
     targets: slice
-    own_rows: Tensor
 
 
-def chunks(num_rows: int, target_row: Tensor, max_rows: int) -> Iterator[RowChunk]:
-    """Splits rows into chunks of `max_rows` with their targets; `target_row` is ascending.
+def chunks(num_rows: int, target_row: NDArray[np.int64], max_rows: int) -> tuple[RowChunk, ...]:
+    """Splits rows into chunks of `max_rows` with their targets; `target_row`, on the host, is ascending.
 
     Example: 3 rows by 2 with target_row [0, 1, 1, 2] are rows 0:2 with targets 0:3, and row 2:3 with target 3:4.
     """
-    starts = torch.arange(0, num_rows + max_rows, max_rows, device=target_row.device)
-    bounds = torch.searchsorted(target_row, starts).tolist()
-    for i, start in enumerate(range(0, num_rows, max_rows)):
-        targets = slice(bounds[i], bounds[i + 1])
-        yield RowChunk(slice(start, min(start + max_rows, num_rows)), targets, target_row[targets] - start)
+    starts = range(0, num_rows, max_rows)
+    bounds = [*np.searchsorted(target_row, list(starts)).tolist(), target_row.size]
+    return tuple(
+        RowChunk(slice(start, min(start + max_rows, num_rows)), slice(bounds[i], bounds[i + 1]))
+        for i, start in enumerate(starts)
+    )
 
 
 class LinearScores(torch.autograd.Function):
@@ -46,21 +47,22 @@ class LinearScores(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         target_row: Tensor,
+        pieces: tuple[RowChunk, ...],
         temperature: float,
         entropy_of: EntropyOf,
-        max_rows: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.max_rows = temperature, max_rows
-        head = BufferedHead(weight, bias, temperature=temperature, max_rows=max_rows)
+        ctx.temperature, ctx.pieces = temperature, pieces
+        head = BufferedHead(weight, bias, temperature=temperature, max_rows=_size(pieces[0].rows))
         logprobs, lses, entropies = [], [], []
-        for chunk in chunks(rows.shape[0], target_row, max_rows):
+        for chunk in pieces:
             logits = head.logits(rows[chunk.rows])
-            picked = logits[chunk.own_rows, targets[chunk.targets]]
+            own_rows = target_row[chunk.targets] - chunk.rows.start
+            picked = logits[own_rows, targets[chunk.targets]]
             lse, entropy = consume_logits(logits, entropy_of)
             lses.append(lse)
             entropies.append(entropy)
-            logprobs.append(picked - lse[chunk.own_rows])
+            logprobs.append(picked - lse[own_rows])
         lse, entropy = torch.cat(lses), torch.cat(entropies)
         ctx.save_for_backward(rows, weight, bias, targets, target_row, lse, entropy)
         return torch.cat(logprobs), entropy[target_row]
@@ -70,14 +72,15 @@ class LinearScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102 - torch calls it
         rows, weight, bias, targets, target_row, lse, entropy = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head = BufferedHead(weight, bias, temperature=ctx.temperature, max_rows=ctx.max_rows)
+        head = BufferedHead(weight, bias, temperature=ctx.temperature, max_rows=_size(ctx.pieces[0].rows))
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
-        for chunk in chunks(rows.shape[0], target_row, ctx.max_rows):
+        for chunk in ctx.pieces:
+            own_rows = target_row[chunk.targets] - chunk.rows.start
             log_weights = head.logits(rows[chunk.rows]).sub_(lse[chunk.rows, None])
             own = [None if grad is None else grad[chunk.targets] for grad in grads]
-            upstream = logit_gradient(log_weights, entropy[chunk.rows], targets[chunk.targets], chunk.own_rows, *own)
+            upstream = logit_gradient(log_weights, entropy[chunk.rows], targets[chunk.targets], own_rows, *own)
             upstream = head.unscaled(upstream)
             if grad_rows is not None:
                 grad_rows[chunk.rows] = upstream @ weight
@@ -87,6 +90,11 @@ class LinearScores(torch.autograd.Function):
                 grad_bias += upstream.sum(0)
         in_dtype = [None if grad is None else grad.to(rows.dtype) for grad in (grad_rows, grad_weight, grad_bias)]
         return (*in_dtype, None, None, None, None, None)
+
+
+def _size(rows: slice) -> int:
+    size: int = rows.stop - rows.start
+    return size
 
 
 class BufferedHead:

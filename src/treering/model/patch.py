@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from treering.attention import TreeLayout
+from treering.attention.to_device import to_device
 from treering.errors import InputError, StateError, UnsupportedError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
@@ -145,7 +145,7 @@ class TreePatch:
         """The decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
         device = next(self._decoder.parameters()).device
-        tokens, positions = (torch.tensor(a, device=device)[None].long() for a in (forest.tokens, forest.position))
+        tokens, positions = (to_device(a, device)[None].long() for a in (forest.tokens, forest.position))
         options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
         with tree_attention(self._causal_lm, self._backend):
             output = original(
@@ -259,6 +259,6 @@ def _check_labels(labels: Tensor, mask: Any) -> None:
 
 def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
     """Values of packed tokens in the shape of the batch, 0 at padding."""
-    at = torch.from_numpy(places).to(values.device)
+    at = to_device(places, values.device)
     back = values.index_select(0, at.clamp(min=0).flatten()).reshape(*at.shape, -1)
     return back if bool((places >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)

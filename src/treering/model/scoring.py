@@ -10,11 +10,14 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from treering.attention.to_device import to_device
 from treering.model.linear_head import LinearScores, chunks
 from treering.model.logits import EntropyOf, LogitScores, scaled_logits
 
@@ -34,7 +37,7 @@ def score_rows(
     rows: Float[Tensor, "R C"],
     head: nn.Module,
     targets: Int[Tensor, " E"],
-    target_row: Int[Tensor, " E"],
+    target_row: NDArray[np.int64],
     *,
     temperature: float,
     entropy_of: EntropyOf,
@@ -47,7 +50,7 @@ def score_rows(
         rows: hidden states.
         head: hidden state to logits.
         targets: token ids, int64.
-        target_row: row of each target, int64, ascending; a row may have several targets.
+        target_row: int64 [E] on the host, the row of each target, ascending; a row may have several targets.
         temperature: divides the logits.
         entropy_of: "all" or "none".
         vocab_size: V, which determines the rows per chunk.
@@ -56,15 +59,17 @@ def score_rows(
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
     max_rows = max_logit_rows(rows.device, vocab_size)
+    on_device = to_device(target_row, rows.device)
     if rows.shape[0] <= max_rows:
-        return _score_chunk(rows, head, targets, target_row, temperature, entropy_of, softcap)
+        return _score_chunk(rows, head, targets, on_device, temperature, entropy_of, softcap)
+    pieces = chunks(rows.shape[0], target_row, max_rows)
     if is_plain_linear(head) and softcap is None:
         dtype = compute_dtype(rows)
         bias: Tensor | None = head.bias
         bias = None if bias is None else bias.to(dtype)
         return Scores(
             *LinearScores.apply(  # type: ignore[no-untyped-call]
-                rows.to(dtype), head.weight.to(dtype), bias, targets, target_row, temperature, entropy_of, max_rows
+                rows.to(dtype), head.weight.to(dtype), bias, targets, on_device, pieces, temperature, entropy_of
             )
         )
     parts = [
@@ -73,15 +78,15 @@ def score_rows(
             rows[c.rows],
             head,
             targets[c.targets],
-            c.own_rows,
+            on_device[c.targets] - c.rows.start,
             temperature,
             entropy_of,
             softcap,
             use_reentrant=False,
         )
-        for c in chunks(rows.shape[0], target_row, max_rows)
+        for c in pieces
     ]
-    return Scores(*(torch.cat(pieces) for pieces in zip(*parts, strict=True)))
+    return Scores(*(torch.cat(one) for one in zip(*parts, strict=True)))
 
 
 def max_logit_rows(device: torch.device, vocab_size: int) -> int:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.joined import joined_sight
 from treering.attention.layout import TreeLayout
+from treering.attention.to_device import to_device
 from treering.attention.triton.tiles import TileSize
 from treering.attention.triton.work import WorkList, without_short_blocks, work_by_key, work_by_query
 
@@ -102,4 +102,4 @@ class Tables:
         )
 
     def _on_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(self._device)
+        return to_device(array.astype(np.int32), self._device)

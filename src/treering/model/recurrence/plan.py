@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.attention import TreeLayout
+from treering.attention.to_device import to_device
 from treering.model.recurrence.cost import Price, price_on
 from treering.model.recurrence.rows import RecurrenceRow, RowSchedule, choose_schedule
 from treering.model.recurrence.runs import RecurrenceRuns, find_runs
@@ -102,8 +103,8 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
     left = np.array([place[run] for run in np.flatnonzero(runs.is_left).tolist()], np.int64)
     return RecurrencePlan(
         levels=tuple(levels),
-        source=torch.from_numpy(source).to(layout.device),
-        left=torch.from_numpy(left).to(layout.device),
+        source=to_device(source, layout.device),
+        left=to_device(left, layout.device),
     )
 
 
@@ -150,7 +151,7 @@ def _call(
     device: torch.device,
 ) -> RowCall:
     padding = np.arange(tokens.shape[1]) >= length[:, None]
-    tensors = (torch.from_numpy(array).to(device) for array in (tokens, start, kept, length))
+    tensors = (to_device(array, device) for array in (tokens, start, kept, length))
     on_device = dict(zip(("tokens", "start", "kept", "length"), tensors, strict=True))
     needs_padding = padding[kept].any()
-    return RowCall(**on_device, padding=torch.from_numpy(padding).to(device) if needs_padding else None)
+    return RowCall(**on_device, padding=to_device(padding, device) if needs_padding else None)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from treering.attention import TreeLayout
 from treering.attention.states import Boundary, StateGateway, States
+from treering.attention.to_device import to_device
 from treering.errors import StateError
 from treering.model.recurrence.cache import CallCache
 from treering.model.recurrence.padding import closed_gates, gates_of
@@ -117,7 +118,7 @@ def _received(boundary: Boundary, layer: int, device: torch.device) -> States | 
     """The states that a partition starts from, as leaves whose gradients are added to the gateway above."""
     if boundary.above is None or boundary.slots.size == 0:
         return None
-    gateway, slots = boundary.above, torch.from_numpy(boundary.slots).to(device)
+    gateway, slots = boundary.above, to_device(boundary.slots, device)
     states = States(*(part.index_select(0, slots) for part in gateway.read(layer)))
     if torch.is_grad_enabled():
         for name, part in zip(States._fields, states, strict=True):

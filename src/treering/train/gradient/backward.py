@@ -212,6 +212,9 @@ def backward(
             on_progress=on_progress,
         )
         run.backward()
+        # Values of the device are read from here on.
+        if routing is not None and not routing.has_load:
+            routing.share_load()
     num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
     return BackwardResult(
         loss=run.totals.loss + (0.0 if routing is None else routing.total),

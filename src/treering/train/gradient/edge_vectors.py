@@ -9,15 +9,17 @@ with it. This file holds the tensors in between.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treering.attention.to_device import to_device
 from treering.model.edges import EdgeScores, EdgeTable
 
 
 def put_scores(everywhere: EdgeScores, scores: EdgeScores, table: EdgeTable) -> None:
     """Writes the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
-    at = torch.from_numpy(table.edges).to(everywhere.logprobs.device)
+    at = to_device(table.edges, everywhere.logprobs.device)
     for target, part in _pairs(everywhere, scores):
         target.index_copy_(0, at, part.detach().to(target.dtype))
 
@@ -29,7 +31,7 @@ def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
 
 def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
     """The leaves' gradients split into forests of these sizes; zeros if a leaf has no gradient."""
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+    ends = np.cumsum(sizes).tolist()
 
     def part(leaf: Tensor, number: int) -> Tensor:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -43,7 +45,7 @@ def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores
 
 def vector_product(scores: EdgeScores, vectors: EdgeScores, table: EdgeTable) -> Tensor:
     """A scalar whose gradient with respect to the scores is the vectors at the table's edges."""
-    at = torch.from_numpy(table.edges).to(scores.logprobs.device)
+    at = to_device(table.edges, scores.logprobs.device)
     products = [(score * vector[at]).sum() for score, vector in _pairs(scores, vectors) if score.requires_grad]
     return sum(products, start=scores.logprobs.new_zeros(()))
 

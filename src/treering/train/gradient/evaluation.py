@@ -1,12 +1,14 @@
 """Evaluate an objective on the scores of some edges: their loss, and sums of the objective's metrics."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treering.arrays import Float64Array, Int64Array
+from treering.attention.to_device import to_device
 from treering.model.edges import EdgeScores
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.objectives import Entries, Objective
@@ -25,22 +27,33 @@ class Evaluation:
     metric_sums: dict[str, Tensor]
 
 
-@dataclass(slots=True, kw_only=True)
 class LossTotals:
-    """Sums over all evaluations so far."""
+    """Sums over all evaluations so far, read from the device once, at the end of a step."""
 
-    loss: float = 0.0
-    metric_sums: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        """Begins with zeros."""
+        self._losses: list[Tensor] = []
+        self._metrics: dict[str, list[Tensor]] = {}
 
     def add(self, evaluation: Evaluation) -> None:
-        """Adds one evaluation."""
-        self.loss += float(evaluation.loss.detach())
+        """Adds one evaluation, without waiting for it."""
+        self._losses.append(evaluation.loss.detach())
         for name, value in evaluation.metric_sums.items():
-            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + float(value)
+            self._metrics.setdefault(name, []).append(value.detach())
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses."""
+        return _sum(self._losses)
 
     def averages(self, count: float) -> dict[str, float]:
-        """Each sum over the number of entries or pairs."""
-        return {name: value / max(count, 1e-300) for name, value in self.metric_sums.items()}
+        """Each metric's sum over the number of entries or pairs."""
+        return {name: _sum(values) / max(count, 1e-300) for name, values in self._metrics.items()}
+
+
+def _sum(scalars: Sequence[Tensor]) -> float:
+    """In float64 and in order, with one transfer."""
+    return sum(torch.stack([one.double() for one in scalars]).tolist()) if scalars else 0.0
 
 
 def evaluate(
@@ -55,18 +68,18 @@ def evaluate(
         places: int64 [E], index in `scores` of each selected entry's edge.
         selected: E entries: whole branches if the objective's scope is "branch", whole pairs if it is "pair".
     """
-    at = torch.from_numpy(places).to(scores.logprobs.device)
+    at = to_device(places, scores.logprobs.device)
     logprobs = scores.logprobs[at]
 
     def on_entries(values: Float64Array) -> Tensor:
-        return torch.from_numpy(values[selected.entries]).to(logprobs)
+        return to_device(values[selected.entries], logprobs.device).to(logprobs.dtype)
 
     values = None if scores.values is None else scores.values[at].to(logprobs.dtype)
     terms = objective.terms(
         Entries(
             logprobs=logprobs,
             values={name: on_entries(array) for name, array in batch.values.items()},
-            branch=torch.from_numpy(selected.branch).to(logprobs.device),
+            branch=to_device(selected.branch, logprobs.device),
             num_branches=selected.branches.size,
             entropy=scores.entropy[at] if "entropy" in objective.needs else None,
             state_values=values if "value" in objective.needs else None,
@@ -91,4 +104,4 @@ def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -
     place = np.full(batch.offsets.size - 1, -1, np.int64)
     place[branches] = np.arange(branches.size)
     local = place[batch.pairs]
-    return torch.from_numpy(local[(local >= 0).all(1)]).to(device)
+    return to_device(local[(local >= 0).all(1)], device)

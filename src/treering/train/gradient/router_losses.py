@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from treering.arrays import Float64Array, Int64Array
+from treering.attention.to_device import to_device
 from treering.errors import ConfigError
 from treering.model.families import find_parts
 from treering.model.routers import Routers, Routes, find_routers, recorded_routes
@@ -83,8 +84,10 @@ class Routing:
         total = float(sum_over_ranks(np.array([num_branch_tokens], np.float64))[0])
         self._num_rows = max(total, 1.0) * len(routers.modules)
         self._counts = np.zeros((len(routers.modules), routers.num_experts), np.float64)
-        self._probabilities = np.zeros(routers.num_experts, np.float64)
-        self._z = 0.0
+        # Counts, mean probabilities and squares of each forward, read when all work of the step is queued.
+        self._counted: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._squares: list[Tensor] = []
         self._has_load = False
 
     @property
@@ -96,10 +99,12 @@ class Routing:
         """Counts the experts of the N tokens of a forward; `branches` is the number of branches through each token."""
         assert not self._has_load, "counted after the counts were shared"
         num_experts = self.routers.num_experts
-        self._counts += _to_host([_num_routed(route.chosen, branches, num_experts) for route in routes])
+        self._counted.append(_stacked([_num_routed(route.chosen, branches, num_experts) for route in routes]))
 
     def share_load(self) -> None:
         """Sums the counts over all ranks."""
+        for counted in self._counted:
+            self._counts += _to_host(counted)
         summed = self._sum_over_ranks(self._counts.ravel())
         self._counts = np.asarray(summed, np.float64).reshape(self._counts.shape)
         self._has_load = True
@@ -112,13 +117,13 @@ class Routing:
         weights = branches / self._num_rows
         probabilities = [_mean_probabilities(route.logits, weights) for route in routes]
         squares = [_mean_square(route.logits, weights) for route in routes]
-        self._probabilities += _to_host(probabilities).sum(0)
-        self._z += float(_to_host(squares).sum())
+        self._means.append(_stacked(probabilities))
+        self._squares.append(_stacked(squares))
         total = torch.zeros_like(squares[0])
         if self.losses.balance:
             factor = self.losses.balance * self.routers.num_experts * self._shares
             for mean in probabilities:
-                total = total + (torch.from_numpy(factor).to(mean) * mean).sum().to(total)
+                total = total + (to_device(factor, mean.device).to(mean.dtype) * mean).sum().to(total)
         if self.losses.z:
             for square in squares:
                 total = total + self.losses.z * square.to(total)
@@ -145,6 +150,17 @@ class Routing:
         }
 
     @property
+    def _probabilities(self) -> Float64Array:
+        """Mean probability of each expert over this rank's tokens, over all layers: [E]."""
+        none: Float64Array = np.zeros(self.routers.num_experts, np.float64)
+        return sum((_to_host(means).sum(0) for means in self._means), start=none)
+
+    @property
+    def _z(self) -> float:
+        """Mean square of the log-sum-exps of this rank's tokens, over all layers."""
+        return sum((float(_to_host(squares).sum()) for squares in self._squares), start=0.0)
+
+    @property
     def _shares(self) -> Float64Array:
         """Share of tokens that each expert gets, over all layers: [E], summing to k."""
         shares: Float64Array = self._counts.sum(0) / self._num_rows
@@ -169,28 +185,32 @@ def recorded_by(routing: Routing | None) -> AbstractContextManager[list[Routes]]
 def _num_routed(chosen: Int[Tensor, "N k"], branches: Int64Array, num_experts: int) -> Int[Tensor, " E"]:
     # In integers, so that the order of additions, which varies on a GPU, does not matter.
     counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
-    weights = torch.from_numpy(branches).to(chosen.device).repeat_interleave(chosen.shape[1])
+    weights = to_device(branches, chosen.device).repeat_interleave(chosen.shape[1])
     return counts.index_add_(0, chosen.reshape(-1).long(), weights)
 
 
 def _mean_probabilities(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, " E"]:
     """This layer's part of each expert's mean probability, float32 or wider."""
     logits = _wide(logits)
-    return (torch.from_numpy(weights).to(logits)[:, None] * logits.softmax(-1)).sum(0)
+    return (to_device(weights, logits.device).to(logits.dtype)[:, None] * logits.softmax(-1)).sum(0)
 
 
 def _mean_square(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, ""]:
     """This layer's part of the mean square of the log-sum-exp, float32 or wider."""
     logits = _wide(logits)
-    return (torch.from_numpy(weights).to(logits) * logits.logsumexp(-1) ** 2).sum()
+    return (to_device(weights, logits.device).to(logits.dtype) * logits.logsumexp(-1) ** 2).sum()
 
 
 def _wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _to_host(parts: Sequence[Tensor]) -> Float64Array:
-    """Stacks one tensor per layer, on any devices, into float64 [L, ...], in one transfer."""
-    stacked = torch.stack([part.detach().to(parts[0].device) for part in parts])
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor per layer, on any devices, as one [L, ...]."""
+    return torch.stack([part.detach().to(parts[0].device) for part in parts])
+
+
+def _to_host(stacked: Tensor) -> Float64Array:
+    """In float64; waits for the device."""
     values: Float64Array = stacked.cpu().double().numpy()
     return values

@@ -112,8 +112,6 @@ class StepRun:
             self._progress.reach(num_done)
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
-        if self._routing is not None and not self._routing.has_load:
-            self._routing.share_load()
 
     def _num_tokens(self, numbers: Iterable[int]) -> int:
         return sum(self._units[i].forest.num_tokens for i in numbers)

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from treering.model.families import ModelParts
@@ -46,8 +47,32 @@ def saved_bytes(run: Callable[[], object], parts: ModelParts) -> int:
     return sum(storages.values())
 
 
+_MEASURED: WeakKeyDictionary[nn.Module, dict[object, float]] = WeakKeyDictionary()
+
+
 def bytes_per_token(parts: ModelParts) -> float:
-    """Bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`."""
+    """Bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`.
+
+    Measured once for a model in a state (what is trained, dtypes, mode, checkpointing, attention), and then kept as
+    long as the model is.
+    """
+    known = _MEASURED.setdefault(parts.decoder, {})
+    state = _state_of(parts)
+    if state not in known:
+        known[state] = _measure_bytes_per_token(parts)
+    return known[state]
+
+
+def _state_of(parts: ModelParts) -> object:
+    """What decides how much a forward saves."""
+    device = parts.device.type
+    weights = [(weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
+    modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return device, cast, parts.config._attn_implementation, hash(tuple(weights)), hash(tuple(modules))
+
+
+def _measure_bytes_per_token(parts: ModelParts) -> float:
     few, more = (
         saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
         for n in PROBE_TOKENS

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from treering.arrays import Int64Array
+from treering.attention.to_device import to_device
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.divergence_rows import divergence_rows
 from treering.model.edges import EdgeScores, EdgeTable, score_edges, scored_on_head
@@ -68,14 +68,14 @@ class Scorer:
         if self.divergence is None or self.targets is None or table.edges.size == 0:
             return scores
         by_row = divergence_rows(
-            hidden[_on(hidden.device, table.rows)],
+            hidden[to_device(table.rows, hidden.device)],
             head,
             self.targets.of(forest, table),
             self.divergence,
             vocab_size=self.parts.num_logits,
             softcap=self.parts.softcap,
         )
-        return replace(scores, divergence=by_row[_on(hidden.device, table.edge_row)])
+        return replace(scores, divergence=by_row[to_device(table.edge_row, hidden.device)])
 
     def _own_scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         return score_edges(
@@ -88,7 +88,3 @@ class Scorer:
             entropy_of=self.entropy_of,
             value_head=self.value_head,
         )
-
-
-def _on(device: torch.device, array: Int64Array) -> Tensor:
-    return torch.from_numpy(array).to(device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from treering.arrays import BoolArray, Int64Array
+from treering.attention.to_device import to_device
 from treering.errors import InputError
 from treering.model.checks import check_whole
 from treering.model.context import is_active, tree_attention
@@ -133,7 +134,7 @@ def _states_of_forest(parts: ModelParts, forest: Forest, wanted: BoolArray) -> t
     states = edge_table(forest, wanted).rows
     with torch.no_grad():
         hidden = hidden_states(parts, forest)
-        return states, hidden[torch.from_numpy(states).to(hidden.device)]
+        return states, hidden[to_device(states, hidden.device)]
 
 
 def _states_of_partitions(parts: ModelParts, unit: PartitionedTree, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
@@ -144,8 +145,8 @@ def _states_of_partitions(parts: ModelParts, unit: PartitionedTree, wanted: Bool
 
     def collect(number: int, table: EdgeTable, own: Tensor) -> None:
         states.append(unit.partitions[number].tokens[table.rows].astype(np.int64))
-        hidden.append(own[torch.from_numpy(table.rows).to(own.device)])
+        hidden.append(own[to_device(table.rows, own.device)])
 
     PartitionedStep(unit, wanted, scorer, "keep").sweep(collect)
     order = np.argsort(np.concatenate(states))
-    return np.concatenate(states)[order], torch.cat(hidden)[torch.from_numpy(order).to(scorer.device)]
+    return np.concatenate(states)[order], torch.cat(hidden)[to_device(order, scorer.device)]
