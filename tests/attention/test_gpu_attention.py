@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.forests import SHAPES, bushy, comb, star
 from treering.attention import Backend, Form, TreeLayout, attend
 from treering.attention.ancestors import Ancestor
-from treering.attention.flash import has_flash
+from treering.attention.flash.backend import flash_version
 from treering.attention.gateway import Gateway
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 BACKENDS: tuple[Backend, ...] = ("flex", "triton")
-WITH_FLASH: tuple[Backend, ...] = (*BACKENDS, "flash") if has_flash() else BACKENDS
+WITH_FLASH: tuple[Backend, ...] = (*BACKENDS, "flash") if flash_version() else BACKENDS
 FORMS = {
     "plain": Form(scale=0.1),
     "window of 1": Form(scale=0.1, window=1),

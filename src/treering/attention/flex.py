@@ -9,7 +9,7 @@ tests and small forests.
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from treering.tree.plan.fragment import Sight
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-Kernel = Literal["TRITON", "FLASH"]
-"""Torch's name of the kernel that it compiles FlexAttention to."""
-
 BLOCK_SIZE = 128
 """Rows and keys of a block: torch's default, for which its kernels are tuned."""
 
@@ -49,8 +46,6 @@ def flex_attention_on_forest(
     form: Form,
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
-    kernel: Kernel = "TRITON",
-    query_block: int = BLOCK_SIZE,
 ) -> Float[Tensor, "1 H N D"]:
     """Attention of every token over its own path; differentiable on CUDA.
 
@@ -64,8 +59,6 @@ def flex_attention_on_forest(
         form: scale, sliding window and softcap.
         sinks: [H], None for none.
         layer: number of the layer.
-        kernel: what FlexAttention is compiled to on CUDA.
-        query_block: rows of a block, a multiple of the kernel's tiles.
 
     Raises:
         UnsupportedError: a gradient is needed on CPU.
@@ -74,11 +67,8 @@ def flex_attention_on_forest(
     run: Callable[..., tuple[Tensor, AuxOutput]] = _compiled() if query.device.type == "cuda" else _dense
     _check_differentiable(query, *keys, sinks)
     window = layout.effective_window(form.window)
-    name = f"flex mask, window {window}, blocks of {query_block}"
-    mask = layout.once(name, lambda: block_mask(layout, window, query_block=query_block))
+    mask = layout.once(f"flex mask, window {window}", lambda: block_mask(layout, window))
     options: dict[str, Any] = {"score_mod": _capping(form.softcap), "block_mask": mask, "scale": form.scale}
-    if kernel == "FLASH":
-        options["kernel_options"] = {"BACKEND": kernel}
     options |= {"enable_gqa": query.shape[1] != key.shape[1], "return_aux": AuxRequest(lse=sinks is not None)}
     out, aux = run(query, *keys, **options)
     if sinks is None:
@@ -95,17 +85,17 @@ class _Lists(NamedTuple):
     blocks: Tensor
 
 
-def block_mask(layout: TreeLayout, window: int | None, *, query_block: int = BLOCK_SIZE) -> BlockMask:
+def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     """The block mask of a layout, from lists of blocks in O(N + K + pairs of blocks).
 
     Example: a prompt of 128 tokens and two responses of 128 visit five blocks of nine, two of them without a mask.
     """
     sight = joined_sight(layout)
     num_queries, num_keys = layout.forest.num_tokens, sight.first.size
-    pairs = find_block_pairs(sight, layout.sight.position, query_size=query_block, key_size=BLOCK_SIZE, window=window)
+    pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
     # Short blocks at the ends stay masked: there are no keys past the end.
     is_whole = (pairs.key_block + 1) * BLOCK_SIZE <= num_keys
-    is_full = pairs.is_full & is_whole & ((pairs.query_block + 1) * query_block <= num_queries)
+    is_full = pairs.is_full & is_whole & ((pairs.query_block + 1) * BLOCK_SIZE <= num_queries)
     shape = (pairs.num_query_blocks, pairs.num_key_blocks)
     masked, full = (
         _lists(pairs.query_block[chosen], pairs.key_block[chosen], shape, layout.device)
@@ -114,7 +104,7 @@ def block_mask(layout: TreeLayout, window: int | None, *, query_block: int = BLO
     return BlockMask.from_kv_blocks(
         *masked,
         *full,
-        BLOCK_SIZE=(query_block, BLOCK_SIZE),
+        BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=_visibility(sight, layout.sight.position, window, layout.device),
         seq_lengths=(num_queries, num_keys),
     )

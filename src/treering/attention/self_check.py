@@ -32,6 +32,10 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 TOLERANCE_EPS = 4
 """The same for 16 bits, in units of their eps: weights, their gradients and results are each rounded about once."""
 
+LAUNCHES = {"flash": 700}
+"""How often a check runs a backend on CUDA: a fault in 1 of 100 launches stays unseen in 1 of 1,000 checks. Older
+kernels of FlashAttention-4 had one."""
+
 _LENGTHS = (150, 90, 37, 61)
 """Tokens of the stem, of its two branches, and of a second tree: one block of 128 and a part of another."""
 
@@ -134,7 +138,7 @@ def check_backend(backend: Backend, shape: AttentionShape) -> SelfCheck:
         inputs = draw_inputs(shape, forest.num_tokens)
         wanted = _run("reference", [tensor.double() for tensor in inputs], layout, shape)
         got = _run(backend, inputs, layout, shape)
-        error = max(_distance(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
+        error = max(_largest_error(got, wanted), _largest_error_of_more(backend, inputs, wanted, layout, shape))
         leak = _find_leak(backend, inputs, got[0], layout, shape) if math.isfinite(error) else None
     return SelfCheck(error, _tolerance(shape.dtype), leak, has_gradients)
 
@@ -167,6 +171,26 @@ def _run(backend: Backend, inputs: list[Tensor], layout: TreeLayout, shape: Atte
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
+def _largest_error(got: list[Tensor], wanted: list[Tensor]) -> float:
+    return float(_errors(got, wanted).max())
+
+
+def _largest_error_of_more(
+    backend: Backend, inputs: list[Tensor], wanted: list[Tensor], layout: TreeLayout, shape: AttentionShape
+) -> float:
+    """Over the launches of `LAUNCHES` after the first, read from the device once; 0.0 without any."""
+    num_more = LAUNCHES.get(backend, 1) - 1 if shape.device.type == "cuda" else 0
+    errors = [_errors(_run(backend, inputs, layout, shape), wanted) for _ in range(num_more)]
+    return float(torch.stack(errors).max()) if errors else 0.0
+
+
+def _errors(got: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    """Relative L2 errors of the output and the gradients; infinite where one is no number."""
+    pairs = zip(got, wanted, strict=True)
+    errors = torch.stack([(mine.double() - right).norm() / right.norm().clamp_min(1e-30) for mine, right in pairs])
+    return errors.nan_to_num(nan=math.inf)
+
+
 def _find_leak(
     backend: Backend, inputs: list[Tensor], out: Tensor, layout: TreeLayout, shape: AttentionShape
 ) -> str | None:
@@ -188,11 +212,6 @@ def _find_leak(
 
 def _rows(rows: np.ndarray, tensor: Tensor) -> Tensor:
     return torch.from_numpy(rows).to(tensor.device)
-
-
-def _distance(mine: Tensor, theirs: Tensor) -> float:
-    error = float((mine.double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
-    return error if math.isfinite(error) else math.inf
 
 
 def _tolerance(dtype: torch.dtype) -> float:

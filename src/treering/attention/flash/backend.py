@@ -1,0 +1,123 @@
+"""The `flash` backend: FlashAttention-4 on Hopper and Blackwell, with lists of blocks and a mask of our own.
+
+N tokens   H query heads   G key heads   D head size
+"""
+
+from importlib import metadata
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from treering.attention.flash.tables import flash_tables
+from treering.attention.form import Form
+from treering.attention.gateway import KeysValues
+from treering.attention.joined import join_differentiably
+from treering.attention.layout import TreeLayout
+from treering.errors import UnsupportedError
+
+HOPPER, BLACKWELL = 9, 10
+"""Major compute capabilities of the first two generations; 11 is Blackwell's too, 12 has other kernels."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZES = {HOPPER: 256, BLACKWELL: 128, 11: 128}
+"""Largest heads whose backward takes lists of blocks, by generation."""
+
+MIN_VERSION = (4, 0, 0, 26)
+"""4.0.0b26. Before it the backward with lists of blocks read values on Hopper before they were written, in 0.1 to 1 %
+of launches (Dao-AILab/flash-attention issue 2756)."""
+
+
+def flash_attention_on_forest(
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N D"],
+    *,
+    layout: TreeLayout,
+    form: Form,
+    sinks: Float[Tensor, " H"] | None = None,
+    layer: int = 0,
+) -> Float[Tensor, "1 H N D"]:
+    """Attention of every token over its own path; differentiable, with sums of gradients in no fixed order.
+
+    Raises:
+        UnsupportedError: see `check_flash`.
+    """
+    device = query.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_flash(capability, query.dtype, query.shape[3])
+    assert capability is not None, "checked"
+    from treering.attention.flash.kernel import run_flash
+
+    keys = join_differentiably(KeysValues(key, value), layout, layer)
+    window = layout.effective_window(form.window)
+    block_size = blocks_of(capability[0], query.shape[3])
+    name = f"flash tables, window {window}, blocks of {block_size}"
+    tables = layout.once(name, lambda: flash_tables(layout, window, block_size))
+    return run_flash(query, *keys, sinks, tables, form)
+
+
+def blocks_of(generation: int, head_size: int) -> tuple[int, int]:
+    """Rows and keys of a block. Those of keys are the tiles of the backward; Blackwell works on two tiles of rows.
+
+    Example: heads of 128 on Hopper have blocks of 128 by 128, heads of 256 of 128 by 64.
+    """
+    keys = 128 if head_size <= 128 else 96 if head_size <= 192 else 64
+    return (128 if generation == HOPPER else 256), keys
+
+
+def flash_version() -> str | None:
+    """The version of flash-attn-4, None where it is not installed; does not import it."""
+    try:
+        return metadata.version("flash-attn-4") if find_spec("flash_attn.cute") is not None else None
+    except (ImportError, metadata.PackageNotFoundError):
+        return None
+
+
+def check_flash(capability: tuple[int, int] | None, dtype: torch.dtype, head_size: int) -> None:
+    """Refuses what the kernels do not support.
+
+    Args:
+        capability: compute capability of the tensors' device; None where it is no CUDA device.
+        dtype: of the tensors.
+        head_size: of queries and keys.
+
+    Raises:
+        UnsupportedError: a missing or too old package, or a device, dtype, head size or deterministic mode that the
+            kernels do not support; names the backend to choose instead.
+
+    Example: (9, 0), bfloat16 and 128 pass where flash-attn-4 is installed; (8, 0), an A100, is refused.
+    """
+    generation = None if capability is None else capability[0]
+    if generation not in MAX_HEAD_SIZES:
+        where = "no CUDA device" if capability is None else f"a device of capability {capability[0]}.{capability[1]}"
+        raise UnsupportedError(f"the flash backend runs on Hopper and Blackwell, got tensors on {where}: choose auto")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"the flash backend computes in bfloat16 and float16, not in {dtype}: choose triton")
+    largest = MAX_HEAD_SIZES[generation]
+    if head_size > largest or head_size % 8:
+        raise UnsupportedError(
+            f"the flash backend takes heads of at most {largest} on this device, in multiples of 8, got {head_size}: "
+            "choose triton or flex"
+        )
+    if torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedError(
+            "the flash backend sums gradients in no fixed order, and torch.use_deterministic_algorithms is on: choose "
+            "triton, or turn it off"
+        )
+    _check_version(flash_version())
+
+
+def _check_version(version: str | None) -> None:
+    if version is None:
+        raise UnsupportedError(
+            "the flash backend needs flash-attn-4, which is not installed: pip install 'treering[flash]', or choose "
+            "auto"
+        )
+    parts = tuple(int(part) for part in version.replace("b", ".").split(".") if part.isdigit())
+    if parts < MIN_VERSION and "b" in version:
+        raise UnsupportedError(
+            f"the flash backend needs flash-attn-4 4.0.0b26 or newer, got {version}, whose backward reads values "
+            "before they are written in one of some hundred launches: pip install --pre -U flash-attn-4, or choose auto"
+        )
