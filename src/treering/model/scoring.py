@@ -1,7 +1,8 @@
 """Log-probability and entropy of chosen tokens from hidden rows, in bounded memory, with exact gradients.
 
-Three ways compute the same: all rows at once, which saves their logits; a linear head in chunks of rows, whose logits
-are recomputed in the backward and whose weight gradient is summed in place; any other head in checkpointed chunks.
+Four ways compute the same. On CUDA a linear head runs on kernels that touch its logits three times. Elsewhere: all
+rows at once, which saves their logits; a linear head in chunks of rows, whose logits are recomputed in the backward and
+whose weight gradient is summed in place; any other head in checkpointed chunks.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
@@ -20,10 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from treering.attention.to_device import to_device
 from treering.model.linear_head import LinearScores, chunks
 from treering.model.logits import EntropyOf, LogitScores, scaled_logits
+from treering.model.three_pass_head import ThreePassScores, has_kernels, rows_by_memory
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
 """Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because
 each chunk adds a [V, C] product to the weight's gradient, which takes as long as several hundred rows."""
+
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of logits that the kernels of a head take."""
 
 
 class Scores(NamedTuple):
@@ -58,20 +64,23 @@ def score_rows(
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
-    max_rows = max_logit_rows(rows.device, vocab_size)
     on_device = to_device(target_row, rows.device)
+    dtype = compute_dtype(rows)
+    if (
+        is_plain_linear(head)
+        and softcap is None
+        and has_kernels(rows.device)
+        and dtype in KERNEL_DTYPES
+        and rows.shape[0] > 0
+    ):
+        pieces = chunks(rows.shape[0], target_row, rows_by_memory(rows.device, dtype, vocab_size))
+        return _on_weights(ThreePassScores, rows, head, dtype, targets, on_device, pieces, temperature, entropy_of)
+    max_rows = max_logit_rows(rows.device, vocab_size)
     if rows.shape[0] <= max_rows:
         return _score_chunk(rows, head, targets, on_device, temperature, entropy_of, softcap)
     pieces = chunks(rows.shape[0], target_row, max_rows)
     if is_plain_linear(head) and softcap is None:
-        dtype = compute_dtype(rows)
-        bias: Tensor | None = head.bias
-        bias = None if bias is None else bias.to(dtype)
-        return Scores(
-            *LinearScores.apply(  # type: ignore[no-untyped-call]
-                rows.to(dtype), head.weight.to(dtype), bias, targets, on_device, pieces, temperature, entropy_of
-            )
-        )
+        return _on_weights(LinearScores, rows, head, dtype, targets, on_device, pieces, temperature, entropy_of)
     parts = [
         checkpoint(
             _score_chunk,
@@ -87,6 +96,14 @@ def score_rows(
         for c in pieces
     ]
     return Scores(*(torch.cat(one) for one in zip(*parts, strict=True)))
+
+
+def _on_weights(
+    scores: type[torch.autograd.Function], rows: Tensor, head: nn.Linear, dtype: torch.dtype, *arguments: object
+) -> Scores:
+    bias: Tensor | None = head.bias
+    bias = None if bias is None else bias.to(dtype)
+    return Scores(*scores.apply(rows.to(dtype), head.weight.to(dtype), bias, *arguments))  # type: ignore[no-untyped-call]
 
 
 def max_logit_rows(device: torch.device, vocab_size: int) -> int:

@@ -1,0 +1,122 @@
+"""The kernels of a head, in triton's interpreter, equal a softmax in float64: scores, and each input's gradient."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from treering.errors import StateError
+from treering.model.linear_head import LinearScores, chunks
+from treering.model.three_pass_head import ThreePassScores, has_kernels
+
+pytest.importorskip("triton")
+kernels = pytest.importorskip("treering.model.head_kernels")
+pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
+
+NUM_ROWS, SIZE = 7, 12
+# More than a block of the interpreter's, and no multiple of it.
+VOCAB = kernels.BLOCK + 45
+ROW_OF = np.array([0, 0, 0, 1, 3, 3, 4, 6], np.int64)
+# Row 3 scores one token twice.
+TARGETS = torch.tensor([5, VOCAB - 1, 0, 7, 9, 9, 3, 2])
+
+
+def inputs(*, with_bias: bool = True, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(NUM_ROWS, SIZE, generator=generator)
+    weight = torch.randn(VOCAB, SIZE, generator=generator)
+    bias = torch.randn(VOCAB, generator=generator)
+    # A sure token: of its gradient two parts nearly cancel.
+    weight[3] = rows[4] * 4
+    # A block of tokens that the model hides.
+    bias[: kernels.BLOCK - 40] += torch.where(torch.arange(kernels.BLOCK - 40) > 20, -float("inf"), 0.0)
+    return [tensor.to(dtype).requires_grad_() for tensor in ([rows, weight, bias] if with_bias else [rows, weight])]
+
+
+def spelled_out(tensors: list[Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    rows, weight, *bias = tensors
+    logits = rows @ weight.T + (bias[0] if bias else 0.0)
+    logprobs = (logits / temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1)
+    return logprobs[torch.from_numpy(ROW_OF), TARGETS], entropy[torch.from_numpy(ROW_OF)]
+
+
+def scores(tensors: list[Tensor], kind: Any, *, temperature: float, max_rows: int, entropy_of: str) -> Any:
+    pieces = chunks(NUM_ROWS, ROW_OF, max_rows)
+    bias = tensors[2] if len(tensors) > 2 else None
+    return kind.apply(*tensors[:2], bias, TARGETS, torch.from_numpy(ROW_OF), pieces, temperature, entropy_of)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
+def test_scores_and_gradients_are_those_of_a_softmax(
+    max_rows: int, temperature: float, with_bias: bool, upstream: str
+) -> None:
+    tensors = inputs(with_bias=with_bias)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = spelled_out(exact, temperature)
+    got = scores(tensors, ThreePassScores, temperature=temperature, max_rows=max_rows, entropy_of="all")
+    for mine, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-5, atol=1e-5)
+    factors = torch.linspace(-1.0, 2.0, ROW_OF.size)
+    chosen = {"logprobs": [0], "entropy": [1], "both": [0, 1]}[upstream]
+
+    def gradients(side: Any, leaves: list[Tensor]) -> list[Tensor]:
+        loss = torch.stack([(factors.to(side[i]) * side[i]).sum() for i in chosen]).sum()
+        return [gradient.double().nan_to_num() for gradient in torch.autograd.grad(loss, leaves)]
+
+    # What the head of other devices loses in float32, which also takes weights from logits and log-sum-exps.
+    plain = inputs(with_bias=with_bias)
+    others = scores(plain, LinearScores, temperature=temperature, max_rows=max_rows, entropy_of="all")
+    sides = (got, tensors), (others, plain), (wanted, exact)
+    for mine, theirs, right in zip(*(gradients(*side) for side in sides), strict=True):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm() + 1e-6 * right.norm()
+
+
+def test_without_entropies_they_are_zero_and_log_probs_the_same() -> None:
+    options = {"temperature": 0.6, "max_rows": 3}
+    with_them, without = (scores(inputs(), ThreePassScores, entropy_of=of, **options) for of in ("all", "none"))
+    assert torch.equal(with_them[0], without[0])
+    assert not without[1].any()
+
+
+@pytest.mark.parametrize("needed", [0, 1, 2])
+def test_a_frozen_input_takes_no_gradient_and_changes_no_other(needed: int) -> None:
+    whole, alone = inputs(), inputs()
+    for i, tensor in enumerate(alone):
+        tensor.requires_grad_(i == needed)
+    for tensors in (whole, alone):
+        scores(tensors, ThreePassScores, temperature=1.0, max_rows=3, entropy_of="none")[0].sum().backward()
+    assert torch.equal(alone[needed].grad, whole[needed].grad)
+    assert [tensor.grad is None for tensor in alone] == [i != needed for i in range(3)]
+
+
+@pytest.mark.parametrize("max_rows", [3, 100])
+def test_in_bfloat16_gradients_are_no_further_from_float32_than_those_of_widened_logits(max_rows: int) -> None:
+    def gradients(kind: Any, dtype: torch.dtype) -> list[Tensor]:
+        tensors = inputs(with_bias=False, dtype=dtype)
+        exact = [tensor.detach().to(torch.bfloat16).to(dtype).requires_grad_() for tensor in tensors]
+        logprobs, entropy = scores(exact, kind, temperature=0.8, max_rows=max_rows, entropy_of="all")
+        return list(torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), exact))
+
+    wanted = gradients(LinearScores, torch.float32)
+    for mine, today, right in zip(
+        gradients(ThreePassScores, torch.bfloat16), gradients(LinearScores, torch.bfloat16), wanted, strict=True
+    ):
+        assert (mine.float() - right).norm() <= 1.1 * (today.float() - right).norm()
+
+
+def test_logits_that_were_overwritten_are_not_read_again() -> None:
+    tensors = inputs()
+    loss = scores(tensors, ThreePassScores, temperature=1.0, max_rows=100, entropy_of="none")[0].sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match="call forward again"):
+        loss.backward()
+
+
+def test_a_cpu_keeps_its_own_way() -> None:
+    assert not has_kernels(torch.device("cpu"))
