@@ -40,7 +40,11 @@ def modules_of(room: str) -> list[str]:
     package = importlib.import_module(f"treering.{room}")
     names = [found.name for found in pkgutil.walk_packages(package.__path__, f"treering.{room}.")]
     # Kernels import triton or flash-attn-4, which an installation may lack.
-    return [name for name in names if not any(part in name for part in (".triton", ".cuda", ".flash.kernel"))]
+    return [
+        name
+        for name in names
+        if not any(part in name for part in (".triton", ".cuda", ".flash.kernel", ".head.kernels"))
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

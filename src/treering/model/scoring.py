@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from treering.attention.to_device import to_device
-from treering.model.linear_head import LinearScores, chunks
+from treering.model.head.linear import LinearScores, chunks
+from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_by_memory
 from treering.model.logits import EntropyOf, LogitScores, scaled_logits
-from treering.model.three_pass_head import ThreePassScores, has_kernels, rows_by_memory
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
 """Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because

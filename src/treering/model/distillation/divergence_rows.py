@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treering.model.distillation.divergence import Divergence, Target, logit_gradient, row_divergence
 from treering.model.distillation.teacher import TeacherRows
-from treering.model.linear_head import BufferedHead, add_product
+from treering.model.head.linear import BufferedHead, add_product
 from treering.model.logits import scaled_logits
 from treering.model.scoring import compute_dtype, is_plain_linear, max_logit_rows
 

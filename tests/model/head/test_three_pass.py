@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from treering.errors import StateError
-from treering.model.linear_head import LinearScores, chunks
-from treering.model.three_pass_head import ThreePassScores, has_kernels
+from treering.model.head.linear import LinearScores, chunks
+from treering.model.head.three_pass import ThreePassScores, has_kernels
 
 pytest.importorskip("triton")
-kernels = pytest.importorskip("treering.model.head_kernels")
+kernels = pytest.importorskip("treering.model.head.kernels")
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
 
 NUM_ROWS, SIZE = 7, 12

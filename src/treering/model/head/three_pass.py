@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treering.errors import StateError
-from treering.model.linear_head import RowChunk, add_product
+from treering.model.head.linear import RowChunk, add_product
 from treering.model.logits import EntropyOf
 
 FREE_SHARE = 8
@@ -51,7 +51,7 @@ class ThreePassScores(torch.autograd.Function):
         temperature: float,
         entropy_of: EntropyOf,
     ) -> tuple[Tensor, Tensor]:
-        from treering.model.head_kernels import row_statistics
+        from treering.model.head.kernels import row_statistics
 
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.pieces = temperature, pieces
@@ -74,7 +74,7 @@ class ThreePassScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102 - torch calls it
-        from treering.model.head_kernels import write_gradient
+        from treering.model.head.kernels import write_gradient
 
         rows, weight, bias, targets, target_row, lse, entropy, logprob = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]

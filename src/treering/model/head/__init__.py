@@ -1,0 +1,1 @@
+"""Linear heads: in chunks of rows on any device, and on kernels of their own on CUDA."""
