@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
+from tests.attention import fake_flash
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import UnsupportedError
@@ -140,3 +141,64 @@ def test_a_model_compiled_in_place_is_refused(compiled: Callable[[nn.Module], nn
     model = compiled(build_float64())
     with pytest.raises(UnsupportedError, match=r"\.compile\(\).*layer\.compile\(\)"):
         backward(model, FORESTS[0], sft())
+
+
+def gradients_by(model: nn.Module, backend: str, max_tokens: int | None = None) -> list[dict[str, torch.Tensor]]:
+    taken = []
+    for forest in FORESTS:
+        backward(model, forest, sft(normalizer="sum"), max_tokens=max_tokens, backend=backend)
+        taken.append(take_gradients(model))
+    return taken
+
+
+def breaks_at_attention() -> int:
+    """How often a graph was left for attention; a model's own breaks, as in gpt-oss's experts, do not count."""
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    return sum(count for reason, count in reasons.items() if "_attention_outside_graphs" in reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+def test_layers_under_flash_leave_no_graph_and_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flash.install(monkeypatch)
+    model = build_float64(family)
+    expected = gradients_by(model, "reference")
+    for actual, wanted in zip(gradients_by(compile_layers(model), "flash"), expected, strict=True):
+        assert_gradients_equal(actual, wanted, 1e-10)
+    assert num_graphs() > 0
+    assert breaks_at_attention() == 0
+    if family != "gpt_oss":
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["segments", "reference", "triton"])
+def test_layers_under_other_backends_leave_their_graph_for_attention_only(backend: str) -> None:
+    model = compile_layers(build_float64(num_hidden_layers=2))
+    gradients_by(model, backend)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert breaks_at_attention() == sum(breaks.values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [compile_decoder, wrap])
+def test_whole_compiled_models_under_flash_are_exact(
+    compiled: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_flash.install(monkeypatch)
+    model = build_float64(num_hidden_layers=2)
+    expected = gradients_by(model, "reference")
+    for actual, wanted in zip(gradients_by(compiled(model), "flash"), expected, strict=True):
+        assert_gradients_equal({name.replace("_orig_mod.", ""): grad for name, grad in actual.items()}, wanted, 1e-10)
+    assert num_graphs() > 0
+    assert breaks_at_attention() == 0
+
+
+@pytest.mark.slow
+def test_partitions_of_compiled_layers_under_flash_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flash.install(monkeypatch)
+    model = build_float64(num_hidden_layers=2)
+    expected = gradients_by(model, "reference")
+    for actual, wanted in zip(gradients_by(compile_layers(model), "flash", max_tokens=60), expected, strict=True):
+        assert_gradients_equal(actual, wanted, 1e-10)
+    assert breaks_at_attention() > 0

@@ -4,7 +4,7 @@ Holds `subtree_end` and what backends derive from it, once per forest and shared
 """
 
 from collections.abc import Callable
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class TreeLayout:
         gateway: if partitions below need the forest's keys and values, where to export them; else None.
         boundary: if the forest is a partition, the states that its recurrent layers start from and export; else None.
         sight: which of the forest's tokens see each of them.
+        prepared: by window what `prepare_flash` has made for compiled layers; empty for other backends.
 
     Example:
         >>> layout = TreeLayout(Forest.from_sequences([[5, 6], [5, 7]]), torch.device("cpu"))
@@ -60,6 +61,7 @@ class TreeLayout:
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
         self._derived: dict[str, object] = {}
+        self.prepared: dict[int | None, Any] = {}
 
     def schedule(self, window: int | None = None) -> CallSchedule:
         """The calls of the `segments` backend under a sliding window, built on first use."""

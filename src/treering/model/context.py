@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
+from treering.attention.flash.backend import attend_by_tables, prepare_flash
+from treering.attention.self_check import verify
 from treering.errors import StateError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.families import ModelParts, find_parts
@@ -72,6 +74,10 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
+        if choice.backend == "flash":
+            shape = attention_shape(parts.config, parts.device, dtype)
+            prepare = partial(_prepare_flash, parts=parts, shape=shape)
+            undo.callback(parts.decoder.register_forward_pre_hook(prepare, with_kwargs=True).remove)
         undo.enter_context(routed(parts.mixers))
         _route_checkpoints(parts, name, undo)
         yield TreeContext(backend=choice.backend, reason=choice.reason)
@@ -141,6 +147,21 @@ def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, kwargs
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepare_flash(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: ModelParts, shape: AttentionShape
+) -> None:
+    """Checks the backend and makes its tables before the layers run, so that compiled layers have no break for it."""
+    layout = kwargs.get("tree_layout")
+    if not isinstance(layout, TreeLayout):
+        return
+    mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
+    for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
+        has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)
+        verify("flash", shape._replace(has_window=window is not None, has_sinks=has_sinks))
+        prepare_flash(layout, window, shape.dtype, shape.head_size)
+
+
 def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = dict(kwargs)
     layout = kwargs.pop("tree_layout", None)
@@ -192,8 +213,34 @@ def _register_backends() -> None:
         AttentionInterface.register(_PREFIX + backend, partial(_attention, backend=backend))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    backend: Backend,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out."""
+    if backend == "flash" and torch.compiler.is_compiling() and isinstance(attention_mask, TreeLayout):
+        window = options.get("sliding_window")
+        if window in attention_mask.prepared:
+            tables = attention_mask.prepared[window]
+            out = attend_by_tables(
+                query.to(value.dtype), key.to(value.dtype), value, options.get("s_aux"), tables,
+                scale=options["scaling"], softcap=options.get("softcap"),
+            )  # fmt: skip
+            return out.transpose(1, 2), None
+    result: tuple[Tensor, None] = _attention_outside_graphs(
+        module, query, key, value, attention_mask, backend=backend, **options
+    )
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention_outside_graphs(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -207,7 +254,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **host_options: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
+    """The same by any backend; compiled layers leave their graph for it.
 
     `host_options` are passed to every implementation and are ignored here (position ids, no dropout); options that
     would change the result are refused on entry of the context.

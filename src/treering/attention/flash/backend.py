@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treering.attention.flash.tables import flash_tables
+from treering.attention.flash.ops import flash_forward
+from treering.attention.flash.tables import FlatTables
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
 from treering.attention.joined import join_differentiably
@@ -44,18 +45,44 @@ def flash_attention_on_forest(
     Raises:
         UnsupportedError: see `check_flash`.
     """
-    device = query.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    check_flash(capability, query.dtype, query.shape[3])
-    assert capability is not None, "checked"
-    from treering.attention.flash.kernel import run_flash
-
     keys = join_differentiably(KeysValues(key, value), layout, layer)
-    window = layout.effective_window(form.window)
-    block_size = blocks_of(capability[0], query.shape[3])
-    name = f"flash tables, window {window}, blocks of {block_size}"
-    tables = layout.once(name, lambda: flash_tables(layout, window, block_size))
-    return run_flash(query, *keys, sinks, tables, form)
+    tables = _tables(layout, form.window, query.dtype, query.shape[3])
+    return attend_by_tables(query, *keys, sinks, tables, scale=form.scale, softcap=form.softcap)
+
+
+def attend_by_tables(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    tables: FlatTables,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attention [1, H, N, D] of queries [1, H, N, D] to keys and values [1, G, K, D]; compilers read through it."""
+    rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    out: Tensor = flash_forward(*rows, sinks, *tables, scale, softcap or 0.0)[0]
+    return out.transpose(1, 2)
+
+
+def prepare_flash(layout: TreeLayout, window: int | None, dtype: torch.dtype, head_size: int) -> None:
+    """Makes the tables of a window before layers run, so that compiled ones need not leave their graph for them.
+
+    Does nothing for partitions, whose layers exchange keys with others.
+
+    Raises:
+        UnsupportedError: see `check_flash`.
+    """
+    if not layout.ancestors and layout.gateway is None:
+        layout.prepared[window] = _tables(layout, window, dtype, head_size)
+
+
+def _tables(layout: TreeLayout, window: int | None, dtype: torch.dtype, head_size: int) -> FlatTables:
+    device = layout.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    check_flash(capability, dtype, head_size)
+    return FlatTables.of(layout, window, blocks_of(HOPPER if capability is None else capability[0], head_size))
 
 
 def blocks_of(generation: int, head_size: int) -> tuple[int, int]:

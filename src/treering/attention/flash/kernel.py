@@ -1,68 +1,105 @@
-"""The call of FlashAttention-4, and the masks that its kernels compile; imported on first use, where it is installed.
+"""The calls of flash-attn-4 and the masks that its compiler builds into the kernels; imported on first use.
 
-Kernels are keyed by the mask functions, which must therefore be functions of this module and never made anew.
+Kernels are kept by a hash of the mask, so masks are functions of this module and read all numbers from arrays.
+
+    N query rows   K keys   H query heads   G key heads   D head size
 """
 
-from typing import no_type_check
+from collections.abc import Sequence
+from typing import Any, no_type_check
 
 import cutlass
+import torch
 from cutlass import cute
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.interface import flash_attn_func
+from flash_attn.cute.interface import _flash_attn_bwd, flash_attn_func
 from torch import Tensor
 
-from treering.attention.flash.tables import FlashTables
-from treering.attention.form import Form
+
+@cute.jit
+@no_type_check
+def on_path(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """Whether the row lies in the range of the key."""
+    first = utils.scalar_to_ssa(aux_tensors[0][n_idx[0]], cutlass.Int32)
+    stop = utils.scalar_to_ssa(aux_tensors[1][n_idx[0]], cutlass.Int32)
+    return (m_idx >= first) & (m_idx < stop)
 
 
 @cute.jit
 @no_type_check
-def on_path(batch, head, row, key, seqlen_info, aux_tensors):
-    """Whether a row sees a key: `first[key] <= row < stop[key]`."""
-    first = utils.scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
-    stop = utils.scalar_to_ssa(aux_tensors[1][key[0]], cutlass.Int32)
-    return (row >= first) & (row < stop)
+def on_path_within_window(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """The same, and whether the row's position is below the limit of the key."""
+    first = utils.scalar_to_ssa(aux_tensors[0][n_idx[0]], cutlass.Int32)
+    stop = utils.scalar_to_ssa(aux_tensors[1][n_idx[0]], cutlass.Int32)
+    limit = utils.scalar_to_ssa(aux_tensors[2][n_idx[0]], cutlass.Int32)
+    position = utils.scalar_to_ssa(aux_tensors[3][m_idx[0]], cutlass.Int32)
+    return (m_idx >= first) & (m_idx < stop) & (position < limit)
 
 
-@cute.jit
-@no_type_check
-def on_path_within_window(batch, head, row, key, seqlen_info, aux_tensors):
-    """The same under a window, which is one more limit per key: `position[row] < limit[key]`."""
-    first = utils.scalar_to_ssa(aux_tensors[0][key[0]], cutlass.Int32)
-    stop = utils.scalar_to_ssa(aux_tensors[1][key[0]], cutlass.Int32)
-    limit = utils.scalar_to_ssa(aux_tensors[2][key[0]], cutlass.Int32)
-    position = utils.scalar_to_ssa(aux_tensors[3][row[0]], cutlass.Int32)
-    return (row >= first) & (row < stop) & (position < limit)
-
-
-def run_flash(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, tables: FlashTables, form: Form
-) -> Tensor:
-    """Attention [1, H, N, D] of queries over keys and values [1, G, K, D]; differentiable.
+def run_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    *,
+    ranges: Sequence[Tensor],
+    lists: Sequence[Tensor],
+    block_size: tuple[int, int],
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [1, N, H, D] and log-sum-exp [1, H, N], in which a sink counts.
 
     Args:
-        query: [1, H, N, D].
-        key: [1, G, K, D], ancestors' and own.
-        value: the same.
+        query: [1, N, H, D].
+        key: [1, K, G, D].
+        value: [1, K, G, D].
         sinks: [H], None for none.
-        tables: which blocks are visited, and what the mask reads.
-        form: scale and softcap; its window is in the tables.
+        ranges: see `FlatTables`.
+        lists: blocks of keys of each block of queries.
+        block_size: rows and keys of a block.
+        scale: of the scores.
+        softcap: 0 for none.
     """
-    forward, backward = (
-        BlockSparseTensorsTorch(*lists.masked, *lists.full, block_size=tables.block_size)
-        for lists in (tables.by_query, tables.by_key)
-    )
-    out, _ = flash_attn_func(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-        softmax_scale=form.scale,
-        softcap=form.softcap or 0.0,
-        learnable_sink=sinks,
-        pack_gqa=False,
-        mask_mod=on_path if len(tables.ranges) == 2 else on_path_within_window,
-        aux_tensors=list(tables.ranges),
-        block_sparse_tensors=forward,
-        block_sparse_tensors_bwd=backward,
-    )
-    attended: Tensor = out.transpose(1, 2)
-    return attended
+    with torch.no_grad():
+        out, lse, *_ = flash_attn_func(
+            query, key, value, softmax_scale=scale, softcap=softcap, learnable_sink=sinks, mask_mod=_mask(ranges),
+            aux_tensors=list(ranges), block_sparse_tensors=_named(lists, block_size), pack_gqa=False, return_lse=True,
+        )  # fmt: skip
+    return out, lse
+
+
+def run_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *,
+    ranges: Sequence[Tensor],
+    lists: Sequence[Tensor],
+    block_size: tuple[int, int],
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys, values, and of sinks if there are any, in the layout and dtype of each.
+
+    Arguments are those of `run_forward` and what it returned; `lists` has the blocks of queries of each block of keys.
+    """
+    gradients: tuple[Tensor, ...] = _flash_attn_bwd(
+        query, key, value, out, grad_out, lse, softmax_scale=scale, softcap=softcap, learnable_sink=sinks,
+        mask_mod=_mask(ranges), aux_tensors=list(ranges), block_sparse_tensors=_named(lists, block_size),
+    )  # fmt: skip
+    return gradients
+
+
+def _mask(ranges: Sequence[Tensor]) -> Any:
+    return on_path if len(ranges) == 2 else on_path_within_window
+
+
+def _named(lists: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
+    # Without its name the size of a block is guessed from lengths, which fails on short ends.
+    return BlockSparseTensorsTorch(*lists, block_size=block_size)

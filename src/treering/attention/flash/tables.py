@@ -56,6 +56,34 @@ class FlashTables:
     block_size: tuple[int, int]
 
 
+class FlatTables(NamedTuple):
+    """The same as lists of tensors, as the operations take them and compilers read them.
+
+    Attributes:
+        ranges: see `FlashTables`.
+        by_query: lengths and blocks of the masked lists, then of the full ones.
+        by_key: the same.
+        block_size: rows and keys of a block.
+    """
+
+    ranges: list[Tensor]
+    by_query: list[Tensor]
+    by_key: list[Tensor]
+    block_size: list[int]
+
+    @classmethod
+    def of(cls, layout: TreeLayout, window: int | None, block_size: tuple[int, int]) -> "FlatTables":
+        """Those of a layout, made once per window and block size."""
+        window = layout.effective_window(window)
+
+        def make() -> FlatTables:
+            tables = flash_tables(layout, window, block_size)
+            by_query, by_key = ([*lists.masked, *lists.full] for lists in (tables.by_query, tables.by_key))
+            return cls(list(tables.ranges), by_query, by_key, list(block_size))
+
+        return layout.once(f"flash tables, window {window}, blocks of {block_size}", make)
+
+
 def flash_tables(layout: TreeLayout, window: int | None, block_size: tuple[int, int]) -> FlashTables:
     """The tables of a layout, in O(N + K + pairs of blocks) on the host.
 
