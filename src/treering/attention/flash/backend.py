@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float
+from packaging.version import Version
 from torch import Tensor
 
 from treering.attention.flash.ops import flash_forward
@@ -25,8 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZES = {HOPPER: 256, BLACKWELL: 128, 11: 128}
 """Largest heads whose backward takes lists of blocks, by generation."""
 
-MIN_VERSION = (4, 0, 0, 26)
-"""4.0.0b26. Before it the backward with lists of blocks read values on Hopper before they were written, in 0.1 to 1 %
+MIN_VERSION = Version("4.0.0b26")
+"""Before it the backward with lists of blocks read values on Hopper before they were written, in 0.1 to 1 %
 of launches (Dao-AILab/flash-attention issue 2756)."""
 
 
@@ -129,9 +130,10 @@ def check_flash(capability: tuple[int, int] | None, dtype: torch.dtype, head_siz
             "choose triton or flex"
         )
     if torch.are_deterministic_algorithms_enabled():
+        name = "Hopper" if generation == HOPPER else "Blackwell"
         raise UnsupportedError(
-            "the flash backend sums gradients in no fixed order, and torch.use_deterministic_algorithms is on: choose "
-            "triton, or turn it off"
+            f"the flash backend sums gradients in no fixed order on {name}, and torch.use_deterministic_algorithms is "
+            "on: choose triton, or turn it off"
         )
     _check_version(flash_version())
 
@@ -142,8 +144,7 @@ def _check_version(version: str | None) -> None:
             "the flash backend needs flash-attn-4, which is not installed: pip install 'treering[flash]', or choose "
             "auto"
         )
-    parts = tuple(int(part) for part in version.replace("b", ".").split(".") if part.isdigit())
-    if parts < MIN_VERSION and "b" in version:
+    if Version(version) < MIN_VERSION:
         raise UnsupportedError(
             f"the flash backend needs flash-attn-4 4.0.0b26 or newer, got {version}, whose backward reads values "
             "before they are written in one of some hundred launches: pip install --pre -U flash-attn-4, or choose auto"
