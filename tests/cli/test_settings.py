@@ -30,5 +30,5 @@ def test_the_warm_up_computes_as_the_loop_does() -> None:
 
 
 def test_a_budget_of_no_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_tokens is at least 1, got 0; None sets no limit"):
+    with pytest.raises(ConfigError, match='max_tokens is at least 1 or "auto", got 0; None sets no limit'):
         ComputeOptions(max_tokens=0)

@@ -20,7 +20,7 @@ from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.runtime import Lengths, RuntimeConfig, Schedule
 from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, FilePath, NonNegative, Positive, Seed
+from treering.config.values import Count, CountOrAuto, FilePath, NonNegative, Positive, Seed
 from treering.errors import ConfigError
 
 _UnitInterval = Annotated[float, Field(ge=0, le=1)]
@@ -78,8 +78,10 @@ class LoopConfig(Config):
         default="tree",
         description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
     )
-    max_batch_tokens: Count = Field(
-        default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
+    max_batch_tokens: CountOrAuto = Field(
+        default="auto",
+        description="Unique tokens per micro-batch, at most; a larger tree runs in partitions. auto: on CUDA what free "
+        "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
     )
     parents: Parents = "auto"
     max_bytes: MaxBytes = None

@@ -16,7 +16,7 @@ from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
+from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.data.formats.reader import FailedRuns
 from treering.errors import ConfigError
@@ -90,8 +90,10 @@ class TrainConfig(OptimConfig):
         default=None, description="Optimizer steps; none: until num_epochs. The earlier one ends."
     )
     trees_per_step: Count = Field(default=8, description="Tasks, each one tree, per optimizer step.")
-    max_batch_tokens: Count = Field(
-        default=16384, description="Unique tokens per micro-batch, at most; a larger tree runs in partitions."
+    max_batch_tokens: CountOrAuto = Field(
+        default="auto",
+        description="Unique tokens per micro-batch, at most; a larger tree runs in partitions. auto: on CUDA what free "
+        "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
     )
     parents: Parents = "auto"
     max_bytes: MaxBytes = None

@@ -3,9 +3,19 @@
 import os
 from datetime import date as Date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
+
+from treering.types import is_count
+
+
+def _count_or_auto(value: object) -> object:
+    """The value itself; one error instead of one for each side of a union."""
+    if value == "auto" or is_count(value, least=1):
+        return value
+    raise ValueError(f'an integer of at least 1, or "auto", got {value!r}')
+
 
 # TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
@@ -28,6 +38,7 @@ TemplateDate = Annotated[
     ),
 ]
 Count = Annotated[int, Field(ge=1)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

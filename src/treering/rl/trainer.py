@@ -87,7 +87,7 @@ class Trainer:
         )
         update = None
         if batch.trees.num_tasks > 0:
-            own = share_of(batch, self._group, options.compute.max_tokens, options.compute.costs)
+            own = share_of(batch, self._group, options.compute.max_tokens_on_ranks, options.compute.costs)
             objective = options.make_objective(own, self._teacher)
             with num_threads(options.num_train_threads):
                 update = self._updater.update(

@@ -9,6 +9,7 @@ every log-prob, and the model's own backward takes these vectors.
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -20,9 +21,10 @@ from treering.model.families import find_parts
 from treering.model.routers import router_hooks
 from treering.ranks.agreement import agreeing
 from treering.ranks.setup import RanksOption, ranks_of, without_ddp
-from treering.train.gradient.activation_policy import ParentsChoice, ParentsOption, check_parents
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
+from treering.train.gradient.memory.activation_policy import ParentsChoice, ParentsOption, check_parents
+from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.pass_order import pass_order
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
@@ -87,7 +89,7 @@ def backward(
     model: nn.Module,
     forests: Forest | Iterable[Forest],
     objective: Objective,
-    max_tokens: int | None = None,
+    max_tokens: MaxTokens = None,
     *,
     temperature: float = 1.0,
     value_head: nn.Module | None = None,
@@ -113,7 +115,9 @@ def backward(
             order of forests, then sequences.
         objective: from `treering.objectives`.
         max_tokens: most distinct tokens per micro-batch and partition; fewer are used where that is faster
-            (`FILL_TOKENS`). None runs everything at once.
+            (`FILL_TOKENS`). None runs everything at once. "auto" takes on CUDA what free memory holds by measured bytes
+            per token, and halves it with a warning where memory runs out all the same; elsewhere, and on several ranks,
+            it is 16,384.
         temperature: divides the logits, as at sampling time.
         value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
         parents: "keep" the activations of partitions that others descend from (nothing is computed twice), "recompute"
@@ -153,7 +157,55 @@ def backward(
     if not isinstance(forests, Iterable | Forest):
         raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
-    model = without_ddp(model)
+    step = partial(
+        _backward,
+        without_ddp(model),
+        forests,
+        objective,
+        temperature=temperature,
+        value_head=value_head,
+        parents=parents,
+        max_bytes=max_bytes,
+        costs=costs,
+        min_micro_batches=min_micro_batches,
+        backend=backend,
+        sum_over_ranks=sum_over_ranks,
+        ranks=ranks,
+        router_losses=router_losses,
+        on_progress=on_progress,
+    )
+    if max_tokens != "auto":
+        return step(max_tokens)
+    if sum_over_ranks is not None or ranks_of(without_ddp(model), ranks, sums_itself=False).group.size > 1:
+        return step(DEFAULT_TOKENS)
+    parts = find_parts(without_ddp(model))
+    weights = [*model.parameters(), *(() if value_head is None else value_head.parameters())]
+
+    def first() -> int:
+        with nullcontext() if is_active(parts) else tree_attention(model, backend):
+            return tokens_that_fit(parts)
+
+    return run_by_memory(parts, weights, step, first)
+
+
+def _backward(
+    model: nn.Module,
+    forests: list[Forest],
+    objective: Objective,
+    max_tokens: int | None,
+    *,
+    temperature: float,
+    value_head: nn.Module | None,
+    parents: ParentsOption,
+    max_bytes: int | None,
+    costs: CostModel | None,
+    min_micro_batches: int,
+    backend: str,
+    sum_over_ranks: SumOverRanks | None,
+    ranks: RanksOption | None,
+    router_losses: RouterLosses | None,
+    on_progress: OnProgress | None,
+) -> BackwardResult:
     team = ranks_of(model, ranks, sums_itself=sum_over_ranks is not None)
     if team.mode == "sharded":
         # No tree is cut that fits, because the other ranks' trees would have to be cut alike.

@@ -16,20 +16,20 @@ from treering.arrays import Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
-from treering.train.gradient.activation_policy import (
+from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
+from treering.train.gradient.evaluation import LossTotals, evaluate
+from treering.train.gradient.flat_batch import FlatBatch, Selection
+from treering.train.gradient.memory.activation_policy import (
     ActivationMemory,
     ParentsChoice,
     ParentsOption,
     choose_parents,
     free_memory,
 )
-from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
-from treering.train.gradient.evaluation import LossTotals, evaluate
-from treering.train.gradient.flat_batch import FlatBatch, Selection
+from treering.train.gradient.memory.saved_tensors import bytes_per_token
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.pass_order import crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
-from treering.train.gradient.saved_tensors import bytes_per_token
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher, Unit
 from treering.train.objectives import Objective

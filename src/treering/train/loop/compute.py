@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from treering.errors import ConfigError, UnsupportedError
-from treering.train.gradient.activation_policy import ParentsOption
+from treering.train.gradient.memory.activation_policy import ParentsOption
+from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, MaxTokens
 from treering.tree.plan.costs import CostModel
 from treering.types import is_count
 
@@ -22,7 +23,8 @@ class ComputeOptions:
     """How a loop computes its steps: memory, speed and precision.
 
     Attributes:
-        max_tokens: distinct tokens per micro-batch and per partition; None computes a step at once.
+        max_tokens: distinct tokens per micro-batch and per partition; "auto" goes by free memory on CUDA, None computes
+            a step at once.
         parents: for trees over `max_tokens`, see `backward`.
         max_bytes: memory for activations, see `backward`.
         costs: skips sharing where it would be slower, see `backward`.
@@ -33,7 +35,7 @@ class ComputeOptions:
     Example: `ComputeOptions(max_tokens=16_384)` keeps the activations of at most 16,384 tokens at once.
     """
 
-    max_tokens: int | None = None
+    max_tokens: MaxTokens = None
     parents: ParentsOption = "auto"
     max_bytes: int | None = None
     costs: CostModel | None = None
@@ -42,8 +44,13 @@ class ComputeOptions:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and not is_count(self.max_tokens, least=1):
-            raise ConfigError(f"max_tokens is at least 1, got {self.max_tokens!r}; None sets no limit")
+        if self.max_tokens not in (None, "auto") and not is_count(self.max_tokens, least=1):
+            raise ConfigError(f'max_tokens is at least 1 or "auto", got {self.max_tokens!r}; None sets no limit')
+
+    @property
+    def max_tokens_on_ranks(self) -> int | None:
+        """The limit where several ranks plan alike: free memory, which differs, does not count."""
+        return DEFAULT_TOKENS if self.max_tokens == "auto" else self.max_tokens
 
 
 def prepare_model(model: nn.Module, options: ComputeOptions) -> None:

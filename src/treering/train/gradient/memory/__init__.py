@@ -1,0 +1,1 @@
+"""Memory of a step: what it takes, what becomes of activations, and how many tokens fit."""
