@@ -447,7 +447,7 @@ def test_rollouts_beyond_the_models_positions_are_refused_before_the_first_step(
         ({"group_size": 1}, "group_size is at least 2, got 1"),
         ({"prompts_per_step": 0}, "prompts_per_step is at least 1, got 0"),
         ({"max_turns": 0}, "max_turns is at least 1"),
-        ({"max_tokens": 0}, "max_tokens is at least 1, got 0"),
+        ({"max_tokens": 0}, 'max_tokens is at least 1 or "auto", got 0'),
         ({"num_train_threads": 0}, "num_train_threads is at least 1"),
         ({"clip": (2.0, 0.2)}, "clip must be"),
         ({"normalizer": "constant"}, "divisor"),
