@@ -214,13 +214,6 @@ def test_a_planted_circle_is_found() -> None:
     assert circle({"a": {"b"}, "b": {"a"}}) == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize("root", ["src/treering", "benchmarks"])
-def test_no_folder_has_more_files_than_a_reader_can_hold(root: str) -> None:
-    folders = [folder for folder in (SOURCE.parents[1] / root).rglob("*") if folder.is_dir()]
-    counts = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
-    assert {folder: count for folder, count in counts.items() if count > 17} == {}
-
-
 @pytest.mark.parametrize(("module", "path"), _modules(), ids=[module for module, _ in _modules()])
 def test_imports_run_one_way(module: str, path: Path) -> None:
     source = path.read_text(encoding="utf-8")
