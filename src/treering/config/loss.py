@@ -33,6 +33,24 @@ Ranks = Annotated[
 ]
 
 
+def check_kl(*, kl: float, kl_in: str, kl_estimator: str | None, objective: str, old_logprobs: str) -> None:
+    """Refuses a KL that would not pull the policy towards its reference, or that the loop cannot measure."""
+    if kl_estimator is not None and (kl_in == "reward") != (kl_estimator == "k1"):
+        raise ConfigError(
+            "in the loss k1 has a mean gradient of 0, and in the reward k1 alone has the gradient of the KL, and here "
+            f'kl_in = "{kl_in}" with kl_estimator = "{kl_estimator}"; take k2 or k3 in the loss, or k1 in the reward'
+        )
+    if kl == 0:
+        return
+    if objective == "distill":
+        raise ConfigError(f'objective = "distill" has a teacher instead of a reference, and kl is {kl}; set kl = 0')
+    if kl_in == "reward" and old_logprobs == "recomputed":
+        raise ConfigError(
+            'a KL in the reward reads the engine\'s log-probs, which old_logprobs = "recomputed" does without; set '
+            'kl_in = "loss"'
+        )
+
+
 def check_divisor(*, normalizer: str | None, divisor: float | None) -> None:
     """Refuses a divisor without its normaliser, and vice versa."""
     if (normalizer == "constant") != (divisor is not None):

@@ -11,7 +11,16 @@ from pydantic import Field, model_validator
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
-from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_importance, check_packed
+from treering.config.loss import (
+    MaxBytes,
+    Parents,
+    Ranks,
+    Sharing,
+    check_divisor,
+    check_importance,
+    check_kl,
+    check_packed,
+)
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
@@ -69,6 +78,21 @@ class LoopConfig(Config):
     entropy_coefficient: NonNegative | None = Field(
         default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
     )
+    kl: NonNegative = Field(
+        default=0.0,
+        description="Factor of the KL to the policy that the run began with (with [lora]: to the base model); 0: none, "
+        "and no copy of it.",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss",
+        description="loss: added to the loss of every sampled token. reward: its sum over a rollout is taken off the "
+        "reward.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None,
+        description="With d = logp - reference logp: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. none: k3 in the loss, "
+        "k1 in the reward, which takes no other; k1 in the loss is refused.",
+    )
     old_logprobs: Literal["sampled", "recomputed"] = Field(
         default="sampled",
         description="What ratios compare with. sampled: the engine's log-probs. recomputed: the trainer's own, before "
@@ -105,6 +129,13 @@ class LoopConfig(Config):
         check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
         check_divisor(normalizer=self.normalizer, divisor=self.divisor)
         check_packed(layout=self.layout, normalizer=self.normalizer)
+        check_kl(
+            kl=self.kl,
+            kl_in=self.kl_in,
+            kl_estimator=self.kl_estimator,
+            objective=self.objective,
+            old_logprobs=self.old_logprobs,
+        )
         check_importance(
             max_importance=self.max_importance, min_importance=self.min_importance, importance=self.importance
         )
@@ -207,6 +238,11 @@ class RlConfig(Config):
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         check_lora(self.lora, self.model)
+        if self.rl.kl > 0 and self.lora.is_set and self.warmup.num_steps > 0:
+            raise ConfigError(
+                f"with [lora] the reference of rl.kl = {self.rl.kl} is the base model, and warmup.num_steps = "
+                f"{self.warmup.num_steps} would move the policy away before the first step; set warmup.num_steps = 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,8 @@ class RlBatch:
     """Groups whose rewards are all equal."""
     num_empty_groups: int
     """Groups without any rollout."""
+    ref_logprobs: list[Logprobs] | None = None
+    """K arrays, float64 [T] each: of the reference; None without a KL in the loss."""
 
 
 def make_rl_batch(
@@ -78,6 +80,20 @@ def share_of(batch: RlBatch, group: RankGroup, max_tokens: int | None, costs: Co
         old_logprobs=[batch.old_logprobs[i] for i in share.branches],
         behaviour_logprobs=[batch.behaviour_logprobs[i] for i in share.branches],
     )
+
+
+def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[Group]:
+    """The groups with each rollout's reward less its penalty; one per rollout, groups in order.
+
+    Example: a group with rewards [1, 0] and penalties [0.25, 0.5] gets the rewards [0.75, -0.5].
+    """
+    left = iter(penalties)
+    return [
+        replace(
+            group, rollouts=tuple(replace(each, reward=(each.reward or 0.0) - next(left)) for each in group.rollouts)
+        )
+        for group in groups
+    ]
 
 
 def empty_batch() -> RlBatch:

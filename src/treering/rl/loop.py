@@ -24,6 +24,7 @@ from treering.rl.trainer import Trainer
 from treering.rl.trajectories import as_trajectories
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import MakeReference
 from treering.train.loop.resumable import Resumable
 from treering.types import PromptId
 
@@ -59,6 +60,7 @@ class RlLoop(Resumable[RlStepReport]):
         teacher: nn.Module | None = None,
         group: RankGroup | None = None,
         rollout_model: nn.Module | None = None,
+        reference: MakeReference | None = None,
     ) -> None:
         """Puts the model in training mode, with gradient checkpointing as the options say.
 
@@ -72,6 +74,8 @@ class RlLoop(Resumable[RlStepReport]):
             teacher: of an on-policy distillation, with `options.distill`.
             group: ranks that share the prompts to sample and the trees to train, of a prepared model.
             rollout_model: whole copy of a sharded model, which the engine reads; the loop copies the weights into it.
+            reference: makes the model of `options.kl`, with the weights that the run began with; called at the first
+                update, and not for adapters on one rank, whose reference is the model without them.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -86,7 +90,7 @@ class RlLoop(Resumable[RlStepReport]):
         check_contexts(task, options.sampling.max_tokens, model)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self._group = RankGroup() if group is None else group
-        self._trainer = Trainer(model, optim, options, teacher, self._group)
+        self._trainer = Trainer(model, optim, options, teacher, self._group, reference)
         self._sampler = Sampler(task, options, drafting, self._group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
@@ -123,7 +127,7 @@ class RlLoop(Resumable[RlStepReport]):
     def step(self) -> RlStepReport:
         """Samples the next step's prompts, trains on their rewards, and updates the engine's weights.
 
-        If every group has equal rewards, the weights and the policy version stay.
+        If every group has equal rewards, and no teacher and no KL counts besides, weights and policy version stay.
 
         Raises:
             InputError: a prompt does not fit into the engine; the weights are unchanged.

@@ -20,14 +20,18 @@ from treering.train.loop.distill import DistillOptions
 from treering.train.loss_weights import Normalizer
 from treering.train.objectives import Clip, Objective
 from treering.train.objectives.importance import ImportanceMode
+from treering.train.objectives.regularizers import KlEstimator
 
 OldLogprobs = Literal["sampled", "recomputed"]
 """Whose log-probs of the policy that sampled are the base of ratios. sampled: `Rollout.policy_logprobs`, the engine's.
 recomputed: the trainer's own, of the weights that an update begins with; the same policy at staleness 0."""
 
+KlIn = Literal["loss", "reward"]
+"""Where the KL to the reference is. loss: `coefficient * estimate` is added to each trained token's term. reward: each
+rollout's reward loses coefficient times the sum of k1 over its sampled tokens."""
+
 ObjectiveName = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"]
-"""The policy losses that need neither a reference model nor a value head, which the loop does not have, and the
-divergence from a teacher."""
+"""The policy losses that need no value head, which the loop does not have, and the divergence from a teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,14 @@ class RlOptions:
     """See `OldLogprobs`; "recomputed" for an engine that gives no `policy_logprobs`."""
     entropy_coefficient: float | None = None
     """Factor of the entropy bonus; 0 only measures the entropy, None skips it (saves passes over the logits)."""
+    kl: float = 0.0
+    """Factor of the KL to the policy that the run began with; 0 has no reference. In the loss, groups with equal rewards
+    are trained too."""
+    kl_in: KlIn = "loss"
+    """See `KlIn`."""
+    kl_estimator: KlEstimator | None = None
+    """None: "k3" in the loss, "k1" in the reward. Refused is "k1" in the loss, whose gradient is 0 on average, and any
+    other in the reward, where the gradient is not that of a KL (near the reference it vanishes)."""
     distill: DistillOptions | None = None
     """Of a loop with a teacher: without a weight for the loss "distill", with one for a divergence beside another loss.
     All groups are trained then, those with equal rewards too."""
@@ -99,6 +111,7 @@ class RlOptions:
                 raise ConfigError(
                     f"{name} is one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}; choose one"
                 )
+        check_kl(self)
         is_alone = self.distill is not None and self.distill.weight is None
         if (self.objective == "distill") != is_alone:
             raise ConfigError(
@@ -124,15 +137,25 @@ class RlOptions:
             "divisor": self.divisor,
             "entropy_coefficient": self.entropy_coefficient,
             **self._importance(batch),
+            **self._kl(batch),
         }
         make = getattr(objectives, self.objective)
         objective: Objective = make(
             batch.advantages,
             batch.trees.loss_masks,
-            _known(batch.old_logprobs) if self.old_logprobs == "sampled" else None,
+            known(batch.old_logprobs) if self.old_logprobs == "sampled" else None,
             **{name: value for name, value in own.items() if value is not None},
         )
         return objective
+
+    def _kl(self, batch: RlBatch) -> dict[str, Any]:
+        if batch.ref_logprobs is None:
+            return {}
+        return {
+            "ref_logprobs": batch.ref_logprobs,
+            "kl_coefficient": self.kl,
+            "kl_estimator": self.kl_estimator or "k3",
+        }
 
     def _importance(self, batch: RlBatch) -> dict[str, Any]:
         names = ("importance", "min_importance", "max_importance")
@@ -140,7 +163,37 @@ class RlOptions:
         return {"behaviour_logprobs": batch.behaviour_logprobs, **bounds} if bounds else {}
 
 
-def _known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
+def check_kl(options: RlOptions) -> None:
+    """Refuses a KL that would not pull the policy towards its reference.
+
+    Raises:
+        ConfigError: names the rule.
+    """
+    place, estimator = options.kl_in, options.kl_estimator
+    if place not in get_args(KlIn) or estimator not in (None, *get_args(KlEstimator)):
+        raise ConfigError(
+            f"kl_in is one of {', '.join(get_args(KlIn))} and kl_estimator one of {', '.join(get_args(KlEstimator))}, "
+            f"got {place!r} and {estimator!r}; choose from these"
+        )
+    if not 0 <= options.kl < float("inf"):
+        raise ConfigError(f"kl is a finite factor of at least 0, got {options.kl}; 0 has no reference")
+    if estimator is not None and (place == "reward") != (estimator == "k1"):
+        raise ConfigError(
+            f'in the loss k1 has a mean gradient of 0, and in the reward k1 alone has that of the KL; got kl_in="{place}" '
+            f'with kl_estimator="{estimator}": take "k2" or "k3" in the loss, or "k1" in the reward'
+        )
+    if options.kl == 0:
+        return
+    if options.objective == "distill":
+        raise ConfigError(f'objective="distill" has a teacher and no policy loss, got kl={options.kl}; set kl=0')
+    if place == "reward" and options.old_logprobs == "recomputed":
+        raise ConfigError(
+            'a KL in the reward reads the log-probs of the engine, and old_logprobs="recomputed" is for engines without '
+            'them; take kl_in="loss"'
+        )
+
+
+def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
     """The log-probs, unless an engine could not give them.
 
     Raises:

@@ -21,6 +21,7 @@ from treering.runtime.pools.trainer_client import TrainerClient
 from treering.runtime.workers.trainer_worker import packed
 from treering.schedule.cluster import Cluster
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import MakeReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +29,7 @@ class RunSpec:
     """The settings of a run's processes."""
 
     recipe: Recipe
+    reference: MakeReference | None
     launcher: Launcher
     optim: OptimOptions
     options: RlOptions
@@ -89,6 +91,7 @@ def start_controller(
         options=spec.options,
         version=step,
         state=packed(start_state.optimizer),
+        reference=spec.reference,
     )
     drafting = spec.drafting
     # Mapped files cost no message, and are in memory once for all workers.

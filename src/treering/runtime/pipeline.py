@@ -34,6 +34,7 @@ from treering.schedule.policy import Policy
 from treering.schedule.predict.lengths import LengthPredictor
 from treering.train.gradient.router_losses import check_routers
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import MakeReference
 from treering.train.loop.restore import set_random_state
 from treering.train.loop.resumable import Resumable
 
@@ -68,6 +69,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         reward_time_limit_s: float = 60.0,
         worker_time_limit_s: float = 3600.0,
         launcher: Launcher | None = None,
+        reference: MakeReference | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -87,6 +89,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
             worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
             launcher: starts the processes; None: on this host.
+            reference: as for `RlLoop`; a trainer calls it, so it must be picklable.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
@@ -108,6 +111,7 @@ class PipelineLoop(Resumable[RlStepReport]):
         self._drafting = drafting
         self._spec = RunSpec(
             recipe=recipe,
+            reference=reference,
             launcher=LocalLauncher() if launcher is None else launcher,
             optim=optim,
             options=options,

@@ -1,7 +1,7 @@
 """Builds the loop of `treering train`: in this process, or in child processes that read the same configuration."""
 
 import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
+from treering.cli.run_folder import WARMUP_FOLDER
 from treering.cli.settings import optim_options
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, load_task
@@ -27,8 +28,11 @@ from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
 from treering.schedule.policies import make_policy
 from treering.schedule.predict.lengths import make_predictor
+from treering.train.loop.checkpoint import checkpoint_path
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.ranks import shard_model
+from treering.train.loop.restore import load_weights, random_state, set_random_state
+from treering.train.loop.run import CHECKPOINTS_FOLDER
 
 
 class TrainRecipe:
@@ -101,6 +105,9 @@ def make_loop(
     if group is not None and group.size > 1:
         whole = copy.deepcopy(model).eval().requires_grad_(False)
         shard_model(model)
+    # Other processes may run in another folder.
+    folders = config_dir.absolute(), config.run.dir.absolute()
+    reference = partial(make_reference, config, *folders, source.task.vocab_size)
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model if whole is None else whole, source)
@@ -114,6 +121,7 @@ def make_loop(
             teacher=_load_teacher(config, config_dir),
             group=group,
             rollout_model=whole,
+            reference=reference,
         )
     launcher = make_launcher(config.runtime)
     return PipelineLoop(
@@ -139,7 +147,25 @@ def make_loop(
         reward_time_limit_s=config.runtime.reward_time_limit_s,
         worker_time_limit_s=config.runtime.worker_time_limit_s,
         launcher=launcher,
+        reference=reference,
     )
+
+
+def make_reference(config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int) -> PreTrainedModel:
+    """The weights that a run begins with, those of its warm-up where it has one, also once it was resumed.
+
+    Leaves torch's random state as it is.
+
+    Raises:
+        StateError: the checkpoint of the warm-up is gone.
+    """
+    before = random_state()
+    model = build_model(config.model, num_ids=num_ids, seed=config.rl.seed, folder=_model_folder(config, config_dir))
+    set_random_state(before)
+    num_steps = config.warmup.num_steps
+    if num_steps > 0:
+        load_weights(model, checkpoint_path(run_dir / WARMUP_FOLDER / CHECKPOINTS_FOLDER, num_steps))
+    return model
 
 
 def make_launcher(runtime: RuntimeConfig) -> Launcher:

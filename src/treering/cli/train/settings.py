@@ -25,6 +25,7 @@ from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
+from treering.train.loop.adapters import weights_checksum
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
@@ -55,6 +56,9 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         importance=rl.importance,
         old_logprobs=rl.old_logprobs,
         entropy_coefficient=rl.entropy_coefficient,
+        kl=rl.kl,
+        kl_in=rl.kl_in,
+        kl_estimator=rl.kl_estimator,
         distill=distill_options(config.teacher),
         router_losses=router_losses(config.router),
         layout=rl.layout,
@@ -224,9 +228,14 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         free |= {"staleness"}
     if config.rl.old_logprobs == "sampled":
         free |= {"old_logprobs"}
+    if config.rl.kl == 0:
+        free |= {"kl", "kl_in", "kl_estimator"}
+    # Checkpoints hold no weights of the reference: a resumed run reads it again.
+    needs_reference = config.rl.kl > 0 and not config.lora.is_set
     return {
         **model_identity(config.model, model),
         **lora_identity(config.lora, model),
+        **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": config.task.reward,

@@ -19,6 +19,7 @@ from treering.rl.turns import RewardResult
 from treering.runtime.ipc.recipe import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import MakeReference
 from treering.types import PromptId
 
 
@@ -136,6 +137,8 @@ class TrainerSettings:
     """Of the base: steps done."""
     state: bytes
     """See `TrainerState`."""
+    reference: MakeReference | None = None
+    """Makes the reference of a KL; see `RlLoop`."""
     rank: int = 0
     num_ranks: int = 1
     """Processes that train together."""

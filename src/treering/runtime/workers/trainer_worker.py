@@ -41,7 +41,7 @@ def _train(port: Port, access: WeightAccess, settings: TrainerSettings) -> None:
     weights = access.open(model, port)
     weights.read(settings.version, model, BASE)
     group = shard_model(model) if settings.num_ranks > 1 else RankGroup()
-    trainer = Trainer(model, settings.optim, settings.options, group=group)
+    trainer = Trainer(model, settings.optim, settings.options, group=group, reference=settings.reference)
     state = unpacked(settings.state)
     if state["optimizer"] is not None:
         trainer.load_state(state["optimizer"])

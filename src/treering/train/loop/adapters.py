@@ -5,7 +5,7 @@ The model stays what it is: PEFT replaces its linear modules, and the base weigh
 
 import copy
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,19 @@ def base_checksum(model: nn.Module) -> str:
 
     Example: "1c291ca3"; it differs if a single weight does.
     """
+    return _checksum((name, weight) for name, weight in model.named_parameters() if not weight.requires_grad)
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """CRC-32 over all weights, as `base_checksum` over the frozen ones."""
+    return _checksum(model.named_parameters())
+
+
+def _checksum(weights: Iterable[tuple[str, Tensor]]) -> str:
     total = 0
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            total = zlib.crc32(values, zlib.crc32(name.encode(), total))
+    for name, weight in weights:
+        values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        total = zlib.crc32(values, zlib.crc32(name.encode(), total))
     return f"{total:08x}"
 
 

@@ -30,7 +30,7 @@ def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
     try:
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         state = join_state(state, checkpoint / SHARDS_FOLDER, first_sharded(loop.model))
-        _load_weights(loop.model, checkpoint)
+        load_weights(loop.model, checkpoint)
         parts = state["loop"], state["random"]
     except (OSError, pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
         if isinstance(error, StateError):
@@ -44,8 +44,12 @@ def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
     set_random_state(parts[1])
 
 
-def _load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Copies the stored tensors into the model's, in the same dtypes; tied tensors are stored once."""
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Copies a checkpoint's tensors into the model's, in the same dtypes; tied tensors are stored once.
+
+    Raises:
+        StateError: they are not those of the model.
+    """
     own = model.state_dict()
     if has_adapter(model):
         own = adapter_tensors(model, own)
