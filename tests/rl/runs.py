@@ -22,6 +22,7 @@ from treering.rl.options import RlOptions
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import MakeReference
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}
@@ -104,6 +105,7 @@ def scripted_loop(
     drafting: Drafting | None = None,
     make_engine: EngineFactory = uneven,
     teacher: nn.Module | None = None,
+    reference: MakeReference | None = None,
     **changes: object,
 ) -> RlLoop:
     """A loop with a scripted engine."""
@@ -115,6 +117,7 @@ def scripted_loop(
         options=options(**changes),
         drafting=drafting,
         teacher=teacher,
+        reference=reference,
     )
 
 

@@ -73,8 +73,8 @@ class RlOptions:
     entropy_coefficient: float | None = None
     """Factor of the entropy bonus; 0 only measures the entropy, None skips it (saves passes over the logits)."""
     kl: float = 0.0
-    """Factor of the KL to the policy that the run began with; 0 has no reference. In the loss, groups with equal rewards
-    are trained too."""
+    """Factor of the KL to the policy that the run began with; 0 has no reference. In the loss, groups with equal
+    rewards are trained too."""
     kl_in: KlIn = "loss"
     """See `KlIn`."""
     kl_estimator: KlEstimator | None = None
@@ -179,8 +179,8 @@ def check_kl(options: RlOptions) -> None:
         raise ConfigError(f"kl is a finite factor of at least 0, got {options.kl}; 0 has no reference")
     if estimator is not None and (place == "reward") != (estimator == "k1"):
         raise ConfigError(
-            f'in the loss k1 has a mean gradient of 0, and in the reward k1 alone has that of the KL; got kl_in="{place}" '
-            f'with kl_estimator="{estimator}": take "k2" or "k3" in the loss, or "k1" in the reward'
+            "in the loss k1 has a mean gradient of 0, and in the reward k1 alone has the gradient of the KL, got "
+            f'kl_in="{place}" with kl_estimator="{estimator}": take "k2" or "k3" in the loss, or "k1" in the reward'
         )
     if options.kl == 0:
         return
@@ -188,8 +188,8 @@ def check_kl(options: RlOptions) -> None:
         raise ConfigError(f'objective="distill" has a teacher and no policy loss, got kl={options.kl}; set kl=0')
     if place == "reward" and options.old_logprobs == "recomputed":
         raise ConfigError(
-            'a KL in the reward reads the log-probs of the engine, and old_logprobs="recomputed" is for engines without '
-            'them; take kl_in="loss"'
+            'a KL in the reward reads the log-probs of the engine, and old_logprobs="recomputed" is for engines '
+            'without them; take kl_in="loss"'
         )
 
 

@@ -160,7 +160,7 @@ def _reference_of(
         return Reference(model, None, options.compute)
     if make is None:
         raise ConfigError(
-            f"a KL compares with the weights that the run began with, and kl is {options.kl} without `reference`; give a "
-            "function that makes them, or set kl=0"
+            f"a KL compares with the weights that the run began with, and kl is {options.kl} without `reference`; give "
+            "a function that makes them, or set kl=0"
         )
     return Reference(model, make, options.compute)

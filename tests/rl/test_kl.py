@@ -1,0 +1,149 @@
+"""A KL to the policy that a run began with: in the loss or in the reward it is that of flat sequences."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tests.models import assert_gradients_equal, build, build_float64, take_gradients
+from tests.rl.runs import SAMPLING, TinyTask, script, scripted_loop
+from tests.train.loop.test_adapters import adapted
+from treering.engine.request import Request, Sampling
+from treering.errors import ConfigError
+from treering.rl.loop import RlLoop
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.optim import OptimOptions
+from treering.train.loop.reference import adapters_off
+
+EXACT = 1e-10
+UNCLIPPED = OptimOptions(learning_rate=1e-2, max_grad_norm=0.0)
+ALL_EQUAL = TinyTask(reward=lambda rollout: 0.0)
+
+
+def reference() -> PreTrainedModel:
+    return build_float64(seed=4)
+
+
+def never() -> nn.Module:
+    raise AssertionError("a reference was made")
+
+
+def flat_logprobs(model: nn.Module, loop: RlLoop, temperature: float) -> list[Tensor]:
+    """Log-probs of the tokens that the script writes for the first step, with the stock forward."""
+    found = []
+    for i in loop.plan.tasks_of(1):
+        prompt = TinyTask().prompts[i]
+        for sample in range(4):
+            request = Request(
+                prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, draw=0, sample=sample
+            )
+            ids = torch.tensor([[*prompt.tokens.tolist(), *script(request)]])
+            first = prompt.tokens.size
+            logits = model(input_ids=ids).logits[0, first - 1 : -1] / temperature
+            found.append(logits.log_softmax(-1).gather(1, ids[0, first:, None]).squeeze(1))
+    return found
+
+
+@pytest.mark.parametrize(("estimator", "max_tokens"), [("k2", None), (None, 6)])
+def test_in_the_loss_it_is_that_of_flat_sequences_and_trains_groups_of_equal_rewards(
+    estimator: str | None, max_tokens: int | None
+) -> None:
+    student = build_float64()
+    loop = scripted_loop(
+        build_float64(),
+        ALL_EQUAL,
+        UNCLIPPED,
+        reference=reference,
+        kl=0.3,
+        kl_estimator=estimator,
+        sampling=Sampling(max_tokens=12, temperature=0.7),
+        compute=ComputeOptions(max_tokens=max_tokens),
+    )
+    with torch.no_grad():
+        wanted = flat_logprobs(reference(), loop, 0.7)
+    pairs = zip(flat_logprobs(student, loop, 0.7), wanted, strict=True)
+    differences = [own - ref for own, ref in pairs]
+    terms = [d.square() / 2 if estimator == "k2" else (-d).exp() - 1 + d for d in differences]
+    loss = 0.3 * torch.stack([term.mean() for term in terms]).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    update = loop.step().update
+    assert update is not None
+    assert update.loss == pytest.approx(loss.item(), rel=EXACT)
+    assert update.values()["train/kl"] == pytest.approx(torch.cat(terms).mean().item(), rel=EXACT)
+    assert_gradients_equal(take_gradients(loop.model), take_gradients(student), EXACT)
+
+
+@pytest.mark.parametrize("task", [TinyTask(), ALL_EQUAL])
+def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> None:
+    loop = scripted_loop(
+        build_float64(), task, reference=reference, kl=0.1, kl_in="reward", estimator="dr_grpo", objective="dr_grpo",
+        divisor=10.0,
+    )  # fmt: skip
+    report = loop.step()
+    with torch.no_grad():
+        wanted = [values.numpy() for values in flat_logprobs(reference(), loop, 1.0)]
+    # `Uneven` reports these log-probs of the policy, whatever the model.
+    tokens = [t.tokens[t.loss_mask] for t in loop.latest]
+    k1 = [-2.0 - (own % 5) / 2 - ref for own, ref in zip(tokens, wanted, strict=True)]
+    equal = task is ALL_EQUAL
+    rewards = [0.0 if equal else float((own % 2 == 0).mean()) - 0 for own in tokens]
+    penalised = np.array([reward - 0.1 * own.sum() for reward, own in zip(rewards, k1, strict=True)]).reshape(2, 4)
+    expected = (penalised - penalised.mean(1, keepdims=True)).ravel()
+    assert [t.advantage for t in loop.latest] == pytest.approx(expected.tolist(), rel=1e-9)
+    # The reward that is reported stays the task's.
+    assert [t.reward for t in loop.latest] == pytest.approx(rewards)
+    assert report.values()["train/kl"] == pytest.approx(float(np.concatenate(k1).mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_the_reference_stays_where_the_run_began(kl_in: str) -> None:
+    loop = scripted_loop(build_float64(), ALL_EQUAL, reference=build_float64, kl=0.5, kl_in=kl_in)
+    first, second = (loop.step().values()["train/kl"] for _ in range(2))
+    if kl_in == "loss":
+        assert first == 0.0 < second
+    else:
+        assert first != second
+
+
+def test_adapters_have_the_base_model_as_reference_and_no_copy_of_it() -> None:
+    gradients = []
+    for model, make in ((adapted(build_float64()).double(), never), (adapted(build_float64()).double(), build_float64)):
+        loop = scripted_loop(model, ALL_EQUAL, UNCLIPPED, reference=make, kl=0.5)
+        if make is not never:
+            # What several ranks do, whose shards have no adapters to switch off.
+            loop._trainer._reference._make = make  # type: ignore[union-attr]
+        trained = [weight.requires_grad for weight in model.parameters()]
+        loop.step()
+        assert [weight.requires_grad for weight in model.parameters()] == trained
+        gradients.append(take_gradients(model))
+    assert all(float(gradient.norm()) > 0 for gradient in gradients[0].values())
+    assert_gradients_equal(*gradients, EXACT)
+    ids = torch.tensor([[3, 4, 5]])
+    model = adapted(build_float64()).double()
+    with adapters_off(model):
+        assert torch.equal(model(ids).logits, build_float64()(ids).logits)
+    assert not torch.equal(model(ids).logits, build_float64()(ids).logits)
+
+
+def test_without_a_coefficient_there_is_no_reference() -> None:
+    loop = scripted_loop(build(), reference=never)
+    assert "train/kl" not in loop.step().values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl": 0.1, "kl_estimator": "k1"}, "k1 has a mean gradient of 0"),
+        ({"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3"}, 'got kl_in="reward" with kl_estimator="k3"'),
+        ({"kl": 0.1, "kl_in": "reward", "old_logprobs": "recomputed"}, "reads the log-probs of the engine"),
+        ({"kl": 0.1}, "without `reference`"),
+        ({"kl": -0.1}, "at least 0, got -0.1"),
+        ({"kl_in": "rewards"}, "one of loss, reward"),
+    ],
+)
+def test_what_would_not_be_a_kl_to_a_reference_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scripted_loop(build(), **changes)
