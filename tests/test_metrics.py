@@ -169,3 +169,21 @@ def test_without_tensorboard_the_sink_says_how_to_get_it(tmp_path: Path, monkeyp
 def test_no_two_metrics_share_a_name() -> None:
     names = [value for key, value in vars(metrics).items() if key.isupper()]
     assert len(names) == len(set(names)) > 5
+
+
+def test_tensorboard_shows_rollouts_as_a_table_of_text(tmp_path: Path) -> None:
+    rollout = metrics.Completion(prompt="1+|2\n", completion="3", reward=1.0, advantage=None)
+    with Metrics([TensorBoardSink(tmp_path), JsonlSink(tmp_path / "m.jsonl")]) as log:
+        log.log_completions(3, [rollout])
+        log.log(3, {"a": 1.0})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("completions")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode().splitlines() == [
+        "| prompt | completion | reward | advantage |",
+        "| --- | --- | --- | --- |",
+        r"| 1+\|2 ⏎  | 3 | 1.0 | None |",
+    ]
+    assert "completions" in events.PluginTagToContent("text")
+    assert rows(tmp_path / "m.jsonl") == [{"step": 3, "a": 1.0}]

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from io import BytesIO
 from numbers import Integral, Real
 from pathlib import Path
@@ -64,11 +65,36 @@ PEAK_MEMORY_BYTES: Final = "memory/peak_bytes"
 Number = int | float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A rollout as trackers show it.
+
+    Attributes:
+        prompt: its text.
+        completion: what followed, the answers of an environment included.
+        reward: None without one.
+        advantage: None without one.
+    """
+
+    prompt: str
+    completion: str
+    reward: float | None
+    advantage: float | None
+
+
+COMPLETIONS: Final = "completions"
+"""Name of the table of rollouts in trackers."""
+COLUMNS: Final = tuple(field.name for field in fields(Completion))
+
+
 class Sink(Protocol):
     """Stores rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
         """Store the values of one step; once it returns, a killed process does not lose them."""
+
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Store some rollouts of a step, before its values."""
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -119,6 +145,9 @@ class JsonlSink:
         with writing(self._path, len(line)):
             append(self._file, line)
 
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Nothing: the folder of a run has all of its rollouts."""
+
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
@@ -142,6 +171,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise UnsupportedError(
@@ -151,6 +181,7 @@ class TensorBoardSink:
         self._event: Any = event_pb2.Event
         self._summary: Any = summary_pb2.Summary
         self._as_record: Any = RecordWriter
+        self._as_text: Any = text_pb
         # TensorBoard reads the files of a folder in the order of their names.
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
         with writing(self._path):
@@ -169,6 +200,14 @@ class TensorBoardSink:
         """
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step=step, summary=self._summary(value=scalars))
+
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Add a text: a table in Markdown.
+
+        Raises:
+            StateError: the disk is full.
+        """
+        self._add(step=step, summary=self._as_text(COMPLETIONS, _as_markdown(rows)))
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -210,6 +249,11 @@ class Metrics:
         for sink in self._sinks:
             sink.write(step, numbers)
 
+    def log_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Write some rollouts of a step; call it before `log` of the same step."""
+        for sink in self._sinks:
+            sink.write_completions(step, rows)
+
     def close(self) -> None:
         """Close every sink."""
         for sink in self._sinks:
@@ -234,6 +278,15 @@ def num_logged(path: Path) -> dict[int, int | None]:
     """
     counts = {row["step"]: row.get(NUM_LOGGED, 0) for row in read_rows(path)}
     return {step: number if type(number) is int else None for step, number in counts.items()}
+
+
+def _as_markdown(rows: Sequence[Completion]) -> str:
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(astuple(row) for row in rows)]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", r"\|").replace("\n", " ⏎ ")
 
 
 def _json_number(value: Number) -> Number | str:

@@ -121,7 +121,12 @@ def scripted_loop(
     )
 
 
-def sampling_loop(model: PreTrainedModel | None = None, drafting: Drafting | None = None, **changes: object) -> RlLoop:
+def sampling_loop(
+    model: PreTrainedModel | None = None,
+    drafting: Drafting | None = None,
+    reference: MakeReference | None = None,
+    **changes: object,
+) -> RlLoop:
     """A loop with a TorchEngine."""
     model = build() if model is None else model
 
@@ -136,6 +141,7 @@ def sampling_loop(model: PreTrainedModel | None = None, drafting: Drafting | Non
         optim=PLAIN,
         options=options(**changes),
         drafting=drafting,
+        reference=reference,
     )
 
 

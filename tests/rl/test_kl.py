@@ -78,10 +78,8 @@ def test_in_the_loss_it_is_that_of_flat_sequences_and_trains_groups_of_equal_rew
 
 @pytest.mark.parametrize("task", [TinyTask(), ALL_EQUAL])
 def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> None:
-    loop = scripted_loop(
-        build_float64(), task, reference=reference, kl=0.1, kl_in="reward", estimator="dr_grpo", objective="dr_grpo",
-        divisor=10.0,
-    )  # fmt: skip
+    how = {"estimator": "dr_grpo", "objective": "dr_grpo", "divisor": 10.0}
+    loop = scripted_loop(build_float64(), task, reference=reference, kl=0.1, kl_in="reward", **how)
     report = loop.step()
     with torch.no_grad():
         wanted = [values.numpy() for values in flat_logprobs(reference(), loop, 1.0)]
@@ -89,7 +87,7 @@ def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> No
     tokens = [t.tokens[t.loss_mask] for t in loop.latest]
     k1 = [-2.0 - (own % 5) / 2 - ref for own, ref in zip(tokens, wanted, strict=True)]
     equal = task is ALL_EQUAL
-    rewards = [0.0 if equal else float((own % 2 == 0).mean()) - 0 for own in tokens]
+    rewards = [0.0 if equal else float((own % 2 == 0).mean()) for own in tokens]
     penalised = np.array([reward - 0.1 * own.sum() for reward, own in zip(rewards, k1, strict=True)]).reshape(2, 4)
     expected = (penalised - penalised.mean(1, keepdims=True)).ravel()
     assert [t.advantage for t in loop.latest] == pytest.approx(expected.tolist(), rel=1e-9)

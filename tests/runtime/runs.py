@@ -22,6 +22,7 @@ from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
+from treering.train.loop.reference import MakeReference
 
 MAX_BATCH = 3
 
@@ -99,6 +100,7 @@ def pipeline(
     num_slots: int = MAX_BATCH,
     launcher: Launcher | None = None,
     num_trainer_ranks: int = 1,
+    reference: MakeReference | None = None,
     **changes: object,
 ) -> PipelineLoop:
     """A loop over the recipe's task: two prompts per step, groups of four."""
@@ -125,4 +127,5 @@ def pipeline(
         worker_time_limit_s=worker_time_limit_s,
         launcher=launcher,
         num_trainer_ranks=num_trainer_ranks,
+        reference=reference,
     )

@@ -163,6 +163,14 @@ def answering() -> RlLoop:
     )
 
 
+def test_a_trainer_makes_the_reference_of_a_kl() -> None:
+    kl = {"kl": 0.5, "kl_in": "reward", "reference": partial(build_float64, "llama", seed=4)}
+    expected = run(sampling_loop(build_float64("llama"), **kl), 2)
+    with pipeline(num_steps=2, num_workers=1, **kl) as loop:
+        assert_same(run(loop, 2), expected)
+    assert loop.latest[0].advantage is not None
+
+
 def test_steps_with_equal_rewards_keep_weights_and_version() -> None:
     with pipeline(TinyRecipe(task=tasks.Constant), num_steps=3, staleness=1) as loop:
         before = copy.deepcopy(loop.model.state_dict())

@@ -26,12 +26,16 @@ SINKS = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}
 RUN = """
 import sys
 from pathlib import Path
-from treering.metrics import Metrics
+from treering.metrics import Completion, Metrics
 from treering.trackers.{name}_sink import {kind} as Sink
 
 first, last, resume_step = int(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
 with Metrics([Sink(Path("runs/a"), project="sums", resume_step=resume_step, settings={{"rl": {{"seed": 7}}}})]) as log:
     for step in range(first, last + 1):
+        if step != 2:
+            log.log_completions(
+                step, [Completion(prompt=f"p{{step}}", completion="c\\n", reward=0.5, advantage=None)]
+            )
         log.log(step, {{"reward/mean": 0.5 * step, "rollout/num_sampled": 10 * step}})
 """
 READ = {

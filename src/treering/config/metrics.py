@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
+from treering.config.values import Count
 from treering.errors import ConfigError
 
 SinkName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]
@@ -27,3 +28,14 @@ class MetricsConfig(Config):
                 f"a sink is named once, and sinks = {list(self.sinks)} repeats one; remove the repetition"
             )
         return self
+
+
+class RlMetricsConfig(MetricsConfig):
+    """Where the metrics of each step go, and samples of its rollouts."""
+
+    log_completions: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=0,
+        description="Rollouts per table (prompt, completion, reward, advantage) in the trackers, from the worst reward "
+        "to the best; 0: none, so that no text leaves the run's folder.",
+    )
+    log_completions_every: Count = Field(default=10, description="Steps between these tables; the first step has one.")

@@ -21,7 +21,7 @@ from treering.config.loss import (
     check_kl,
     check_packed,
 )
-from treering.config.metrics import MetricsConfig
+from treering.config.metrics import RlMetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
@@ -223,7 +223,7 @@ class RlConfig(Config):
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
     router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
+    metrics: RlMetricsConfig = Field(default_factory=RlMetricsConfig, description="Where metrics go.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
     schedule: Schedule = Field(

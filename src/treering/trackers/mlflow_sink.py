@@ -2,13 +2,15 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
 from treering.extras import require
-from treering.metrics import Number
+from treering.metrics import COLUMNS, COMPLETIONS, Completion, Number
 from treering.trackers.identity import read_names, write_name
 
 _MAX_VALUE = 500
@@ -68,12 +70,14 @@ class MlflowSink:
         """Store the values of one step; a server that does not answer costs a warning, and the run goes on."""
         now = int(1000 * time.time())
         points = [self._metric(name, float(value), now, step) for name, value in values.items()]
-        try:
+        with self._trying(step):
             self._client.log_batch(self._run_id, metrics=points)
-        except Exception as error:  # the package has errors of many kinds
-            if not self._has_failed:
-                warnings.warn(f"MLflow did not take step {step} ({error}); later steps are tried", stacklevel=2)
-            self._has_failed = True
+
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Store a table, the artifact `completions/step-000123.json`; errors as in `write`."""
+        table = {"columns": list(COLUMNS), "data": [list(astuple(row)) for row in rows]}
+        with self._trying(step):
+            self._client.log_dict(self._run_id, table, f"{COMPLETIONS}/step-{step:06d}.json")
 
     def close(self) -> None:
         """End the run there; a second call changes nothing."""
@@ -81,6 +85,15 @@ class MlflowSink:
             self._client.set_terminated(self._run_id)
         except Exception as error:  # the package has errors of many kinds
             warnings.warn(f"MLflow still shows the run as running ({error})", stacklevel=2)
+
+    @contextmanager
+    def _trying(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the package has errors of many kinds
+            if not self._has_failed:
+                warnings.warn(f"MLflow did not take step {step} ({error}); later steps are tried", stacklevel=4)
+            self._has_failed = True
 
     def _begin(self, folder: Path, project: str) -> str:
         experiment = self._client.get_experiment_by_name(project)

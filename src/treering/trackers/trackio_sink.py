@@ -1,12 +1,13 @@
 """Metrics in Trackio."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
 from treering.extras import require
-from treering.metrics import Number
+from treering.metrics import COLUMNS, COMPLETIONS, Completion, Number
 from treering.trackers.identity import name_of
 
 
@@ -55,11 +56,17 @@ class TrackioSink:
             raise StateError(
                 f'Trackio cannot begin a run ({error}); check TRACKIO_DIR, or leave "trackio" out of metrics.sinks'
             ) from error
+        self._table: Any = trackio.Table
         self._is_open = True
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
         """Log the values of one step; the package stores them later, in a thread of its own."""
         self._run.log(dict(values), step=step)
+
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Log a table."""
+        table = self._table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+        self._run.log({COMPLETIONS: table}, step=step)
 
     def close(self) -> None:
         """End the run there; a second call does nothing."""

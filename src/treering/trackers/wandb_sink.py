@@ -1,12 +1,13 @@
 """Metrics in Weights & Biases."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
 from treering.extras import require
-from treering.metrics import Number
+from treering.metrics import COLUMNS, COMPLETIONS, Completion, Number
 from treering.trackers.identity import name_of
 
 
@@ -56,6 +57,7 @@ class WandbSink:
                 f"Weights & Biases cannot begin a run ({error}); log in with `wandb login`, set WANDB_MODE=offline, or "
                 'leave "wandb" out of metrics.sinks'
             ) from error
+        self._table: Any = wandb.Table
         # The steps that a resumed run repeats would each print a warning.
         self._num_done = self._run.step if self._run.resumed else 0
 
@@ -63,6 +65,12 @@ class WandbSink:
         """Log the values of one step; the package sends them later, in a process of its own."""
         if step >= self._num_done:
             self._run.log(dict(values), step=step, commit=True)
+
+    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
+        """Log a table, which is sent with the values of its step."""
+        if step >= self._num_done:
+            table = self._table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+            self._run.log({COMPLETIONS: table}, step=step, commit=False)
 
     def close(self) -> None:
         """End the run there; a second call does nothing."""

@@ -5,9 +5,11 @@ from contextlib import ExitStack
 from typing import TypeAlias
 
 from treering.cli.run_folder import ROLLOUTS_FOLDER
+from treering.cli.train.completions import completions_of, is_table_due
+from treering.cli.train.task import TaskSource
 from treering.cli.train.timeline import TimelineLog
 from treering.config import RlConfig
-from treering.metrics import num_logged
+from treering.metrics import Metrics, num_logged
 from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
@@ -21,8 +23,10 @@ OnStep: TypeAlias = Callable[[RlStepReport], dict[str, float]]
 """Logs a step, and returns metrics of what it has logged."""
 
 
-def step_logs(config: RlConfig, loop: Loop, opened: Opened, stack: ExitStack) -> OnStep:
-    """Writes the rollouts of each step and, with workers, when each of them worked."""
+def step_logs(
+    config: RlConfig, source: TaskSource, loop: Loop, opened: Opened, metrics: Metrics, stack: ExitStack
+) -> OnStep:
+    """Writes the rollouts of each step, some of them to trackers, and, with workers, when each of them worked."""
     log_rollouts = _rollout_log(config, loop, opened)
     timeline = None
     if isinstance(loop, PipelineLoop):
@@ -31,6 +35,8 @@ def step_logs(config: RlConfig, loop: Loop, opened: Opened, stack: ExitStack) ->
     def on_step(report: RlStepReport) -> dict[str, float]:
         if timeline is not None:
             timeline.write(report)
+        if is_table_due(config.metrics, report.step):
+            metrics.log_completions(report.step, completions_of(loop.latest, config.metrics.log_completions, source))
         return {} if log_rollouts is None else log_rollouts(report)
 
     return on_step

@@ -146,7 +146,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
             with printed_warnings(console):
                 sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
                 metrics = stack.enter_context(Metrics(sinks))
-                on_step = step_logs(config, loop, opened, stack)
+                on_step = step_logs(config, source, loop, opened, metrics, stack)
         steps = run_steps(
             loop,
             num_steps=num_steps,
